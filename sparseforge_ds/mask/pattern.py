@@ -1,0 +1,161 @@
+"""Sparsity patterns: how the elements of a weight matrix are divided into groups, and how many of a group survive.
+
+Legend of shape suffixes: G groups, M members of a group, N kept members.
+
+A matrix is seen as (out, in) when the input axis is last and (in, out) when it is first (GPT-2's Conv1D). Groups always
+compete along the *input* axis, because that is the axis which sparse tensor cores contract.
+
+What a shard needs to know is the *span*: the smallest run of consecutive flat elements that contains whole groups only.
+A shard that starts and ends on a multiple of the span can be gated without talking to any other rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NM:
+    """Keep `n` of every `m` consecutive inputs (2:4 is `NM(2, 4)`)."""
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n < self.m:
+            raise ValueError(f"pattern {self}: an n:m pattern needs 0 < n < m, for example 2:4")
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @property
+    def kept(self) -> int:
+        """Members of a group that survive."""
+        return self.n
+
+    @property
+    def members(self) -> int:
+        """Members of a group."""
+        return self.m
+
+    def misfit(self, shape: tuple[int, ...], input_axis: int) -> str | None:
+        """Why `shape` cannot carry this pattern, or None when it can."""
+        inputs = shape[input_axis]
+        if inputs % self.m:
+            return f"its input axis has {inputs} elements, not a multiple of {self.m}"
+        return None
+
+    def span(self, shape: tuple[int, ...], input_axis: int) -> int:
+        """Flat elements that contain whole groups only: m, or m rows when the input axis comes first."""
+        return self.m if input_axis % len(shape) == len(shape) - 1 else self.m * shape[-1]
+
+    def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
+        """View whole spans as groups.
+
+        Args:
+            flat: (spans * span,) consecutive elements, a multiple of the span.
+            shape: shape of the full weight.
+            input_axis: the axis that the matmul contracts.
+
+        Returns:
+            (G, M), a view where the input axis is last and a copy otherwise.
+        """
+        if input_axis % len(shape) == len(shape) - 1:
+            return flat.view(-1, self.m)
+        return flat.view(-1, self.m, shape[-1]).transpose(1, 2).reshape(-1, self.m)
+
+    def from_groups(self, group_GM: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
+        """Inverse of `to_groups`: (G, M) -> (G * M,) in flat order."""
+        if input_axis % len(shape) == len(shape) - 1:
+            return group_GM.reshape(-1)
+        return group_GM.view(-1, shape[-1], self.m).transpose(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keep a `density` share of the entries of every `size` x `size` tile (the paper's block-16: `Block(16, 0.5)`)."""
+
+    size: int
+    density: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.size < 2 or not 0.0 < self.density < 1.0:
+            raise ValueError(f"pattern {self}: a block pattern needs size >= 2 and 0 < density < 1, like block16")
+        if not float(self.density * self.size**2).is_integer():
+            raise ValueError(f"pattern {self}: density * size^2 must be a whole number of entries")
+
+    def __str__(self) -> str:
+        return f"block{self.size}:{self.density:g}"
+
+    @property
+    def kept(self) -> int:
+        """Members of a tile that survive."""
+        return int(self.density * self.size**2)
+
+    @property
+    def members(self) -> int:
+        """Members of a tile."""
+        return self.size**2
+
+    def misfit(self, shape: tuple[int, ...], input_axis: int) -> str | None:
+        """Why `shape` cannot carry this pattern, or None when it can."""
+        rows, columns = shape[-2:]
+        if rows % self.size or columns % self.size:
+            return f"its matrix is {rows} x {columns}, not a multiple of {self.size} x {self.size}"
+        return None
+
+    def span(self, shape: tuple[int, ...], input_axis: int) -> int:
+        """Flat elements that contain whole tiles only: a band of `size` rows."""
+        return self.size * shape[-1]
+
+    def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
+        """(bands * size * columns,) -> (G, M), a copy: tiles are strided."""
+        size, columns = self.size, shape[-1]
+        return flat.view(-1, size, columns // size, size).transpose(1, 2).reshape(-1, size * size)
+
+    def from_groups(self, group_GM: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
+        """Inverse of `to_groups`: (G, M) -> (G * M,) in flat order."""
+        size, columns = self.size, shape[-1]
+        return group_GM.view(-1, columns // size, size, size).transpose(1, 2).reshape(-1)
+
+
+Pattern = NM | Block
+
+
+def parse_pattern(text: str) -> Pattern:
+    """Turn '2:4', '4:8', 'block16' or 'block16:0.5' into a pattern. The only place where patterns are text."""
+    if match := re.fullmatch(r"(\d+):(\d+)", text):
+        return NM(int(match[1]), int(match[2]))
+    if match := re.fullmatch(r"block(\d+)(?::(0?\.\d+))?", text):
+        return Block(int(match[1]), float(match[2] or 0.5))
+    raise ValueError(f"unknown pattern {text!r}: write n:m (like 2:4) or block<size> (like block16 or block16:0.5)")
+
+
+def top_n(group_GM: Tensor, n: int) -> Tensor:
+    """The hard choice of every group (design eq. 6): its `n` largest members, ties going to the lower index.
+
+    Args:
+        group_GM: (G, M) values.
+        n: members to keep.
+
+    Returns:
+        (G, M) bool with exactly `n` True in every row.
+    """
+    G, M = group_GM.shape
+    if M > 16:
+        order_GM = torch.sort(group_GM, dim=1, descending=True, stable=True).indices
+        chosen_GM = torch.zeros_like(group_GM, dtype=torch.bool)
+        return chosen_GM.scatter_(1, order_GM[:, :n], True)
+    # Small groups: counting who beats whom is several times faster than a sort, and ties are resolved by construction.
+    column = [group_GM[:, j] for j in range(M)]
+    beaten_by = [torch.zeros(G, dtype=torch.int8, device=group_GM.device) for _ in range(M)]
+    for i in range(M):
+        for j in range(i + 1, M):
+            later_wins = column[j] > column[i]
+            beaten_by[i] += later_wins
+            beaten_by[j] += ~later_wins
+    return torch.stack([count < n for count in beaten_by], dim=1)
