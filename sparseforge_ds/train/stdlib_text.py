@@ -47,11 +47,12 @@ def stdlib_documents(split: Split) -> list[str]:
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split must be 'train' or 'heldout', not {split!r}")
-    return [text for name, text in _corpus(Path(sysconfig.get_path("stdlib"))) if is_heldout(name) == (split == "heldout")]
+    corpus = _corpus(Path(sysconfig.get_path("stdlib")))
+    return [text for name, text in corpus if is_heldout(name) == (split == "heldout")]
 
 
 def is_heldout(name: str) -> bool:
-    """Whether the module or topic of this name (``json/decoder.py``, ``topic:lambda``) belongs to the held-out split."""
+    """Whether the module or topic of this name (``json/decoder.py``, ``topic:lambda``) is held out."""
     return zlib.crc32(name.encode("utf-8")) % HELDOUT_EVERY == 0
 
 
