@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda"]
@@ -179,6 +180,35 @@ class SparseForgeConfig:
         _require(self.preset in PRESETS, "preset", self.preset, f"use one of {', '.join(PRESETS)}")
         _require(self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
         parse_pattern(self.pattern)
+        schedule = self.resolved_schedule
+        _require(
+            schedule.freeze_step in (0, self.max_steps) or schedule.freeze_step >= schedule.update_every,
+            "schedule.update_every",
+            schedule.update_every,
+            f"hardening ends at step {schedule.freeze_step} of {self.max_steps}, before the first mask update; "
+            "lower update_every, move hardening later, or use hardening [0, 0] for a fixed mask",
+        )
+
+    @property
+    def resolved_schedule(self) -> Schedule:
+        """The schedule in optimizer steps: every fraction times `max_steps`, rounded."""
+
+        def steps(window: Window) -> tuple[int, int]:
+            return round(window[0] * self.max_steps), round(window[1] * self.max_steps)
+
+        part = self.schedule
+        return Schedule(
+            update_every=part.update_every,
+            temperature=part.temperature,
+            temperature_min=part.temperature_min,
+            temperature_decay=part.temperature_decay,
+            blend=steps(part.blend),
+            mid_penalty=part.mid_penalty,
+            mid_penalty_ramp=steps(part.mid_penalty_ramp),
+            penalty_rate=part.penalty_rate,
+            mask_rate=part.mask_rate,
+            hardening=steps(part.hardening),
+        )
 
     @property
     def parsed_pattern(self) -> Pattern:

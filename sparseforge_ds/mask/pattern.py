@@ -135,27 +135,31 @@ def parse_pattern(text: str) -> Pattern:
     raise ValueError(f"unknown pattern {text!r}: write n:m (like 2:4) or block<size> (like block16 or block16:0.5)")
 
 
-def top_n(group_GM: Tensor, n: int) -> Tensor:
-    """The hard choice of every group (design eq. 6): its `n` largest members, ties going to the lower index.
+def rank_in_group(group_GM: Tensor) -> Tensor:
+    """How many members of its group beat each member; ties go to the lower index, so a row is a permutation of 0..M-1.
 
     Args:
-        group_GM: (G, M) values.
-        n: members to keep.
+        group_GM: (G, M) finite values.
 
     Returns:
-        (G, M) bool with exactly `n` True in every row.
+        (G, M) integers; `< n` is the group's top n (design eq. 6) in every layout and on every rank alike.
     """
     G, M = group_GM.shape
     if M > 16:
         order_GM = torch.sort(group_GM, dim=1, descending=True, stable=True).indices
-        chosen_GM = torch.zeros_like(group_GM, dtype=torch.bool)
-        return chosen_GM.scatter_(1, order_GM[:, :n], True)
-    # Small groups: counting who beats whom is several times faster than a sort, and ties are resolved by construction.
-    column = [group_GM[:, j] for j in range(M)]
-    beaten_by = [torch.zeros(G, dtype=torch.int8, device=group_GM.device) for _ in range(M)]
+        place_GM = torch.arange(M, device=group_GM.device).expand(G, M)
+        return torch.empty_like(order_GM).scatter_(1, order_GM, place_GM)
+    # Small groups: counting who beats whom is several times faster than a sort of many short rows.
+    column = group_GM.t().contiguous().unbind(0)
+    beaten_by = torch.zeros(M, G, dtype=torch.int8, device=group_GM.device)
     for i in range(M):
         for j in range(i + 1, M):
             later_wins = column[j] > column[i]
             beaten_by[i] += later_wins
             beaten_by[j] += ~later_wins
-    return torch.stack([count < n for count in beaten_by], dim=1)
+    return beaten_by.t()
+
+
+def top_n(group_GM: Tensor, n: int) -> Tensor:
+    """(G, M) values -> (G, M) bool with exactly `n` True in every row: its `n` largest, ties to the lower index."""
+    return rank_in_group(group_GM) < n

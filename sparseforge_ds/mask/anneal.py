@@ -1,0 +1,93 @@
+"""Annealing as pure functions of the optimizer step (SparseForge, arXiv 2605.06402, section 3; design eqs. 5, 7-11).
+
+Nothing here remembers a phase: `Schedule.dials(step)` gives the same numbers whenever and wherever it is asked, so a
+resumed run, a re-sharded run and an unbroken run cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+StepWindow = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Dials:
+    """The annealed numbers at one step."""
+
+    temperature: float
+    """T of the soft gate (eq. 5)."""
+    beta: float
+    """Share of the hard target in the blended gate (eq. 7)."""
+    mid_penalty: float
+    """lambda_mid (eq. 8)."""
+    penalty_rate: float
+    """eta (eq. 8)."""
+    mask_rate: float
+    """alpha (eq. 9); 0 once frozen."""
+    x: float
+    """Share of the soft mask in the effective mask (eq. 10): 1 while heating, 0 once frozen."""
+    phase: str
+    """'heating', 'hardening' or 'frozen': for people, never for control flow."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every annealed number, in optimizer steps."""
+
+    update_every: int
+    temperature: float
+    temperature_min: float
+    temperature_decay: float | None
+    blend: StepWindow
+    mid_penalty: float
+    mid_penalty_ramp: StepWindow
+    penalty_rate: float
+    mask_rate: float
+    hardening: StepWindow
+
+    @property
+    def freeze_step(self) -> int:
+        """The step at whose end the mask is projected; 0 means that it is fixed before training starts."""
+        return self.hardening[1]
+
+    @property
+    def decay(self) -> float:
+        """gamma per mask update; by default the one that reaches the floor when hardening ends."""
+        if self.temperature_decay is not None:
+            return self.temperature_decay
+        updates = max(1, self.freeze_step // self.update_every)
+        return float((self.temperature_min / self.temperature) ** (1.0 / updates))
+
+    def is_update(self, step: int) -> bool:
+        """Whether gates and masks are recomputed after optimizer step `step` (the first step is 1)."""
+        return 0 < step < self.freeze_step and step % self.update_every == 0
+
+    def is_projection(self, step: int) -> bool:
+        """Whether the mask is projected and frozen after optimizer step `step` (0: before the first)."""
+        return step == self.freeze_step
+
+    def dials(self, step: int) -> Dials:
+        """The annealed numbers after `step` optimizer steps."""
+        frozen = step >= self.freeze_step
+        x = 1.0 - _linear(step, self.hardening)
+        return Dials(
+            temperature=max(self.temperature_min, self.temperature * self.decay ** (step // self.update_every)),
+            beta=_smooth(_linear(step, self.blend)),
+            mid_penalty=self.mid_penalty * _linear(step, self.mid_penalty_ramp),
+            penalty_rate=self.penalty_rate,
+            mask_rate=0.0 if frozen else self.mask_rate,
+            x=0.0 if frozen else x,
+            phase="frozen" if frozen else "hardening" if step >= self.hardening[0] else "heating",
+        )
+
+
+def _linear(step: int, window: StepWindow) -> float:
+    start, stop = window
+    if step >= stop:
+        return 1.0
+    return 0.0 if step <= start else (step - start) / (stop - start)
+
+
+def _smooth(u: float) -> float:
+    return 3 * u**2 - 2 * u**3

@@ -1,0 +1,109 @@
+"""Diagonal curvature of the training loss (SparseForge, arXiv 2605.06402, section 3.1; design eq. 2).
+
+Free functions on plain tensors. Who runs the probe and where the tensors live is `zero.probe`'s business.
+
+Random numbers are counter-based: a sign depends on (seed, step, probe, weight, element) only, so that a probe is the
+same on any number of ranks and at any ZeRO stage, and need never be stored.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+# Odd constants of the splitmix64 finalizer (Steele et al., 2014), as signed 64-bit integers.
+_GOLDEN = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+
+
+def counter_key(seed: int, step: int, probe: int, name: str) -> int:
+    """A 63-bit key for one weight's random numbers in one probe."""
+    text = f"{seed}/{step}/{probe}/{name}".encode()
+    return (zlib.crc32(text) << 31) ^ zlib.adler32(text)
+
+
+def counter_hash(key: int, index: Tensor) -> Tensor:
+    """Well mixed int64 for every counter value: splitmix64 of `key + index * golden`.
+
+    Args:
+        key: from `counter_key`.
+        index: (n,) int64 counters.
+    """
+    z = index * _GOLDEN + key
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's own is arithmetic."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def rademacher(key: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """(stop - start,) fp32 of +-1 for the elements start..stop of a weight."""
+    index = torch.arange(start, stop, device=device, dtype=torch.int64)
+    return ((counter_hash(key, index) & 1) * 2 - 1).float()
+
+
+def uniform(key: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """(stop - start,) fp32 in [0, 1) for the counters start..stop."""
+    index = torch.arange(start, stop, device=device, dtype=torch.int64)
+    return _shift(counter_hash(key, index), 40).float() * 2.0**-24
+
+
+def sample_labels(logits_NV: Tensor, key: int, first: int, chunk: int = 1024) -> Tensor:
+    """Draw one label a row from softmax(logits), for the Gauss-Newton estimate (labels from the model itself).
+
+    Args:
+        logits_NV: (N, V) logits.
+        key: from `counter_key`.
+        first: global number of the first row, which makes the draw independent of the number of ranks.
+        chunk: rows whose fp32 probabilities exist at a time.
+
+    Returns:
+        (N,) int64.
+    """
+    labels = []
+    for start in range(0, logits_NV.shape[0], chunk):
+        rows = logits_NV[start : start + chunk].detach().float()
+        cumulative = torch.softmax(rows, dim=1).cumsum(dim=1)
+        stop = first + start + rows.shape[0]
+        draw = uniform(key, first + start, stop, rows.device)[:, None] * cumulative[:, -1:]
+        labels.append(torch.searchsorted(cumulative, draw, right=True).squeeze(1).clamp_(max=rows.shape[1] - 1))
+    return torch.cat(labels)
+
+
+def hutchinson_sample(difference: Tensor, sign: Tensor, radius: Tensor | float) -> Tensor:
+    """One Hutchinson sample of the diagonal by a central gradient difference.
+
+    With v Rademacher and g the gradient at w +- r v:  v (g(w + r v) - g(w - r v)) / 2r = v (H v) + O(r^2), whose mean
+    over v is diag(H). Signed: clamping samples would bias the average upwards by the off-diagonal noise.
+
+    Args:
+        difference: (n,) g(w + r v) - g(w - r v).
+        sign: (n,) v.
+        radius: r of this weight.
+    """
+    return difference * sign / (2 * radius)
+
+
+def token_fisher(grad_TO: Tensor, input_TI: Tensor) -> Tensor:
+    """Sum over tokens of squared per-token gradients of a linear layer: (dL/dy)^2^T x^2, a weight-shaped matmul.
+
+    Args:
+        grad_TO: (T, out) dL/dy.
+        input_TI: (T, in) x.
+
+    Returns:
+        (out, in) fp32.
+    """
+    return grad_TO.float().square_().t() @ input_TI.float().square_()
+
+
+def accumulate(average: Tensor, sample: Tensor, decay: float) -> None:
+    """EMA step in place; the bias correction 1 / (1 - decay^k) is applied by the reader, as in Adam."""
+    average.lerp_(sample, 1 - decay)
