@@ -1,0 +1,46 @@
+"""What every test shares: real assets, deterministic seeds, and the `gpu` marker."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """Folder with real models and texts: SPARSEFORGE_ASSETS, or `shared/assets` beside the checkout."""
+    folder = Path(os.environ.get("SPARSEFORGE_ASSETS", ROOT.parent / "shared" / "assets"))
+    if not folder.is_dir():
+        pytest.skip(f"no real assets in {folder}; set SPARSEFORGE_ASSETS to a folder with models/ and text/")
+    return folder
