@@ -1,0 +1,272 @@
+"""What is prunable in each model family, as a table. Adding a family is adding a row.
+
+A row is a glob over parameter names, written without the prefix that the surrounding model class adds (`model.`,
+`transformer.`, none), plus the axis which the matmul contracts. A matrix that no row names is an error, never skipped
+in silence: half of a model that is quietly left dense is the most expensive kind of bug here.
+
+Nothing in this file needs weights: names and full shapes are enough, so the offline tools use the same table. Under
+ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full shape in `ds_shape`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from sparseforge_ds.config import SparseForgeConfig
+
+
+@dataclass(frozen=True)
+class Row:
+    """Weights that a family names prunable."""
+
+    names: str
+    """Glob over parameter names, anchored at a dot and at the end."""
+    input_axis: int = -1
+    """The axis that the matmul contracts: -1 for (..., out, in), -2 for (..., in, out)."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """All matrices of an architecture: each is named once, by a prunable row or by a dense glob."""
+
+    prunable: tuple[Row, ...]
+    dense: tuple[str, ...]
+
+
+_LLAMA = Family(
+    prunable=(
+        Row("layers.*.self_attn.[qkvo]_proj.weight"),
+        Row("layers.*.mlp.gate_proj.weight"),
+        Row("layers.*.mlp.up_proj.weight"),
+        Row("layers.*.mlp.down_proj.weight"),
+    ),
+    dense=("embed_tokens.weight", "lm_head.weight"),
+)
+
+# transformers' Conv1D stores (in, out). `attn.bias` is the causal mask that old checkpoints carry, not a bias.
+_GPT2 = Family(
+    prunable=(
+        Row("h.*.attn.c_attn.weight", input_axis=-2),
+        Row("h.*.attn.c_proj.weight", input_axis=-2),
+        Row("h.*.mlp.c_fc.weight", input_axis=-2),
+        Row("h.*.mlp.c_proj.weight", input_axis=-2),
+    ),
+    dense=("wte.weight", "wpe.weight", "lm_head.weight", "h.*.attn.bias"),
+)
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+"""Keyed by the `model_type` of the model's config."""
+
+LOW_RANK = "low_rank_b"
+"""Name of the learned matrix that `model.low_rank` adds to a layer; dense in every family."""
+
+
+@dataclass(frozen=True)
+class PrunableWeight:
+    """One weight under a mask."""
+
+    name: str
+    """As in `model.named_parameters()`."""
+    shape: tuple[int, ...]
+    """Full shape, also under ZeRO-3; (out, in), (in, out) or (experts, out, in)."""
+    input_axis: int
+    """Negative: -1 when the input axis is last, -2 when it is the last but one."""
+    module: str
+    """Name of the module that holds the parameter, as in `model.get_submodule`."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full weight."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a model is under a mask, in elements."""
+
+    masked: int
+    """Elements of the weights under a mask."""
+    prunable: int
+    """Elements of all weights that the family names prunable, before `include` and `exclude`."""
+    total: int
+    """Elements of all parameters; tied ones count once."""
+    weights: int
+    """Number of weights under a mask."""
+
+    @property
+    def of_prunable(self) -> float:
+        """Percent of the prunable elements that are under a mask."""
+        return 100.0 * self.masked / self.prunable
+
+    @property
+    def of_all(self) -> float:
+        """Percent of all elements that are under a mask."""
+        return 100.0 * self.masked / self.total
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter, wherever it lives: ZeRO-3 keeps it in `ds_shape` while the tensor is empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
+    """The weights of `model` that go under a mask, in `named_parameters` order.
+
+    Args:
+        model: a transformers model (or anything with `config.model_type` and the family's parameter names); its
+            parameters may be partitioned by ZeRO-3.
+        config: its `pattern`, `include` and `exclude` are used.
+
+    Raises:
+        ValueError: as `prunable_names`, or a layer whose orientation is not the one in the table.
+    """
+    weights = prunable_names(_model_type(model), _shapes(model), config)
+    for weight in weights:
+        _check_orientation(weight, model.get_submodule(weight.module))
+    return weights
+
+
+def prunable_names(
+    model_type: str, shapes: dict[str, tuple[int, ...]], config: SparseForgeConfig
+) -> list[PrunableWeight]:
+    """`prunable_weights` for tools that have names and shapes but no model.
+
+    Args:
+        model_type: key of `FAMILIES`.
+        shapes: full shape of every parameter by name; the order of the result is the order here.
+        config: its `pattern`, `include` and `exclude` are used.
+
+    Raises:
+        ValueError: unknown family; a matrix that the family does not name; an `include` or `exclude` that matches
+            nothing; a shape that the pattern does not fit; nothing left to prune.
+    """
+    prunable, unknown = _sort_out(model_type, shapes)
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
+    _check_matches("include", config.include, prunable)
+    _check_matches("exclude", config.exclude, matrices)
+
+    unknown = [name for name in unknown if not _matches(name, config.exclude)]
+    if unknown:
+        raise ValueError(
+            f"the {model_type} table has no row for {_listed(unknown)} of shape {shapes[unknown[0]]}: whether it is "
+            f'prunable is not known; keep it dense with "exclude": ["{unknown[0]}"] in the sparseforge block, '
+            "or add a row to sparseforge_ds/model/families.py"
+        )
+
+    chosen = [
+        weight
+        for name, weight in prunable.items()
+        if (not config.include or _matches(name, config.include)) and not _matches(name, config.exclude)
+    ]
+    if not chosen:
+        raise ValueError(
+            f"no weight of this {model_type} model is left to prune ({len(prunable)} prunable weights, "
+            f"include = {list(config.include)}, exclude = {list(config.exclude)}); widen include or narrow exclude"
+        )
+    pattern = config.parsed_pattern
+    misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.shape, w.input_axis)) is not None}
+    if misfits:
+        name, why = next(iter(misfits.items()))
+        raise ValueError(
+            f"{_listed(misfits)} of shape {shapes[name]} cannot be {pattern}: {why}; choose another pattern, or keep "
+            f'such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
+        )
+    return chosen
+
+
+def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
+    """Count how much of `model` the masked `weights` are; full sizes under ZeRO-3.
+
+    Raises:
+        ValueError: unknown family.
+    """
+    weights = list(weights)
+    shapes = _shapes(model)
+    prunable, _ = _sort_out(_model_type(model), shapes)
+    return Coverage(
+        masked=sum(weight.numel for weight in weights),
+        prunable=sum(weight.numel for weight in prunable.values()),
+        total=sum(math.prod(shape) for shape in shapes.values()),
+        weights=len(weights),
+    )
+
+
+def _model_type(model: nn.Module) -> str:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise ValueError(
+            f"{type(model).__name__} has no config.model_type, so its family is not known; "
+            "give a transformers model, before deepspeed.initialize wraps it (or engine.module)"
+        )
+    return str(model_type)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: full_shape(parameter) for name, parameter in model.named_parameters()}
+
+
+def _sort_out(model_type: str, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, PrunableWeight], list[str]]:
+    """All prunable weights by name, before include and exclude; and the matrices that no row names."""
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {model_type!r} has no row in the family table; known families: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    prunable, unknown = {}, []
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            continue
+        row = next((row for row in family.prunable if _is_row(name, row.names)), None)
+        if row is not None:
+            prunable[name] = PrunableWeight(name, tuple(shape), row.input_axis, name.rpartition(".")[0])
+        elif not any(_is_row(name, names) for names in (*family.dense, LOW_RANK)):
+            unknown.append(name)
+    return prunable, unknown
+
+
+def _is_row(name: str, names: str) -> bool:
+    return fnmatchcase(f".{name}", f"*.{names}")
+
+
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _check_matches(key: str, globs: tuple[str, ...], names: Iterable[str]) -> None:
+    names = list(names)
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            example = names[0] if names else "none"
+            raise ValueError(
+                f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names such as "
+                f"{example}, for example '*.{glob.strip('*.')}.*'"
+            )
+
+
+def _check_orientation(weight: PrunableWeight, module: nn.Module) -> None:
+    """nn.Linear holds (out, in); experts say themselves whether they are transposed; Conv1D is neither."""
+    if isinstance(module, nn.Linear):
+        actual = -1
+    else:
+        actual = -2 if len(weight.shape) == 2 or getattr(module, "is_transposed", False) else -1
+    if actual != weight.input_axis:
+        raise ValueError(
+            f"{weight.name}: the family table has its input axis at {weight.input_axis}, but {type(module).__name__} "
+            f'has it at {actual}; keep it dense with "exclude": ["{weight.name}"], or correct the table'
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
