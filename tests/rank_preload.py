@@ -1,15 +1,22 @@
 """Imported once by the fork server of `tests/distributed.py`: whatever is slow to import and safe to fork.
 
-Importing starts no threads and touches no GPU: process groups and engines exist in the forked ranks only.
+Importing touches no GPU and starts no thread but that of pyarrow's allocator, which handles forks: process groups and
+engines exist in the forked ranks only.
 """
 
+import gc
 import logging
+import warnings
 
 import datasets  # noqa: F401
 import deepspeed
+import deepspeed.runtime.bf16_optimizer
+import deepspeed.runtime.zero.muon.muon_optimizer  # imports torch.compile's backend: seconds
+import deepspeed.runtime.zero.stage3
+import deepspeed.runtime.zero.stage_1_and_2
 import pytest  # noqa: F401
 import torch
-import torch.utils.tensorboard  # noqa: F401
+import torch.utils.tensorboard
 import transformers
 from deepspeed.utils import logger
 from transformers import (  # noqa: F401
@@ -31,6 +38,10 @@ def quiet() -> None:
     """Warnings and errors only."""
     logger.setLevel(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
+    # DeepSpeed 0.19 calls collectives that torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 quiet()
+gc.collect()
+gc.freeze()  # a collection in a rank need not walk, and thereby copy, what all ranks share
