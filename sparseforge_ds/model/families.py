@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 
@@ -115,7 +115,7 @@ class Coverage:
         return 100.0 * self.masked / self.total
 
 
-def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """Shape of the whole parameter, wherever it lives: ZeRO-3 keeps it in `ds_shape` while the tensor is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 

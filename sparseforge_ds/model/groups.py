@@ -1,0 +1,53 @@
+"""Optimizer parameter groups: prunable weights by themselves, so that DeepSpeed's flat partitions are wholly prunable.
+
+DeepSpeed flattens each group on its own. With biases and norms elsewhere, no foreign element shifts the groups of four,
+and the optimizer state `dense`, `mask` and `curvature` exists for exactly the elements that need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.families import LOW_RANK, full_shape, prunable_weights
+
+
+def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """What to give to `deepspeed.initialize` as `model_parameters`.
+
+    Three groups, in this order, empty ones left out: `prunable` (marked with the key `sparseforge`, which travels
+    through every ZeRO stage) and `matrix` with `weight_decay`; `vector` (norms, biases, and SLoRB's B) without. Only
+    parameters that require a gradient; tied ones once.
+
+    Args:
+        model: after `prepare`, before `deepspeed.initialize`; its parameters may be partitioned by ZeRO-3.
+        config: decides which weights are prunable.
+        weight_decay: of the first two groups.
+
+    Raises:
+        ValueError: a prunable weight is frozen, or `prunable_weights` cannot place the model.
+    """
+    names = {weight.name for weight in prunable_weights(model, config)}
+    prunable, matrix, vector = [], [], []
+    for name, parameter in model.named_parameters():
+        if name in names and not parameter.requires_grad:
+            raise ValueError(
+                f"{name} is to be pruned but does not require a gradient; call requires_grad_(True) on it, or keep it "
+                f'dense with "exclude": ["{name}"] in the sparseforge block'
+            )
+        if not parameter.requires_grad:
+            continue
+        if name in names:
+            prunable.append(parameter)
+        elif len(full_shape(parameter)) > 1 and name.rpartition(".")[2] != LOW_RANK:
+            matrix.append(parameter)
+        else:
+            vector.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"name": "prunable", "params": prunable, "weight_decay": weight_decay, "sparseforge": "prunable"},
+        {"name": "matrix", "params": matrix, "weight_decay": weight_decay},
+        {"name": "vector", "params": vector, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,272 @@
+"""SLoRB: nothing changes while it is off, equation 13 when it is on, and the start that its derivation promises."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+
+from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
+from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.model.families import FAMILIES, coverage, prunable_weights
+from sparseforge_ds.model.low_rank import (
+    LowRankConv1D,
+    LowRankLinear,
+    branches,
+    low_rank_share,
+    low_rank_start,
+    prepare,
+)
+from tests.tiny_models import tiny_llama, token_batch
+from tests.unit.model.test_families import BUILDERS
+
+CONFIG = SparseForgeConfig(low_rank=LowRankConfig(k=4))
+
+
+def _out_in(weight: Tensor, layer: nn.Module) -> Tensor:
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def _projection(runs: int, k: int) -> Tensor:
+    """P of equation 13 as a matrix, (runs, runs * k)."""
+    return torch.eye(runs).repeat_interleave(k, dim=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_off_means_bit_identical(family: str) -> None:
+    model = BUILDERS[family]()
+    batch = token_batch()
+    plain = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    objects = {name: id(parameter) for name, parameter in model.named_parameters()}
+    random_state = torch.get_rng_state()
+
+    assert prepare(model, CONFIG) is model
+
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [name for name, _ in model.named_parameters() if "low_rank_b" not in name] == names
+    assert all(id(model.get_parameter(name)) == objects[name] for name in names)
+    outputs = [m(**batch) for m in (plain, model)]
+    assert torch.equal(outputs[0].logits, outputs[1].logits)
+    for output in outputs:
+        output.loss.backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, model.get_parameter(name).grad), name
+    assert all(branch.low_rank_b.grad is None for branch in branches(model).values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_masked_weight_has_a_branch(family: str) -> None:
+    model = BUILDERS[family]()
+    before = prunable_weights(model, CONFIG)
+    prepare(model, CONFIG)
+    assert prunable_weights(model, CONFIG) == before
+    found = branches(model)
+    assert list(found) == [weight.name for weight in before]
+    for weight in before:
+        branch = found[weight.name]
+        inputs = weight.shape[weight.input_axis]
+        assert branch.low_rank_b.shape == (weight.numel // inputs, inputs // 4)
+        assert branch is model.get_submodule(weight.module)
+        assert branch.enabled is False
+
+
+def test_only_what_is_masked_has_a_branch() -> None:
+    config = SparseForgeConfig(low_rank=LowRankConfig(k=4), include=("*.q_proj.*",))
+    model = prepare(tiny_llama(), config)
+    assert list(branches(model)) == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
+
+
+def test_without_low_rank_nothing_happens() -> None:
+    model = tiny_llama()
+    layer = model.model.layers[0].mlp.up_proj
+    assert prepare(model, SparseForgeConfig()) is model
+    assert model.model.layers[0].mlp.up_proj is layer
+    assert branches(model) == {}
+    assert low_rank_share(model, prunable_weights(model, SparseForgeConfig())) == (0.0, 0.0)
+
+
+def _layers(bias: bool = True) -> list[LowRankLinear | LowRankConv1D]:
+    return [LowRankLinear(nn.Linear(12, 6, bias=bias), 3), LowRankConv1D(Conv1D(6, 12), 3)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("leading", [(5,), (2, 3), (0, 7)])
+def test_on_is_equation_13(which: int, leading: tuple[int, ...]) -> None:
+    layer = _layers()[which].double()
+    with torch.no_grad():
+        layer.low_rank_b.normal_()
+    layer.enabled = True
+    x = torch.randn(*leading, 12, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    w, b = _out_in(layer.weight, layer), layer.low_rank_b
+    expected = x @ (w.T + _projection(4, 3).double().T @ b.T) + layer.bias
+    torch.testing.assert_close(y, expected)
+
+    parameters = [x, layer.weight, layer.bias, layer.low_rank_b]
+    upstream = torch.randn_like(y)
+    gradients = torch.autograd.grad(y, parameters, upstream)
+    references = torch.autograd.grad(expected, parameters, upstream)
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference)
+
+
+def test_a_linear_layer_without_bias() -> None:
+    layer = _layers(bias=False)[0]
+    layer.enabled = True
+    assert layer.bias is None
+    assert layer(torch.ones(2, 12)).shape == (2, 6)
+
+
+def test_a_strided_input() -> None:
+    layer = _layers()[0]
+    layer.enabled = True
+    nn.init.normal_(layer.low_rank_b)
+    x = torch.randn(12, 5).T
+    torch.testing.assert_close(layer(x), layer(x.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_block_sums_accumulate_in_fp32(dtype: torch.dtype) -> None:
+    """One rounding per sum: 1 + 63 small terms, each of which a 16-bit accumulator would drop."""
+    layer = LowRankLinear(nn.Linear(64, 1, bias=False), 64).to(dtype)
+    layer.enabled = True
+    nn.init.zeros_(layer.weight)
+    nn.init.ones_(layer.low_rank_b)
+    x = torch.full((1, 64), torch.finfo(dtype).eps / 4, dtype=dtype)
+    x[0, 0] = 1
+    assert layer(x).item() == x.double().sum().to(dtype).item() != 1
+
+
+def test_under_autocast() -> None:
+    layer = _layers()[0]
+    layer.enabled = True
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.ones(2, 12)).dtype == torch.bfloat16
+
+
+def test_new_parameters_follow_their_weight() -> None:
+    model = prepare(tiny_llama().to(torch.bfloat16), CONFIG)
+    assert {branch.low_rank_b.dtype for branch in branches(model).values()} == {torch.bfloat16}
+    assert all(not branch.low_rank_b.any() for branch in branches(model).values())
+    layer = nn.Linear(8, 8).eval()
+    assert LowRankLinear(layer, 4).training is False
+
+
+sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(2, 6), st.integers(0, 2**31))
+
+
+@given(sizes)
+def test_the_start_is_exact_for_equal_inputs_in_a_run(case: tuple[int, int, int, int]) -> None:
+    outputs, runs, k, seed = case
+    generator = torch.Generator().manual_seed(seed)
+    removed = torch.randn(outputs, runs * k, generator=generator, dtype=torch.float64)
+    b = low_rank_start(removed, k)
+    assert b.shape == (outputs, runs)
+    x = torch.randn(7, runs, generator=generator, dtype=torch.float64).repeat_interleave(k, dim=1)
+    torch.testing.assert_close(x @ removed.T, x @ _projection(runs, k).double().T @ b.T)
+
+
+@given(sizes, st.floats(0.0, 0.95))
+def test_the_start_is_the_least_squares_solution(case: tuple[int, int, int, int], correlation: float) -> None:
+    """For inputs that are correlated inside runs: solve the normal equations of the expected error and compare."""
+    outputs, runs, k, seed = case
+    removed = torch.randn(outputs, runs * k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    run = torch.full((k, k), correlation, dtype=torch.float64).fill_diagonal_(1.0)
+    covariance = torch.block_diag(*[run] * runs)
+    p = _projection(runs, k).double()
+    solution = torch.linalg.solve(p @ covariance @ p.T, p @ covariance @ removed.T).T
+    torch.testing.assert_close(low_rank_start(removed, k), solution)
+
+
+def test_the_start_refuses_a_k_that_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="k = 5 does not divide the 12 inputs"):
+        low_rank_start(torch.zeros(2, 12), 5)
+
+
+def _mask_by_magnitude(branch: LowRankLinear | LowRankConv1D) -> None:
+    """One-shot 2:4, and B started from what that removes."""
+    w = _out_in(branch.weight, branch)
+    mask = top_n(w.abs().reshape(-1, 4), 2).view(w.shape)
+    branch.low_rank_b.copy_(low_rank_start(w * ~mask, branch.k))
+    w.mul_(mask)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@torch.no_grad()
+def test_the_start_brings_a_masked_layer_nearer_to_dense(which: int) -> None:
+    layer = [LowRankLinear(nn.Linear(64, 32), 4), LowRankConv1D(Conv1D(32, 64), 4)][which]
+    layer.weight.normal_()
+    x = torch.randn(500, 16).repeat_interleave(4, dim=1) + torch.randn(500, 64)  # correlation 0.5 inside a run
+    dense = layer(x)
+    _mask_by_magnitude(layer)
+    without = (layer(x) - dense).square().mean()
+    layer.enabled = True
+    assert (layer(x) - dense).square().mean() < 0.75 * without
+
+
+@torch.no_grad()
+def test_the_start_repairs_a_real_model(assets: Path) -> None:
+    """stories260K: one-shot 2:4 has a perplexity of 130 on held-out text, with started branches (k = 4) half of it."""
+    folder = assets / "models" / "stories260K"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    lines = (assets / "text" / "tinystories" / "heldout.jsonl").read_text().splitlines()[:20]
+    tokens = [token for line in lines for token in tokenizer(json.loads(line)["text"])["input_ids"]]
+    batch = torch.tensor(tokens[: 8 * 256]).view(8, 256)
+    prepare(model, CONFIG)
+    for branch in branches(model).values():
+        _mask_by_magnitude(branch)
+    losses = []
+    for enabled in (False, True):
+        for branch in branches(model).values():
+            branch.enabled = enabled
+        losses.append(model(input_ids=batch, labels=batch).loss.item())
+    assert losses[1] < losses[0] - 0.5
+
+
+def test_the_share_of_parameters_and_flops() -> None:
+    model = prepare(tiny_llama(), CONFIG)
+    weights = prunable_weights(model, CONFIG)
+    parameters, flops = low_rank_share(model, weights)
+    others = coverage(model, weights).total - 18432 // 4
+    assert parameters == (18432 // 4) / others
+    sums = sum(weight.shape[-1] for weight in weights)
+    assert flops == (2 * 18432 // 4 + sums) / (2 * 18432)
+
+
+def test_a_k_that_does_not_divide_names_the_weight_and_changes_nothing() -> None:
+    model = tiny_llama(intermediate_size=72)
+    with pytest.raises(ValueError, match="k = 16 does not divide the 72 inputs of model.layers.0.mlp.down_proj.weight"):
+        prepare(model, SparseForgeConfig(low_rank=LowRankConfig(k=16)))
+    assert branches(model) == {}
+
+
+def test_preparing_twice_is_an_error() -> None:
+    model = prepare(tiny_llama(), CONFIG)
+    with pytest.raises(ValueError, match="q_proj has its low_rank_b already"):
+        prepare(model, CONFIG)
+
+
+def test_hooks_would_be_lost() -> None:
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj has hooks"):
+        prepare(model, CONFIG)
+
+
+def test_another_kind_of_layer_is_refused() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = tiny_llama()
+    model.model.layers[0].mlp.up_proj = Special(32, 64, bias=False)
+    with pytest.raises(ValueError, match="mlp.up_proj.weight belongs to a Special, which has no low-rank branch"):
+        prepare(model, CONFIG)
