@@ -1,4 +1,4 @@
-"""Run a function on real DeepSpeed ranks: gloo processes on this machine, forked from a server that has the imports done.
+"""Run a function on real DeepSpeed ranks: gloo processes of this machine, forked from a server with the imports done.
 
     def body(stage):                       # module level, so that a worker can import it
         ...
@@ -6,12 +6,11 @@
 
     losses = run_distributed(body, 2, stage=3)     # one return value per rank
 
-Results and arguments travel through files, a failure on any rank ends all of them at once, and nothing outlives the call.
+Results and arguments travel through files. A failure on any rank ends all of them, and nothing outlives the call.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import multiprocessing
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -39,7 +38,7 @@ _EXIT_FAILED = 17
 
 
 class RankFailure(RuntimeError):
-    """What a rank printed or raised; the cause of the exception that `run_distributed` raises."""
+    """Which rank failed, and where; the cause of the exception that `run_distributed` raises."""
 
 
 def run_distributed(
@@ -64,8 +63,8 @@ def run_distributed(
 
     Raises:
         TimeoutError: a rank was still running; the message has the stacks of all ranks.
-        Exception: the first failure of a rank, with its own type where it can be pickled, and RankFailure (the rank, its
-            traceback and its output) as its cause.
+        Exception: the first failure of a rank, with its own type where it can be pickled, and RankFailure (the rank and
+            its traceback) as its cause.
     """
     if "<" in function.__qualname__:
         raise ValueError(f"{function.__qualname__}: a worker cannot import it; move it to the top level of its module")
@@ -139,11 +138,10 @@ def _rank_main(
     output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # The forkserver's sys.stdout may still wrap a descriptor of the test that started it.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
-    stack_file = open(folder / f"{rank}.stack", "w")
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    # The server's own streams may still belong to the test that started it.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (open until the process ends)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     if device == "cuda":
         os.environ.pop("DS_ACCELERATOR", None)
@@ -152,28 +150,25 @@ def _rank_main(
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     try:
-        with _process_group(device, int(environment["WORLD_SIZE"]), timeout):
-            try:
-                function = importlib.import_module(target[0])
-                for part in target[1].split("."):
-                    function = getattr(function, part)
-                args, kwargs = torch.load(folder / "call.pt", weights_only=False)
-                _seed()
-                result = function(*args, **kwargs)
-                torch.save(_to_cpu(result), folder / f"{rank}.result.pt")
-            except BaseException as error:
-                # Written before the group is torn down, so that the peers' "connection closed" comes later.
-                _report(error, rank, folder)
-                raise
-    except BaseException as error:
-        if not (folder / f"{rank}.failure").exists():
-            _report(error, rank, folder)
+        _join(device, int(environment["WORLD_SIZE"]), timeout)
+        function = importlib.import_module(target[0])
+        for part in target[1].split("."):
+            function = getattr(function, part)
+        args, kwargs = torch.load(folder / "call.pt", weights_only=False)
+        random.seed(0)
+        torch.manual_seed(0)
+        result = function(*args, **kwargs)
+        torch.save(_to_cpu(result), folder / f"{rank}.result.pt")
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the caller raises it)
+        # Told before this rank's connections close, so that the complaints of its peers come later.
+        _report(error, rank, folder)
         sys.stdout.flush()
         os._exit(_EXIT_FAILED)
 
 
-@contextlib.contextmanager
-def _process_group(device: str, world_size: int, timeout: float) -> Iterator[None]:
+def _join(device: str, world_size: int, timeout: float) -> None:
     import deepspeed
 
     from tests import rank_preload
@@ -186,11 +181,6 @@ def _process_group(device: str, world_size: int, timeout: float) -> Iterator[Non
     deepspeed.init_distributed(
         dist_backend="nccl" if nccl else "gloo", verbose=False, timeout=timedelta(seconds=timeout)
     )
-    try:
-        yield
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def _report(error: BaseException, rank: int, folder: Path) -> None:
@@ -203,11 +193,6 @@ def _report(error: BaseException, rank: int, folder: Path) -> None:
     unfinished = folder / f"{rank}.failure.tmp"
     unfinished.write_bytes(pickle.dumps(report))
     unfinished.rename(folder / f"{rank}.failure")
-
-
-def _seed() -> None:
-    random.seed(0)
-    torch.manual_seed(0)
 
 
 def _to_cpu(value: Any) -> Any:

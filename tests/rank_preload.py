@@ -29,8 +29,8 @@ from transformers import (  # noqa: F401
 
 torch.set_num_threads(1)
 
-# On a CPU, DeepSpeed would compile and load its shared-memory op in every rank. Only inference_all_reduce uses it, which
-# training never calls, so the tests do without (the commands that users run do load it: tests/end_to_end).
+# On a CPU, DeepSpeed would compile and load its shared-memory op in every rank. Only inference_all_reduce uses it, and
+# training never calls that, so these tests do without (the commands that users run do load it: tests/end_to_end).
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
