@@ -1,0 +1,85 @@
+"""Who may import whom (CONTRIBUTING has the table for people), and which file names do not exist."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
+
+# What each part may import besides itself and the standard library. A name stands for all below it.
+MAY_IMPORT: dict[str, set[str]] = {
+    "mask": {"torch"},
+    "config": {"mask.pattern", "mask.anneal"},
+    "zero": {"torch", "deepspeed", "mask.pattern"},
+    "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern"},
+    "forge": {"torch", "deepspeed", "config", "mask", "zero", "model"},
+    "checkpoint": {"torch", "safetensors", "config", "mask", "model.families"},
+    "evaluate": {"torch", "transformers", "datasets", "mask"},
+}
+# One file of a part may need more than the part.
+ONE_FILE_MORE: dict[str, set[str]] = {}
+# Parts that may import everything: the way to run it, and the public names.
+FREE = {"train", "__init__"}
+
+FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module a file names in an import, at its top or inside a function; ours without the `sparseforge_ds.`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write it from sparseforge_ds down"
+            assert node.module is not None
+            if node.module == "sparseforge_ds" or (PACKAGE.parent / node.module.replace(".", "/")).is_dir():
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            else:
+                found.add(node.module)
+    return {name.removeprefix("sparseforge_ds.") for name in found}
+
+
+def _covered(name: str, allowed: set[str]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
+
+
+@pytest.mark.parametrize("path", FILES, ids=_module)
+def test_imports_go_one_way(path: Path) -> None:
+    part = _module(path).split(".")[0]
+    if part in FREE:
+        return
+    assert part in MAY_IMPORT, (
+        f"{part} is a new part of the package: give it a row in MAY_IMPORT and in CONTRIBUTING.md"
+    )
+    allowed = MAY_IMPORT[part] | ONE_FILE_MORE.get(_module(path), set()) | {part}
+    offenders = {
+        name
+        for name in _imports(path)
+        if name.split(".")[0] not in sys.stdlib_module_names and not _covered(name, allowed)
+    }
+    assert not offenders, f"{path.relative_to(PACKAGE.parent)} may not import {sorted(offenders)}"
+
+
+def test_rows_of_one_file_are_not_stale() -> None:
+    modules = {_module(path): path for path in FILES}
+    for name, more in ONE_FILE_MORE.items():
+        assert name in modules, f"{name} is gone; take it out of ONE_FILE_MORE"
+        unused = {entry for entry in more if not any(_covered(found, {entry}) for found in _imports(modules[name]))}
+        assert not unused, f"{name} no longer imports {sorted(unused)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_module)
+def test_a_file_has_a_noun_of_its_own(path: Path) -> None:
+    assert path.stem not in FORBIDDEN_STEMS
+    assert path.parent.name not in FORBIDDEN_STEMS
