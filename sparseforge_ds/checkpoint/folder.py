@@ -1,0 +1,94 @@
+"""Which files make up a checkpoint: from a run's folder, its `checkpoints`, or one checkpoint to the `.pt` files."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The `.pt` files of one checkpoint, in rank order."""
+
+    folder: Path
+    model: list[Path]
+    """One, or one per rank at ZeRO-3."""
+    optimizer: list[Path]
+    """One per rank; none at stage 0."""
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the one that `latest` names in it or in its `checkpoints` folder.
+
+    Raises:
+        ValueError: nothing there, or `latest` points nowhere.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
+    for parent in (path, path / "checkpoints"):
+        latest = parent / "latest"
+        if latest.is_file():
+            tag = latest.read_text(errors="replace").strip()
+            if not tag or Path(tag).name != tag or not (parent / tag).is_dir():
+                raise ValueError(f"{latest}: names {tag[:100]!r}, which is no folder beside it")
+            return parent / tag
+    if not any(path.glob("*_model_states.pt")):
+        raise ValueError(f"{path}: holds no DeepSpeed checkpoint (no latest file, no *_model_states.pt)")
+    return path
+
+
+def find_run(path: str | Path) -> Path | None:
+    """The run folder (with `sparseforge.json`) that `path` is or lies in, or None for a checkpoint from elsewhere."""
+    path = Path(path).absolute()
+    return next((folder for folder in (path, *path.parents[:2]) if (folder / "sparseforge.json").is_file()), None)
+
+
+def list_files(folder: Path) -> CheckpointFiles:
+    """Sort the files of a checkpoint folder by rank.
+
+    Raises:
+        ValueError: a rank's file is missing, or the checkpoint was made with tensor or expert parallelism.
+    """
+    model: dict[int, Path] = {}
+    optimizer: dict[int, Path] = {}
+    for file in sorted(folder.glob("*.pt")):
+        for pattern, into in ((_MODEL, model), (_OPTIMIZER, optimizer)):
+            if match := pattern.fullmatch(file.name):
+                if int(match[2]) != 0:
+                    raise ValueError(f"{file}: a shard of tensor or pipeline parallelism, which is not supported")
+                rank = int(match[1] or 0)
+                if rank in into:
+                    raise ValueError(f"{file}: rank {rank} has two files, the other is {into[rank].name}; remove one")
+                into[rank] = file
+                break
+        else:
+            raise ValueError(f"{file}: not a file of plain data parallelism; expert parallelism is not supported")
+    if not model:
+        raise ValueError(f"{folder}: no *_model_states.pt in it, so it is no DeepSpeed checkpoint")
+    for kind, files in (("model", model), ("optimizer", optimizer)):
+        for rank in range(max(files, default=-1)):
+            if rank not in files:
+                raise ValueError(f"{folder}: the {kind} file of rank {rank} is missing; use another checkpoint")
+    return CheckpointFiles(folder, [model[r] for r in sorted(model)], [optimizer[r] for r in sorted(optimizer)])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: the file is missing or not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a readable JSON file ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, expected a JSON object")
+    return content
