@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# The main job on the embedded model and text: trains a dense model into the 2:4 pattern, exports it, verifies every
+# group, evaluates, and prints one table. Installs what it needs into .venv first. Works with GPUs and without.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/install.sh
+
+run=runs/stdlib_llama            # the default output folder of launch/train.py
+result=runs/stdlib_llama_2to4
+dense=sparseforge_ds/assets/stdlib_llama
+reports="$run/reports"
+
+gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
+if [ "$gpus" -eq 0 ]; then
+    ranks=2
+    cores="$(python -c 'import os; print(len(os.sched_getaffinity(0)))')"
+    export DS_ACCELERATOR=cpu
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores / ranks > 0 ? cores / ranks : 1))}"
+else
+    # The batch of 8 sequences is shared out evenly.
+    ranks=1
+    while [ $((ranks * 2)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
+fi
+port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+
+for folder in "$run" "$result"; do
+    if [ -e "$folder" ]; then
+        echo "demo: removing $folder of an earlier run"
+        rm -rf "$folder"
+    fi
+done
+
+echo "demo: training on $ranks ranks"
+SECONDS=0
+deepspeed --num_gpus "$ranks" --master_port "$port" launch/train.py --deepspeed ds_configs/zero3.json
+trained="$SECONDS"
+
+echo "demo: export, verification and evaluation"
+mkdir -p "$reports"
+python -m sparseforge_ds.checkpoint.export "$run" "$result"
+python -m sparseforge_ds.checkpoint.verify "$result" --json "$reports/verify.json"
+python -m sparseforge_ds.evaluate.perplexity "$dense" --text stdlib:heldout --json "$reports/dense.json"
+python -m sparseforge_ds.evaluate.perplexity "$dense" --text stdlib:heldout --one_shot 2:4 --json "$reports/one_shot.json"
+python -m sparseforge_ds.evaluate.perplexity "$result" --text stdlib:heldout --json "$reports/sparse.json"
+
+python launch/demo_table.py "$run" "$result" "$reports" "$trained"
