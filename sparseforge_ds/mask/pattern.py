@@ -149,15 +149,16 @@ def rank_in_group(group_GM: Tensor) -> Tensor:
         order_GM = torch.sort(group_GM, dim=1, descending=True, stable=True).indices
         place_GM = torch.arange(M, device=group_GM.device).expand(G, M)
         return torch.empty_like(order_GM).scatter_(1, order_GM, place_GM)
-    # Small groups: counting who beats whom is several times faster than a sort of many short rows.
+    # Small groups: counting who beats whom is several times faster than a sort of many short rows. Every member starts
+    # as beaten by all earlier ones, which is how ties end.
     column = group_GM.t().contiguous().unbind(0)
-    beaten_by = torch.zeros(M, G, dtype=torch.int8, device=group_GM.device)
+    beaten_by = [torch.full((G,), i, dtype=torch.int8, device=group_GM.device) for i in range(M)]
     for i in range(M):
         for j in range(i + 1, M):
-            later_wins = column[j] > column[i]
+            later_wins = (column[j] > column[i]).view(torch.int8)
             beaten_by[i] += later_wins
-            beaten_by[j] += ~later_wins
-    return beaten_by.t()
+            beaten_by[j] -= later_wins
+    return torch.stack(beaten_by, dim=1)
 
 
 def top_n(group_GM: Tensor, n: int) -> Tensor:

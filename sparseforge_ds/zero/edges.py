@@ -1,0 +1,144 @@
+"""Groups that a shard boundary cuts: only the missing members travel, both sides then decide the same group.
+
+A *span* is the shortest run of flat elements that contains whole groups. A shard that starts or stops inside a span
+lacks a prefix or a suffix; the ranks that hold these elements send exactly them. The plan is made once, from the
+geometry of all ranks; an exchange is one all-to-all, and none at all when no group is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.zero.shard import Layout, Shard
+
+
+Missing = dict[str, tuple[Tensor, Tensor]]
+"""(prefix, suffix) that a shard lacks, by weight name."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one weight's flat elements that one rank holds and another needs."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Edges:
+    """Completes shards to whole groups."""
+
+    def __init__(self, layout: Layout, shards: dict[str, Shard], spans: dict[str, int]) -> None:
+        """Plan the exchange. Collective.
+
+        Args:
+            layout: of the engine.
+            shards: of the prunable weights on this rank, by name, in the same order on every rank.
+            spans: flat elements that contain whole groups only, by weight name.
+
+        Raises:
+            RuntimeError: the ranks' shards do not tile some weight exactly.
+        """
+        self.layout = layout
+        self.shards = shards
+        self.prefix = {name: shard.start % spans[name] if shard.numel else 0 for name, shard in shards.items()}
+        self.suffix = {name: -shard.stop % spans[name] if shard.numel else 0 for name, shard in shards.items()}
+        self.ranges = self._all_ranges()
+        self.send: list[list[Piece]] = [[] for _ in range(layout.world_size)]
+        self.receive: list[list[Piece]] = [[] for _ in range(layout.world_size)]
+        if not layout.replicated:
+            for name in shards:
+                self._plan(name, spans[name])
+        cut = torch.tensor([any(self.prefix.values()) or any(self.suffix.values())], device=layout.device, dtype=torch.int)
+        dist.all_reduce(cut, op=dist.ReduceOp.MAX)
+        self.any_cut = bool(cut.item())
+        """Whether some rank holds a part of a group: the same answer on every rank."""
+
+    def _all_ranges(self) -> dict[str, list[tuple[int, int]]]:
+        """(start, stop) of every weight on every rank, checked to tile the weight."""
+        mine = [(shard.start, shard.stop) for shard in self.shards.values()]
+        everyone: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.world_size)]
+        dist.all_gather_object(everyone, mine)
+        ranges = {name: [rank[i] for rank in everyone] for i, name in enumerate(self.shards)}
+        for name, shard in self.shards.items():
+            numel = 1
+            for extent in shard.shape:
+                numel *= extent
+            if self.layout.replicated:
+                tiled = all(piece == (0, numel) for piece in ranges[name])
+            else:
+                held = sorted(piece for piece in ranges[name] if piece[0] < piece[1])
+                starts, stops = [start for start, _ in held], [stop for _, stop in held]
+                tiled = starts == [0, *stops[:-1]] and stops[-1:] == [numel]
+            if not tiled:
+                raise RuntimeError(f"{name}: the shards of the ranks do not tile its {numel} elements: {ranges[name]}")
+        return ranges
+
+    def _plan(self, name: str, span: int) -> None:
+        me = self.layout.rank
+        for reader, (start, stop) in enumerate(self.ranges[name]):
+            if stop == start:
+                continue
+            for low, high in ((start - start % span, start), (stop, stop - stop % -span)):
+                if low == high:
+                    continue
+                for holder, (first, last) in enumerate(self.ranges[name]):
+                    piece = Piece(name, max(low, first), min(high, last))
+                    if piece.start >= piece.stop or holder == reader:
+                        continue
+                    if reader == me:
+                        self.receive[holder].append(piece)
+                    if holder == me:
+                        self.send[reader].append(piece)
+
+    def exchange(self, read: Callable[[Piece], Tensor]) -> Missing:
+        """Fetch what this rank's shards lack. Collective when any group is cut on any rank, otherwise free.
+
+        Args:
+            read: gives the (stop - start,) fp32 values of a piece that this rank holds.
+
+        Returns:
+            (prefix, suffix) by weight name, for the shards that lack something.
+        """
+        if not self.any_cut:
+            return {}
+        device = self.layout.device
+        outgoing = [read(piece).to(device) for pieces in self.send for piece in pieces]
+        send_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in self.send]
+        receive_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in self.receive]
+        buffer = torch.cat(outgoing) if outgoing else torch.empty(0, device=device)
+        incoming = torch.empty(sum(receive_sizes), device=device)
+        dist.all_to_all_single(incoming, buffer, receive_sizes, send_sizes)
+        missing = {
+            name: (torch.empty(self.prefix[name], device=device), torch.empty(self.suffix[name], device=device))
+            for name in self.shards
+            if self.prefix[name] or self.suffix[name]
+        }
+        position = 0
+        for piece in (piece for pieces in self.receive for piece in pieces):
+            length = piece.stop - piece.start
+            shard, (prefix, suffix) = self.shards[piece.name], missing[piece.name]
+            if piece.start < shard.start:
+                target, first = prefix, shard.start - prefix.numel()
+            else:
+                target, first = suffix, shard.stop
+            target[piece.start - first : piece.stop - first] = incoming[position : position + length]
+            position += length
+        return missing
+
+    def widen(self, name: str, mine: Tensor, missing: Missing) -> Tensor:
+        """(numel of the shard,) -> (prefix + numel + suffix,), whole groups; `mine` itself when nothing is missing."""
+        if name not in missing:
+            return mine
+        prefix, suffix = missing[name]
+        return torch.cat([prefix.to(mine.device), mine, suffix.to(mine.device)])
+
+    def own(self, name: str, widened: Tensor) -> Tensor:
+        """The shard's own elements of a widened tensor."""
+        head = self.prefix[name]
+        return widened[head : head + self.shards[name].numel]

@@ -1,0 +1,55 @@
+"""One table of sums for all matrices, one reduction for the table.
+
+A *matrix* is what is standardized by itself: a 2-D weight, or one expert of a fused 3-D weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.zero.shard import Layout, Shard
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of one matrix that lie in one shard."""
+
+    row: int
+    """Row of the table."""
+    start: int
+    """First element, counted from the beginning of the shard."""
+    stop: int
+
+
+class Matrices:
+    """Numbers the matrices of all prunable weights and says which parts of them a shard holds."""
+
+    def __init__(self, layout: Layout, shards: dict[str, Shard]) -> None:
+        self.layout = layout
+        self.names: list[str] = []
+        self.parts: dict[str, list[Part]] = {}
+        for name, shard in shards.items():
+            size = math.prod(shard.shape[-2:])
+            count = math.prod(shard.shape) // size
+            first = len(self.names)
+            self.names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
+            self.parts[name] = [
+                Part(first + i, max(i * size, shard.start) - shard.start, min((i + 1) * size, shard.stop) - shard.start)
+                for i in range(shard.start // size, math.ceil(shard.stop / size))
+                if shard.numel
+            ]
+
+    def table(self, columns: int) -> Tensor:
+        """(matrices, columns) fp64 zeros on the device that collectives use."""
+        return torch.zeros(len(self.names), columns, dtype=torch.float64, device=self.layout.device)
+
+    def reduce(self, table: Tensor) -> Tensor:
+        """Sum a table of partial sums over the ranks, in place; replicated shards are whole already."""
+        if not self.layout.replicated:
+            dist.all_reduce(table)
+        return table

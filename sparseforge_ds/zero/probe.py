@@ -1,0 +1,148 @@
+"""An extra forward and backward at a step boundary that leaves no trace (design 2.1).
+
+The backward is the engine's own, so gradients are reduced, unscaled and partitioned as in training; the optimizer is
+then stepped with the publication hooks in harvest mode, which hand over the gradients and leave every parameter alone.
+Everything that DeepSpeed counts or scales on the way is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from sparseforge_ds.zero.publish import Harvest, Publication
+from sparseforge_ds.zero.shard import Layout, Shard
+
+Closure = Callable[[], Tensor]
+
+# What a step of DeepSpeed's optimizers counts or caches, beside the loss scaler.
+_OPTIMIZER_SCALARS = ("overflow", "_global_grad_norm", "clip_grad", "_hp_optimizer_states_linked")
+
+
+class Probe:
+    """Runs extra passes on one engine."""
+
+    def __init__(self, layout: Layout, publication: Publication) -> None:
+        self.layout = layout
+        self.publication = publication
+
+    def gradients(self, closure: Closure, harvest: Harvest) -> bool:
+        """One forward and backward of `closure`; `harvest(flat, gradient)` sees every master partition's gradient.
+
+        Args:
+            closure: runs the engine forward and returns the scalar loss.
+            harvest: gets the index of a master partition and its averaged, unscaled, unclipped gradient.
+
+        Returns:
+            False when the gradients overflowed in fp16 and nothing was harvested.
+        """
+        engine, optimizer = self.layout.engine, self.layout.optimizer
+        harvested = False
+
+        def on_gradient(index: int, gradient: Tensor) -> None:
+            nonlocal harvested
+            harvested = True
+            harvest(index, gradient)
+
+        with self._untraced():
+            engine.set_gradient_accumulation_boundary(True)
+            loss = self._loss(closure)
+            # The engine divides by the accumulation steps; a probe is one micro-batch.
+            engine.backward(loss * engine.gradient_accumulation_steps())
+            self.publication.harvest = on_gradient
+            try:
+                optimizer.step()
+            finally:
+                self.publication.harvest = None
+            optimizer.zero_grad()
+            if optimizer is self.layout.inner:
+                engine.zero_grad()
+            # DeepSpeed hands a parameter that is unused in a step what this buffer held in the one before.
+            buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+            if isinstance(buffer, Tensor):
+                buffer.zero_()
+        return harvested
+
+    def loss(self, closure: Closure) -> Tensor:
+        """Forward only, without a graph: the detached scalar loss of this rank's batch."""
+        with self._untraced(), torch.no_grad():
+            return closure().detach().float()
+
+    @staticmethod
+    def _loss(closure: Closure) -> Tensor:
+        loss = closure()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"the probe returned {type(loss).__name__}, not a scalar loss with a graph; "
+                "pass a function like lambda: engine(**batch).loss"
+            )
+        return loss
+
+    @contextmanager
+    def _untraced(self) -> Iterator[None]:
+        engine, optimizer, inner = self.layout.engine, self.layout.optimizer, self.layout.inner
+        boundary = engine._is_gradient_accumulation_boundary
+        scalars = {name: getattr(optimizer, name) for name in _OPTIMIZER_SCALARS if hasattr(optimizer, name)}
+        scalers = [
+            (holder, dict(holder.__dict__))
+            for holder in (getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
+            if hasattr(holder, "__dict__")
+        ]
+        groups: list[dict[str, Any]] = [
+            {key: value for key, value in group.items() if key != "params"} for group in inner.param_groups
+        ]
+        accelerator = get_accelerator()
+        cpu_rng, device_rng = torch.get_rng_state(), accelerator.get_rng_state()
+        if "clip_grad" in scalars:
+            optimizer.clip_grad = 0.0
+        try:
+            yield
+        finally:
+            engine.set_gradient_accumulation_boundary(boundary)
+            for name, value in scalars.items():
+                setattr(optimizer, name, value)
+            for holder, values in scalers:
+                holder.__dict__.update(values)
+            for group, values in zip(inner.param_groups, groups, strict=True):
+                group.update(values)
+            torch.set_rng_state(cpu_rng)
+            accelerator.set_rng_state(device_rng)
+
+
+def reduce_to_shard(layout: Layout, shard: Shard, ranges: list[tuple[int, int]], full: Tensor) -> Tensor:
+    """Sum a weight-shaped tensor over the ranks and keep this rank's elements. Collective.
+
+    Args:
+        layout: of the engine.
+        shard: this rank's part of the weight.
+        ranges: (start, stop) of the weight on every rank.
+        full: (numel of the weight,) contribution of this rank; overwritten.
+
+    Returns:
+        (numel of the shard,) sum over the ranks.
+    """
+    if layout.world_size == 1:
+        return full
+    if layout.replicated:
+        dist.all_reduce(full)
+        return full
+    length = ranges[0][1] - ranges[0][0]
+    numel = full.numel()
+    if length * layout.world_size >= numel and all(
+        (start, stop) == (min(rank * length, numel), min((rank + 1) * length, numel))
+        for rank, (start, stop) in enumerate(ranges)
+    ):
+        padded = torch.nn.functional.pad(full, (0, length * layout.world_size - numel))
+        mine = full.new_empty(length)
+        dist.reduce_scatter_tensor(mine, padded)
+        return mine[: shard.numel]
+    for owner, (start, stop) in enumerate(ranges):
+        if stop > start:
+            dist.reduce(full[start:stop], dst=owner)
+    return full[shard.start : shard.stop]

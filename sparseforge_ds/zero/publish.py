@@ -1,0 +1,160 @@
+"""The two optimizer hooks that publish m_eff W, the state they carry, and its survival through a checkpoint.
+
+Adam creates its moments lazily when a parameter's state is empty, so our tensors wait outside the optimizer until its
+first step is over. From then on they are ordinary optimizer state: DeepSpeed saves, shards and offloads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparseforge_ds.zero.shard import Layout, Shard
+
+GROUP_KEY = "sparseforge"
+"""Key of the optimizer's param groups that hold prunable weights."""
+STATE_KEYS = ("dense", "mask", "curvature")
+"""Our tensors in the state of a master partition, fp32, laid out like it; padding is 0."""
+
+PublishShard = Callable[[Shard, Tensor, Tensor, Tensor], None]
+Harvest = Callable[[int, Tensor], None]
+
+
+class Publication:
+    """Keeps DeepSpeed's master at m_eff W while the optimizer trains W."""
+
+    def __init__(self, layout: Layout, shards: dict[str, Shard], publish: PublishShard, with_curvature: bool) -> None:
+        """Attach to the engine's inner optimizer.
+
+        Args:
+            layout: of the engine.
+            shards: of the prunable weights, by name.
+            publish: called as (shard, dense, mask, out) with views of this rank's elements; writes m_eff W to `out`.
+            with_curvature: whether a curvature tensor is kept.
+        """
+        self.layout = layout
+        self.publish = publish
+        self.harvest: Harvest | None = None
+        """When set, a step hands its gradients to this and changes nothing."""
+        self.steps_begun = 0
+        """Optimizer steps applied since the owner last looked; more than one is a missed `forge.step`."""
+        self._by_flat: dict[int, list[Shard]] = {}
+        for shard in shards.values():
+            self._by_flat.setdefault(shard.flat, []).append(shard)
+        self._waiting: dict[int, dict[str, Tensor]] = {
+            index: self._initial(index, with_curvature) for index in sorted(self._by_flat)
+        }
+        self._swapped: dict[int, Tensor] = {}
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._loading: dict[int, dict[str, Tensor]] = {}
+        inner = layout.inner
+        inner.register_step_pre_hook(self._before_step)
+        inner.register_step_post_hook(self._after_step)
+        inner.register_load_state_dict_pre_hook(self._before_load)
+        inner.register_load_state_dict_post_hook(self._after_load)
+
+    def _initial(self, index: int, with_curvature: bool) -> dict[str, Tensor]:
+        flat = self.layout.flats[index].detach()
+        mask = torch.zeros(flat.shape, dtype=torch.float32, device=flat.device)
+        for shard in self._by_flat[index]:
+            shard.of(mask).fill_(1.0)
+        state = {"dense": flat.to(torch.float32, copy=True), "mask": mask}
+        if with_curvature:
+            state["curvature"] = torch.zeros_like(mask)
+        return state
+
+    @property
+    def flats(self) -> list[int]:
+        """Indices of the master partitions that hold prunable weights."""
+        return sorted(self._by_flat)
+
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Our tensors of one master partition. Look them up at every use: a checkpoint load replaces them."""
+        return self._waiting.get(index) or self.layout.inner.state[self.layout.flats[index]]
+
+    def of(self, shard: Shard, key: str) -> Tensor:
+        """This rank's elements of one weight in `dense`, `mask` or `curvature`, as a view."""
+        return shard.of(self.state(shard.flat)[key])
+
+    @torch.no_grad()
+    def write_masters(self) -> None:
+        """master = m_eff W for every prunable partition, outside an optimizer step; `Layout.push` makes it visible."""
+        for index in self.flats:
+            self._write(index, self.layout.flats[index].data)
+
+    def _write(self, index: int, out: Tensor) -> None:
+        state = self.state(index)
+        for shard in self._by_flat[index]:
+            if shard.numel:
+                self.publish(shard, shard.of(state["dense"]), shard.of(state["mask"]), shard.of(out))
+
+    def _active(self) -> list[Tensor]:
+        """Master partitions that take part in this call: ZeRO-3 steps one sub-group at a time."""
+        return [flat for group in self.layout.inner.param_groups for flat in group["params"]]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for flat in self._active():
+            index = self.layout.index_of[id(flat)]
+            if self.harvest is not None:
+                if flat.grad is not None:
+                    self._gradients.append((flat, flat.grad))
+                    self.harvest(index, flat.grad.detach())
+                    flat.grad = None
+            elif index in self._by_flat:
+                gradient, flat.grad = flat.grad, None
+                self._swapped[index] = flat.data
+                flat.data = self.state(index)["dense"].view(flat.shape)
+                flat.grad = None if gradient is None else gradient.to(flat.dtype)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for flat in self._active():
+            index = self.layout.index_of[id(flat)]
+            if self.harvest is not None or index not in self._by_flat:
+                continue
+            if waiting := self._waiting.pop(index, None):
+                optimizer.state[flat].update(waiting)
+            gradient, flat.grad = flat.grad, None
+            flat.data = self._swapped.pop(index)
+            flat.grad = None if gradient is None else gradient.to(flat.dtype)
+            with torch.no_grad():
+                self._write(index, flat.data)
+            if index == self.flats[0]:
+                self.steps_begun += 1
+        for flat, gradient in self._gradients:
+            flat.grad = gradient  # offload keeps the buffer and would lose it
+        self._gradients.clear()
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Take our tensors aside: torch would cast them to the master's dtype."""
+        self._loading = {
+            key: {name: state[name] for name in STATE_KEYS if name in state}
+            for key, state in state_dict["state"].items()
+            if isinstance(state, dict)
+        }
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        parameters = (flat for group in optimizer.param_groups for flat in group["params"])
+        for key, flat in enumerate(parameters):
+            index = self.layout.index_of[id(flat)]
+            if index not in self._by_flat:
+                continue
+            loaded = self._loading.get(key, {})
+            expected = set(self.state(index)) & set(STATE_KEYS)
+            if missing := expected - set(loaded):
+                raise ValueError(
+                    f"the checkpoint holds no {', '.join(sorted(missing))} for master partition {index}: it was not "
+                    "written by a sparseforge run with this importance; start a fresh run with --model instead"
+                )
+            self._waiting.pop(index, None)
+            for name in expected:
+                if loaded[name].numel() != flat.numel():
+                    raise ValueError(
+                        f"the checkpoint's {name} of master partition {index} has {loaded[name].numel()} elements, this "
+                        f"engine {flat.numel()}: use the world size, ZeRO stage and patterns of the saved run"
+                    )
+                optimizer.state[flat][name] = loaded[name].to(device=flat.device, dtype=torch.float32)
+        self._loading = {}

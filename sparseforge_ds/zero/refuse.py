@@ -1,0 +1,71 @@
+"""Engine settings that would break the journey of a weight, refused before the first step."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+
+def refuse_unsupported(engine: DeepSpeedEngine) -> None:
+    """Stop at attach time when DeepSpeed is set up in a way that masks cannot survive.
+
+    Raises:
+        ValueError: what is set, why it cannot work, and what to set instead.
+    """
+    inner = getattr(engine, "basic_optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ValueError(
+            f"the engine's optimizer is {type(inner).__name__}, not a torch.optim.Optimizer, so it has no step hooks; "
+            'configure "optimizer" in the DeepSpeed JSON or pass a torch optimizer to deepspeed.initialize'
+        )
+    zero = engine._config.zero_config
+    offload = zero.offload_optimizer
+    refusals = [
+        (
+            getattr(engine, "zenflow", False),
+            "zero_optimization.zenflow: its selective optimizer writes weights past the optimizer hooks; remove it",
+        ),
+        (
+            offload is not None and offload.super_offload,
+            "offload_optimizer.super_offload: its worker process owns another optimizer; set it to false",
+        ),
+        (
+            offload is not None and offload.ratio < 1.0,
+            f"offload_optimizer.ratio = {offload and offload.ratio}: partial offload steps a second optimizer; set 1.0",
+        ),
+        (
+            offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme",
+            'offload_optimizer.device = "nvme": masks swapped to disk are not supported; set "cpu"',
+        ),
+        (
+            engine.optimizer_legacy_fusion(),
+            'optimizer "legacy_fusion": it writes low-precision weights inside the kernel; remove it',
+        ),
+        (
+            engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16,
+            'torch_autocast with float16: its scaler may skip a step on one rank only; use "fp16" or "bf16"',
+        ),
+        (
+            not engine.managed_gradient_accumulation(),
+            "managed_gradient_accumulation = false: the curvature probe sets the boundary itself; set it to true",
+        ),
+        (
+            bool(zero.zero_quantized_weights),
+            "zero_quantized_weights: a quantised gather need not keep exact zeros; set it to false",
+        ),
+        (
+            bool(getattr(engine, "pipeline_parallelism", False)),
+            "pipeline parallelism is not supported; use ZeRO stages 0 to 3",
+        ),
+        (
+            type(inner).__name__ in {"OnebitAdam", "OnebitLamb", "ZeroOneAdam"},
+            f"optimizer {type(inner).__name__} communicates compressed moments inside its step; use AdamW",
+        ),
+        (
+            any(group.get("use_muon") for group in inner.param_groups),
+            "Muon orthogonalizes whole matrices before the step hooks see the gradient; use AdamW",
+        ),
+    ]
+    for is_set, message in refusals:
+        if is_set:
+            raise ValueError(f"cannot train a mask with this engine: {message}")

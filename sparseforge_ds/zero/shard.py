@@ -1,0 +1,184 @@
+"""Which elements of which weight this rank holds: the only code that reads DeepSpeed's memory layout.
+
+Written against DeepSpeed 0.19; every field it reads is named here and nowhere else. `Layout` checks its own map against
+the low-precision weights when it is built, so a changed layout is an error at attach time and not a wrong mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A run of consecutive elements of one weight that lies on this rank."""
+
+    name: str
+    """Parameter name in the model."""
+    shape: tuple[int, ...]
+    """Shape of the whole weight."""
+    start: int
+    """First flat element of the weight that is here."""
+    stop: int
+    """One past the last; `stop == start` when this rank holds nothing of the weight."""
+    flat: int
+    """Index of the master partition (`Layout.flats`) that holds it."""
+    offset: int
+    """Where it begins in that partition."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight on this rank."""
+        return self.stop - self.start
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The shard's elements, as a view of a tensor laid out like its master partition."""
+        return flat.view(-1)[self.offset : self.offset + self.numel]
+
+
+class Layout:
+    """The shard map of one engine, and the way back from master to low-precision weights."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.inner: torch.optim.Optimizer = engine.basic_optimizer
+        self.device: torch.device = torch.device(engine.device)
+        self.world_size: int = dist.get_world_size()
+        self.rank: int = dist.get_rank()
+        self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self.flats: list[Tensor] = []
+        self.shards: dict[str, Shard] = {}
+        self.low_precision: dict[str, Parameter] = {}
+        self._read()
+        self.index_of: dict[int, int] = {id(flat): index for index, flat in enumerate(self.flats)}
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds every element (stage 0)."""
+        return not isinstance(
+            self.optimizer, (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer, BF16_Optimizer)
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by during a backward pass; 1 without fp16."""
+        scale = getattr(self.optimizer, "loss_scale", None)
+        scale = getattr(self.optimizer, "cur_scale", 1.0) if scale is None else scale
+        return float(scale)
+
+    def _read(self) -> None:
+        optimizer = self.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            self.flats = list(optimizer.fp32_partitioned_groups_flat)
+            for group in optimizer.fp16_groups:
+                for parameter in group:
+                    index, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                    rank = dist.get_rank(parameter.ds_process_group)
+                    start = min(rank * length, parameter.ds_numel)
+                    stop = min(start + length, parameter.ds_numel)
+                    self._add(parameter, tuple(parameter.ds_shape), start, stop, index, offset)
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            self.flats = list(optimizer.single_partition_of_fp32_groups)
+            for index, group in enumerate(optimizer.round_robin_bit16_groups):
+                self._add_run(group, optimizer.round_robin_bit16_offsets[index], index)
+        elif isinstance(optimizer, BF16_Optimizer):
+            self.flats = list(optimizer.fp32_groups_flat_partition)
+            for index, group in enumerate(optimizer.bf16_groups):
+                self._add_run(group, _offsets(group), index)
+        elif isinstance(optimizer, FP16_Optimizer):
+            self.flats = list(optimizer.fp32_groups_flat)
+            for index, group in enumerate(optimizer.fp16_groups):
+                for parameter, offset in zip(group, _offsets(group), strict=True):
+                    self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), index, offset)
+        elif isinstance(optimizer, FP16_UnfusedOptimizer):
+            pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for parameter, master in (pair for low, high in pairs for pair in zip(low, high, strict=True)):
+                self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
+                self.flats.append(master)
+        elif optimizer is self.inner:
+            for parameter in (parameter for group in self.inner.param_groups for parameter in group["params"]):
+                self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
+                self.flats.append(parameter)
+        else:
+            raise ValueError(
+                f"DeepSpeed optimizer {type(optimizer).__name__} has a layout that is not supported; use ZeRO stage 0 to "
+                "3 with fp32, fp16 or bf16"
+            )
+
+    def _add_run(self, group: Iterable[Parameter], offsets: list[int], index: int) -> None:
+        """Weights laid end to end and cut in equal partitions, one a rank (stages 1 and 2)."""
+        size = self.flats[index].numel()
+        first = dist.get_rank(self.optimizer.real_dp_process_group[index]) * size
+        for parameter, offset in zip(group, offsets, strict=True):
+            start = min(max(first - offset, 0), parameter.numel())
+            stop = max(min(first + size - offset, parameter.numel()), start)
+            self._add(parameter, tuple(parameter.shape), start, stop, index, max(offset - first, 0) if stop > start else 0)
+
+    def _add(self, parameter: Parameter, shape: tuple[int, ...], start: int, stop: int, flat: int, offset: int) -> None:
+        name = self._name_of[id(parameter)]
+        self.shards[name] = Shard(name, shape, start, stop, flat, offset)
+        self.low_precision[name] = parameter
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the map with the low-precision weights, element by element.
+
+        Raises:
+            RuntimeError: some weight is not where the map says; the installed DeepSpeed has another layout.
+        """
+        if self.replicated:
+            return  # DeepSpeed's 16-bit stage-0 constructors step once and leave master and weight apart
+        for name in names:
+            shard, parameter = self.shards[name], self.low_precision[name]
+            if isinstance(self.optimizer, DeepSpeedZeroOptimizer_Stage3):
+                here = parameter.ds_tensor.data.view(-1)[: shard.numel]
+            else:
+                here = parameter.data.view(-1)[shard.start : shard.stop]
+            master = shard.of(self.flats[shard.flat].detach())
+            if not torch.equal(master.to(here.dtype).to(here.device), here):
+                import deepspeed
+
+                raise RuntimeError(
+                    f"{name}: elements {shard.start}..{shard.stop} are not where the shard map expects them; "
+                    f"DeepSpeed {deepspeed.__version__} lays out {type(self.optimizer).__name__} in another way. "
+                    "Install a version in the range of pyproject.toml, and report this"
+                )
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Bring changed masters to the weights that the next forward sees, as DeepSpeed does at the end of a step."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            optimizer._partition_all_parameters()
+            for index in range(len(self.flats)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+            optimizer.invalidate_secondary_tensor()
+        elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+            optimizer.update_lp_params()
+        else:
+            for name, shard in self.shards.items():
+                parameter, master = self.low_precision[name], self.flats[shard.flat]
+                if parameter is not master:
+                    parameter.data.view(-1).copy_(shard.of(master.detach()))
+
+
+def _offsets(group: Iterable[Parameter]) -> list[int]:
+    offsets, position = [], 0
+    for parameter in group:
+        offsets.append(position)
+        position += parameter.numel()
+    return offsets

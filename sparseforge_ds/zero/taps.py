@@ -1,0 +1,86 @@
+"""What linear layers see and receive during a probe: their inputs, and the gradients of their outputs.
+
+A tap is an identity in the autograd graph behind a linear layer. It saves the input through the graph's own machinery,
+so that activation checkpointing recomputes it like any other activation instead of keeping it alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+TokenHook = Callable[[str, Tensor, Tensor], None]
+InputHook = Callable[[str, Tensor], None]
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, hook: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.hook = hook
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (inputs,) = ctx.saved_tensors
+        with torch.no_grad():
+            ctx.hook(grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1]))
+        return grad, None, None
+
+
+@contextmanager
+def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[None]:
+    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
+
+    def tapped(name: str) -> Callable[..., Tensor]:
+        def on_forward(_module: Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if not torch.is_grad_enabled() or not output.requires_grad:
+                return output  # the first, recording-free pass of re-entrant checkpointing
+            return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+
+        return on_forward
+
+    handles = [module.register_forward_hook(tapped(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
+    """While active, every forward of a module calls hook(name, x (T, in))."""
+
+    def seen(name: str) -> Callable[..., None]:
+        def on_forward(_module: Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
+            hook(name, args[0].detach().reshape(-1, args[0].shape[-1]))
+
+        return on_forward
+
+    handles = [module.register_forward_hook(seen(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def captured_output(module: Module) -> Iterator[list[Tensor]]:
+    """While active, collects the outputs of a module with their graph (the logits of an output embedding)."""
+    outputs: list[Tensor] = []
+
+    def on_forward(_module: Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
+        outputs.append(output)
+
+    handle = module.register_forward_hook(on_forward)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
