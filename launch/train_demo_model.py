@@ -3,57 +3,280 @@
 
     python launch/train_demo_model.py --output_dir sparseforge_ds/assets/stdlib_llama
 
-Plain PyTorch on one process. The model is small and trained for long, because an undertrained model can be pruned for
-free and would show nothing. At the end it prints the held-out perplexity of the dense model and of its one-shot
-magnitude 2:4 projection, and writes a Hugging Face folder.
+Plain PyTorch in one process. The model is small and trained for long, because an undertrained model is pruned for free
+and would show nothing. At the end it prints the held-out perplexity of the dense model and of its one-shot magnitude
+2:4 projection. The result is a Hugging Face folder with the tokenizer beside the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from sparseforge_ds.train.stdlib_text import stdlib_documents
+from sparseforge_ds.train.stdlib_text import stdlib_documents  # noqa: E402
 
-# Shapes: B sequences in a batch, T tokens of a sequence, V vocabulary, O x I a weight, N tokens of a split.
+# Shapes: N tokens of a split, B sequences of a batch, T tokens of a sequence, V vocabulary, O x I a weight, G groups of
+# M neighbours.
 
-BOS, EOS = 1, 2
+UNK, BOS, EOS = 0, 1, 2
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+
+    train, heldout = stdlib_documents("train"), stdlib_documents("heldout")
+    train_tokenizer(train, args.vocab_size, args.output_dir)
+    train_N, heldout_N = encode(train, args.output_dir), encode(heldout, args.output_dir)
+    model = build_model(args)
+    prunable = sum(weight.numel() for weight in prunable_weights(model))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for split, documents, tokens_N in (("train", train, train_N), ("held-out", heldout, heldout_N)):
+        print(f"{split} text: {tokens_N.numel():,} tokens in {len(documents)} documents")
+    print(f"model: {total:,} parameters, {prunable:,} of them prunable ({prunable / total:.0%})", flush=True)
+
+    seconds = fit(model, train_N, heldout_N, args)
+    save_model(model, args.output_dir)
+    dense = perplexity(model, heldout_N, args.sequence_length)
+    pruned = perplexity(magnitude_2_4(model), heldout_N, args.sequence_length)
+    print(f"{args.steps * args.batch_size * args.sequence_length:,} tokens in {seconds / 60:.1f} minutes")
+    print(f"held-out perplexity per token: dense {dense:.3f}, one-shot magnitude 2:4 {pruned:.3f}")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train the demo's model and tokenizer on the documentation of the standard library.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the finished model and tokenizer")
+    parser.add_argument("--steps", type=positive, default=7000, help="optimizer steps")
+    parser.add_argument("--batch_size", type=positive, default=4, help="sequences per step")
+    parser.add_argument("--sequence_length", type=positive, default=512, help="tokens per sequence")
+    parser.add_argument("--muon_learning_rate", type=float, default=0.02, help="peak, of the prunable matrices")
+    parser.add_argument("--adam_learning_rate", type=float, default=6e-3, help="peak, of the embedding and the norms")
+    parser.add_argument("--warmup_steps", type=int, default=200, help="linear warm-up; then cosine to zero")
+    parser.add_argument("--weight_decay", type=float, default=0.02, help="of the prunable matrices only")
+    parser.add_argument("--vocab_size", type=positive, default=1024, help="pieces of the tokenizer")
+    parser.add_argument("--hidden_size", type=positive, default=64, help="a multiple of 16")
+    parser.add_argument("--intermediate_size", type=positive, default=192, help="a multiple of 16")
+    parser.add_argument("--layers", type=positive, default=5, help="decoder layers")
+    parser.add_argument("--heads", type=positive, default=4, help="attention heads")
+    parser.add_argument("--kv_heads", type=positive, default=2, help="key and value heads")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
+    parser.add_argument("--threads", type=positive, default=1, help="threads of PyTorch")
+    parser.add_argument("--report_every", type=positive, default=1000, help="steps between reports and saved models")
+    args = parser.parse_args(arguments)
+    if not hasattr(torch.optim, "Muon"):
+        parser.error(f"this script needs torch 2.9 or newer for torch.optim.Muon; found {torch.__version__}")
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(args, name) % 16:
+            parser.error(f"--{name} {getattr(args, name)} must be a multiple of 16, so that every pattern divides it")
+    return args
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+# Text and tokenizer
 
 
 def train_tokenizer(documents: list[str], vocab_size: int, folder: Path) -> None:
-    """Train a sentencepiece BPE tokenizer with byte fallback and write it as a Hugging Face tokenizer."""
+    """Train a sentencepiece BPE tokenizer with byte fallback and write it for ``AutoTokenizer``."""
     with tempfile.TemporaryDirectory() as scratch:
         sentencepiece.SentencePieceTrainer.train(
-            # sentencepiece trains on lines; runs of blanks are layout that the model should see
             sentence_iterator=iter([line for text in documents for line in text.splitlines() if line.strip()]),
             model_prefix=f"{scratch}/tokenizer",
             model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
-            character_coverage=1.0,
+            character_coverage=0.9999,
             max_sentence_length=1 << 20,
             normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
+            remove_extra_whitespaces=False,  # indentation is part of this text
             allow_whitespace_only_pieces=True,
             split_digits=True,
-            unk_id=0,
+            unk_id=UNK,
             bos_id=BOS,
             eos_id=EOS,
             pad_id=-1,
             num_threads=1,
             minloglevel=2,
         )
-        (folder / "tokenizer.model").write_bytes(Path(f"{scratch}/tokenizer.model").read_bytes())
+        shutil.copyfile(f"{scratch}/tokenizer.model", folder / "tokenizer.model")
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "legacy": False,
+    }
+    (folder / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        AutoTokenizer.from_pretrained(folder).save_pretrained(scratch)
+        shutil.copyfile(f"{scratch}/tokenizer.json", folder / "tokenizer.json")
+
+
+def encode(documents: list[str], folder: Path) -> Tensor:
+    """All documents as one stream of token ids, each between ``<s>`` and ``</s>``."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return torch.tensor([token for ids in processor.encode(documents) for token in (BOS, *ids, EOS)])
+
+
+def batches(train_N: Tensor, batch_size: int, sequence_length: int, seed: int) -> Iterator[Tensor]:
+    """Endless (B, T) batches; every pass cuts the stream at another offset and shuffles the sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        offset = int(torch.randint(sequence_length, (1,), generator=generator))
+        count = (train_N.numel() - offset) // sequence_length
+        sequences = train_N[offset : offset + count * sequence_length].view(count, sequence_length)
+        order = torch.randperm(count, generator=generator)
+        for indices in order[: count // batch_size * batch_size].split(batch_size):
+            yield sequences[indices]
+
+
+# Model
+
+
+def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        max_position_embeddings=max(512, args.sequence_length),
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    return LlamaForCausalLM(config)
+
+
+def prunable_weights(model: LlamaForCausalLM) -> list[nn.Parameter]:
+    """The (O, I) matrices inside the decoder layers; embedding, head and norms stay dense."""
+    return [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+
+
+@torch.no_grad()
+def magnitude_2_4(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy that keeps the two largest magnitudes of every four neighbours along the input axis."""
+    pruned = copy.deepcopy(model)
+    for weight in prunable_weights(pruned):
+        group_GM = weight.view(-1, 4)
+        kept_G2 = group_GM.abs().topk(2, dim=1).indices
+        group_GM.mul_(torch.zeros_like(group_GM).scatter_(1, kept_G2, 1.0))
+    return pruned
+
+
+def save_model(model: LlamaForCausalLM, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+# Training and evaluation
+
+
+def fit(model: LlamaForCausalLM, train_N: Tensor, heldout_N: Tensor, args: argparse.Namespace) -> float:
+    """Train in place; the seconds that it took."""
+    optimizers = build_optimizers(model, args)
+    source = batches(train_N, args.batch_size, args.sequence_length, args.seed)
+    start = time.perf_counter()
+    model.train()
+    progress = tqdm(range(args.steps), unit="step", mininterval=2, disable=None)
+    for step in progress:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * rate_factor(step, args.steps, args.warmup_steps)
+        batch_BT = next(source)
+        loss = token_losses(model, batch_BT).mean()
+        if not torch.isfinite(loss):
+            raise SystemExit(f"the loss is not finite at step {step}: lower the learning rates")
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 20 == 0:
+            progress.set_postfix(loss=f"{loss.item():.3f}")
+        if (step + 1) % args.report_every == 0:
+            seconds = time.perf_counter() - start
+            ppl = perplexity(model, heldout_N, args.sequence_length)
+            pruned = perplexity(magnitude_2_4(model), heldout_N, args.sequence_length)
+            tqdm.write(
+                f"step {step + 1}: loss {loss.item():.3f}, held-out perplexity {ppl:.3f}, "
+                f"one-shot magnitude 2:4 {pruned:.3f}, {seconds:.0f} s"
+            )
+            sys.stdout.flush()
+            save_model(model, args.output_dir)
+    return time.perf_counter() - start
+
+
+def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Muon for the prunable matrices, AdamW for the embedding and the norms.
+
+    Muon's orthogonal updates use every direction of a small matrix: per step it learns more than AdamW, and it leaves
+    less to prune for free.
+    """
+    matrices = prunable_weights(model)
+    others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=args.muon_learning_rate, weight_decay=args.weight_decay),
+        torch.optim.AdamW(others, lr=args.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+def rate_factor(step: int, steps: int, warmup_steps: int) -> float:
+    """The learning rate as a share of its peak: linear warm-up, then cosine to zero."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
+
+
+def token_losses(model: LlamaForCausalLM, batch_BT: Tensor) -> Tensor:
+    """The cross-entropy of every token but each sequence's first, as one flat tensor."""
+    logits_BTV = model(input_ids=batch_BT, use_cache=False).logits
+    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), batch_BT[:, 1:].flatten(), reduction="none")
+
+
+@torch.no_grad()
+def perplexity(model: LlamaForCausalLM, tokens_N: Tensor, sequence_length: int) -> float:
+    """exp of the mean loss over windows that do not overlap; a window's first token is context only."""
+    model.eval()
+    usable = tokens_N.numel() // sequence_length * sequence_length
+    windows = tokens_N[:usable].view(-1, sequence_length)
+    losses = torch.cat([token_losses(model, batch_BT) for batch_BT in windows.split(8)])
+    model.train()
+    return math.exp(losses.double().mean().item())
+
+
+if __name__ == "__main__":
+    main()
