@@ -16,6 +16,7 @@ the two splits.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sysconfig
 import warnings
@@ -85,10 +86,10 @@ def _corpus(root: Path) -> tuple[tuple[str, str], ...]:
 def _source_files(root: Path) -> list[tuple[str, Path]]:
     """(relative name with forward slashes, path) of the library's sources, sorted by name."""
     files = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        if not _SKIPPED_FOLDERS.intersection(parts[:-1]):
-            files.append(("/".join(parts), path))
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        paths = [Path(folder, name) for name in names if name.endswith(".py")]
+        files.extend((path.relative_to(root).as_posix(), path) for path in paths)
     return sorted(files)
 
 

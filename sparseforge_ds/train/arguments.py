@@ -1,0 +1,149 @@
+"""The command line of `launch/train.py`: what a run reads, how long it is and where it writes.
+
+What decides which weights survive is the `sparseforge` block of the DeepSpeed JSON, and batch size, precision, ZeRO
+stage and offload are DeepSpeed's own keys in the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import HfArgumentParser
+
+EMBEDDED_MODEL = "stdlib_llama"
+"""`--model` of the model that is shipped inside the package."""
+EMBEDDED_TEXT = "stdlib"
+"""`--dataset` of the documentation of the running interpreter's standard library."""
+
+_EXAMPLES = """\
+examples:
+  deepspeed launch/train.py --deepspeed ds_configs/zero3.json
+  deepspeed launch/train.py --deepspeed ds_configs/zero3.json \\
+      --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
+
+On a machine without an accelerator the deepspeed launcher starts one process; ask it for more with --num_gpus 2.
+The run folder holds everything of a run; `python -m sparseforge_ds.checkpoint.export RUN OUT` makes a model of it.
+"""
+
+
+def _flag(default: object, text: str, metavar: str | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "metavar": metavar} if metavar else {"help": text})
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """The run flags. A wrong value is a ValueError that names the flag and the cure."""
+
+    deepspeed: str = field(
+        metadata={"metavar": "JSON", "help": 'DeepSpeed configuration with a "sparseforge" block (see ds_configs/)'}
+    )
+    model: str = _flag(
+        EMBEDDED_MODEL,
+        "the dense model: a Hugging Face folder, a hub id, or the small model embedded in the package",
+    )
+    teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
+    dataset: str = _flag(
+        EMBEDDED_TEXT,
+        "training text: .txt, .jsonl, .parquet or .arrow file, a folder of them, a hub id (owner/name or "
+        "owner/name:config, split train), or stdlib, the documentation of Python's standard library",
+    )
+    text_field: str = _flag("text", "field of a record that holds the text", "NAME")
+    max_steps: int | None = _flag(
+        None, "optimizer steps of the whole run; default: max_steps of the sparseforge block", "N"
+    )
+    seq_length: int = _flag(256, "tokens of a training sequence; documents are packed", "N")
+    output_dir: str = _flag("runs/stdlib_llama", "run folder: checkpoints, TensorBoard log, token cache", "DIR")
+    learning_rate: float | None = _flag(
+        None,
+        "peak learning rate; default: lr of the JSON's optimizer, and where that is auto "
+        "1e-3 * min(1, 128 / hidden size)",
+        "LR",
+    )
+    warmup: float = _flag(0.03, "share of the run over which the learning rate rises", "SHARE")
+    min_lr_ratio: float = _flag(
+        0.1, "the cosine ends at this share of the peak, so that the frozen finetune still learns", "SHARE"
+    )
+    weight_decay: float | None = _flag(
+        None, "AdamW's decay of matrices; default: weight_decay of the JSON's optimizer, 0 where that is auto", "WD"
+    )
+    save_every: int = _flag(500, "steps between checkpoints; 0: only at the end", "N")
+    keep_checkpoints: int = _flag(2, "newest checkpoints that stay on disk; 0: all", "N")
+    log_every: int = _flag(10, "steps between lines of the log", "N")
+    seed: int = _flag(0, "seed of the data order and of everything random in training", "N")
+    resume: bool = _flag(False, "continue from the newest complete checkpoint of the run folder")
+    activation_checkpointing: bool = _flag(False, "recompute activations in the backward pass to save memory")
+    local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
+
+    def __post_init__(self) -> None:
+        _require(self.max_steps is None or self.max_steps >= 1, "max_steps", self.max_steps, "use an integer >= 1")
+        _require(self.seq_length >= 2, "seq_length", self.seq_length, "use an integer >= 2")
+        rate = self.learning_rate
+        _require(rate is None or 0 < rate < float("inf"), "learning_rate", rate, "use a value > 0, like 1e-4")
+        _require(0 <= self.warmup < 1, "warmup", self.warmup, "use a share of the run, 0 <= share < 1")
+        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a share, 0 <= share <= 1")
+        _require(self.weight_decay is None or self.weight_decay >= 0, "weight_decay", self.weight_decay, "use >= 0")
+        _require(self.save_every >= 0, "save_every", self.save_every, "use an integer >= 0")
+        _require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "use an integer >= 0")
+        _require(self.log_every >= 1, "log_every", self.log_every, "use an integer >= 1")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
+        for name in ("model", "dataset", "output_dir"):
+            _require(bool(getattr(self, name)), name, getattr(self, name), "give a value or leave the flag out")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):
+    """Help with one spelling per flag, and defaults where they say something."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0 or action.const is True:
+            return ", ".join(option for option in action.option_strings if "_" in option or "-" not in option[2:])
+        return f"{action.option_strings[0]} {self._format_args(action, action.dest.upper())}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.default is None or action.default is False or action.required:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+def argument_parser() -> HfArgumentParser:
+    """The parser of the launcher's command line."""
+    return HfArgumentParser(
+        RunArguments,
+        prog="deepspeed launch/train.py",
+        usage="deepspeed launch/train.py --deepspeed JSON [flags]",
+        description="Train a dense causal language model into an exact N:M sparse one (SparseForge on DeepSpeed).",
+        epilog=_EXAMPLES,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+
+
+def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
+    """Parse the command line (default: this process's).
+
+    Raises:
+        ValueError: a flag has a value that cannot work.
+        SystemExit: an unknown flag, a missing --deepspeed, or --help.
+    """
+    (arguments,) = argument_parser().parse_args_into_dataclasses(
+        args=None if command_line is None else list(command_line), look_for_args_file=False
+    )
+    assert isinstance(arguments, RunArguments)
+    return arguments
+
+
+def flags(arguments: RunArguments) -> dict[str, object]:
+    """The run flags as plain JSON types, without what only this process has (its rank)."""
+    return {name: value for name, value in dataclasses.asdict(arguments).items() if name != "local_rank"}
+
+
+def _require(condition: bool, flag: str, value: object, cure: str) -> None:
+    if not condition:
+        raise ValueError(f"--{flag} {value} is not valid: {cure}")

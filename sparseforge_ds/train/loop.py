@@ -1,0 +1,161 @@
+"""The training loop, spelled out.
+
+Forward, distillation loss, backward, step; then `forge.step`, which updates the mask when an update is due. The teacher
+stays on to the last step of the frozen finetune.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch import Tensor
+
+from sparseforge_ds.model.distill import distillation_loss
+from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.engine import Workshop
+from sparseforge_ds.train.monitoring import Monitor
+from sparseforge_ds.train.ranks import AgreedError
+
+PATIENCE = 10
+"""Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
+
+
+def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[str, Any]:
+    """Train until `max_steps` optimizer steps have been applied, and save.
+
+    Returns:
+        What the run came to, for `result.json`.
+
+    Raises:
+        AgreedError: the loss stays infinite or NaN.
+        ValueError: a weight was pruned without ever having been measured.
+        OSError: a checkpoint cannot be written.
+    """
+    plan, engine, forge, batches = shop.plan, shop.engine, shop.forge, shop.batches
+    max_steps, rate = plan.config.max_steps, plan.learning_rate
+    began, first_step = time.perf_counter(), forge.step_count
+    scalars: dict[str, float] = {}
+    saved, failures = first_step if plan.arguments.resume else None, 0
+    if first_step == 0:
+        forge.start(probe=Probe(shop, 0, 1))
+
+    while forge.step_count < max_steps:
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = rate(forge.step_count)
+        before, updated = forge.step_count, False
+        losses = torch.zeros(3, device=shop.device)
+        for _ in range(batches.layout.accumulation):
+            token_BS = next(batches).to(shop.device, non_blocking=True)
+            loss, parts = _loss(shop, token_BS)
+            engine.backward(loss)
+            engine.step()
+            losses += parts
+            updated = forge.step(probe=Probe(shop, batches.position, -1))
+        step = forge.step_count
+
+        losses /= batches.layout.accumulation
+        dist.all_reduce(losses)
+        total, cross_entropy, kl = (losses / shop.ranks.world_size).tolist()
+        failures = 0 if math.isfinite(total) else failures + 1
+        if failures == PATIENCE:
+            raise AgreedError(
+                f"the loss has been {total} for {PATIENCE} steps in a row, at step {step} with learning rate "
+                f"{rate(before):.3g}; lower --learning_rate or raise --warmup, and continue from the last checkpoint "
+                "with --resume"
+            )
+        if step == before:  # loss scaling skipped the step
+            continue
+
+        scalars = {"loss/total": total, "train/learning_rate": rate(before), "train/grad_norm": _grad_norm(engine)}
+        if shop.teacher is not None:
+            scalars |= {"loss/cross_entropy": cross_entropy, "loss/kl": kl}
+        monitor.step(step, scalars, forge.dials)
+        if updated:
+            monitor.write(step, forge.metrics)
+        _look_closer(shop, monitor, step)
+        if plan.arguments.save_every and step % plan.arguments.save_every == 0 and not failures:
+            save(shop, checkpoints, step)
+            saved = step
+
+    forge.finish()
+    if saved != max_steps and not failures:
+        save(shop, checkpoints, max_steps)
+    return {
+        "steps": forge.step_count,
+        "tokens": forge.step_count * plan.tokens_per_step,
+        "seconds": round(time.perf_counter() - began, 1),
+        "steps_of_this_start": forge.step_count - first_step,
+        "last_step": scalars,
+        "mask": dict(forge.metrics),
+    }
+
+
+def save(shop: Workshop, checkpoints: Checkpoints, step: int) -> None:
+    """Save everything that a resumed run needs."""
+    state = {
+        "sparseforge": shop.forge.state_dict(),
+        "train": {"step": step, "tokens": step * shop.plan.tokens_per_step, "data": shop.batches.state_dict()},
+    }
+    checkpoints.save(shop.engine, step, state)
+
+
+def _loss(shop: Workshop, token_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of a micro-batch, and (3,) total, cross-entropy and KL for the log."""
+    config = shop.plan.config.distillation
+    if shop.teacher is None or config is None:
+        task_loss = _cross_entropy(shop, token_BS)
+        detached = task_loss.detach().float()
+        return task_loss, torch.stack([detached, detached, torch.zeros_like(detached)])
+    teacher_BSV = shop.teacher(token_BS)
+    student_BSV = shop.engine(input_ids=token_BS, use_cache=False).logits
+    loss = distillation_loss(student_BSV, teacher_BSV, token_BS, config)
+    parts = torch.stack([part.detach().float() for part in (loss.total, loss.cross_entropy, loss.kl)])
+    return loss.total, parts
+
+
+def _cross_entropy(shop: Workshop, token_BS: Tensor) -> Tensor:
+    return shop.engine(input_ids=token_BS, labels=token_BS, use_cache=False).loss  # type: ignore[no-any-return]
+
+
+class Probe:
+    """The task loss, which curvature is the curvature of, on another micro-batch for every probe of a refresh.
+
+    Args:
+        shop: the run.
+        position: sequences that the run has consumed.
+        direction: -1 to walk back from the newest micro-batch, 1 to look ahead from here; consumes nothing.
+    """
+
+    def __init__(self, shop: Workshop, position: int, direction: int) -> None:
+        self.shop = shop
+        self.stride = direction * shop.batches.layout.micro_batch * shop.ranks.world_size
+        self.position = position + min(0, self.stride)
+        # The two sides of a gradient difference must see the same tokens.
+        self.calls_per_batch = 2 if shop.plan.config.importance == "hutchinson" else 1
+        self.calls = 0
+
+    def __call__(self) -> Tensor:
+        """() the loss, with its graph."""
+        position = self.position + self.calls // self.calls_per_batch * self.stride
+        self.calls += 1
+        return _cross_entropy(self.shop, self.shop.batches.at(max(0, position)).to(self.shop.device))
+
+
+def _look_closer(shop: Workshop, monitor: Monitor, step: int) -> None:
+    """The log entries that cost something, at their own intervals. Every rank takes part."""
+    every = shop.plan.config.monitor
+    if every.histograms_every and step % every.histograms_every == 0:
+        monitor.histograms(step, shop.forge.histograms())
+    if every.gap_every and step % every.gap_every == 0:
+        token_BS = shop.batches.at(shop.batches.position).to(shop.device)
+        gap = shop.forge.soft_to_hard_gap(lambda: _cross_entropy(shop, token_BS))
+        monitor.write(step, {"mask/soft_to_hard_gap": gap})
+
+
+def _grad_norm(engine: Any) -> float:
+    norm = engine.get_global_grad_norm()
+    return float(norm) if norm is not None else math.nan

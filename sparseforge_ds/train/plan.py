@@ -1,0 +1,145 @@
+"""Everything that is known of a run, and everything that can be wrong with it, before a weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedTokenizerBase
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights
+from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.train.deepspeed_config import (
+    batch_arithmetic,
+    read_deepspeed_json,
+    resolve,
+    training_dtype,
+    zero_stage,
+)
+from sparseforge_ds.train.documents import Documents, find_documents
+from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
+from sparseforge_ds.train.schedule import LearningRate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run."""
+
+    arguments: RunArguments
+    config: SparseForgeConfig
+    deepspeed: dict[str, Any]
+    """The resolved DeepSpeed configuration."""
+    model: Pretrained
+    teacher: Pretrained | None
+    tokenizer: PreTrainedTokenizerBase
+    documents: Documents
+    weights: list[PrunableWeight]
+    coverage: Coverage
+    world_size: int
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.arguments.output_dir)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the forward pass computes in."""
+        return training_dtype(self.deepspeed)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return zero_stage(self.deepspeed)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return int(self.deepspeed["train_batch_size"]) * self.arguments.seq_length
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """The rate as a function of the step."""
+        peak = float(self.deepspeed["optimizer"]["params"]["lr"])
+        return LearningRate(peak, self.arguments.warmup, self.arguments.min_lr_ratio, self.config.max_steps)
+
+
+def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
+    """The DeepSpeed JSON and its sparseforge block: what can be checked in an instant.
+
+    Raises:
+        ValueError: a file, key, value or batch size is wrong.
+    """
+    content = read_deepspeed_json(arguments.deepspeed)
+    overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
+    config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides)
+    if config.max_steps < 1:
+        raise ValueError(f"sparseforge.max_steps = {config.max_steps}: nothing to train; set it or give --max_steps")
+    if arguments.teacher is not None and config.distillation is None:
+        raise ValueError(
+            f"--teacher {arguments.teacher}: the sparseforge block says distillation null; "
+            'leave the flag out or write "distillation": {}'
+        )
+    batch_arithmetic(content, world_size)
+    return content, config
+
+
+def make_plan(arguments: RunArguments, world_size: int) -> Plan:
+    """Read and check everything of a run except weights and text. Does not communicate.
+
+    Raises:
+        ValueError: something is missing, unreadable, unknown or does not fit.
+    """
+    content, config = read_config(arguments, world_size)
+    model = find_model(arguments.model, "--model")
+    teacher = None
+    if config.distillation is not None:
+        teacher = model if arguments.teacher is None else find_model(arguments.teacher, "--teacher")
+        _check_vocabulary(model, teacher)
+    for each, flag in ((model, "--model"), (teacher, "--teacher")):
+        positions = getattr(each.config, "max_position_embeddings", None) if each else None
+        if each is not None and positions is not None and arguments.seq_length > positions:
+            raise ValueError(
+                f"--seq_length {arguments.seq_length}: {flag} {each.name} has {positions} positions; "
+                f"use at most {positions}"
+            )
+    empty = prepare(empty_model(model), config)
+    weights = prunable_weights(empty, config)
+    accelerator = get_accelerator()
+    filled = resolve(
+        content,
+        arguments,
+        config,
+        world_size=world_size,
+        hidden_size=model.hidden_size,
+        supports_bf16=accelerator.device_name() != "cpu" and accelerator.is_bf16_supported(),
+        supports_fp16=accelerator.device_name() != "cpu" and accelerator.is_fp16_supported(),
+    )
+    deepspeed.DeepSpeedConfig(filled)  # its own checks: unknown and impossible keys below the top level
+    return Plan(
+        arguments=arguments,
+        config=config,
+        deepspeed=filled,
+        model=model,
+        teacher=teacher,
+        tokenizer=read_tokenizer(model),
+        documents=find_documents(arguments.dataset, arguments.text_field),
+        weights=weights,
+        coverage=coverage(empty, weights),
+        world_size=world_size,
+    )
+
+
+def _check_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
+    ours, theirs = (each.config.get_text_config().vocab_size for each in (model, teacher))
+    if ours != theirs:
+        raise ValueError(
+            f"--teacher {teacher.name} has a vocabulary of {theirs}, --model {model.name} of {ours}; "
+            "distillation needs a teacher with the same tokenizer"
+        )

@@ -1,0 +1,164 @@
+"""Dense models: where their folder is, whether it can be trained, and how it is loaded under each ZeRO stage."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import HfDeepSpeedConfig
+
+import sparseforge_ds
+from sparseforge_ds.train.arguments import EMBEDDED_MODEL
+
+_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A folder with a model that was found usable."""
+
+    name: str
+    """What the user calls it."""
+    folder: Path
+    config: PretrainedConfig
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config.get_text_config().hidden_size)
+
+
+def find_model(name: str, flag: str) -> Pretrained:
+    """Find a model, download it if it is on the hub, and read everything of it except the weights.
+
+    Args:
+        name: a folder, a hub id, or the name of the embedded model.
+        flag: the flag that named it, for messages.
+
+    Raises:
+        ValueError: there is no such model, or its folder is incomplete or damaged.
+    """
+    folder = _folder(name, flag)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{flag} {name}: its config.json cannot be used ({error})") from None
+    _check_weights(folder, f"{flag} {name}")
+    return Pretrained(name, folder, config)
+
+
+def read_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
+    """The tokenizer in the model's folder.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--model {model.name}: its tokenizer cannot be read ({error})") from None
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def empty_model(model: Pretrained) -> PreTrainedModel:
+    """The model without weights (on the meta device): names and shapes, in a moment and in no memory.
+
+    Raises:
+        ValueError: it is not a causal language model.
+    """
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model.config)
+
+
+def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] | None) -> PreTrainedModel:
+    """The model with its weights.
+
+    Args:
+        model: what `find_model` gave.
+        dtype: of every weight.
+        partition: a DeepSpeed configuration with ZeRO stage 3, to divide every weight over the ranks as it is loaded;
+            None to load all of it here.
+
+    Raises:
+        ValueError: weights are missing in the files.
+    """
+    with _partitioned(partition):
+        loaded, report = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{model.name}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
+            "config.json and weights do not belong together"
+        )
+    assert isinstance(loaded, PreTrainedModel)
+    return loaded
+
+
+@contextlib.contextmanager
+def _partitioned(config: dict[str, Any] | None) -> Iterator[None]:
+    # transformers partitions while it loads for as long as such an object lives: it keeps a weak reference.
+    alive = HfDeepSpeedConfig(config) if config is not None else None
+    try:
+        yield
+    finally:
+        del alive
+
+
+def _folder(name: str, flag: str) -> Path:
+    if name == EMBEDDED_MODEL:
+        return Path(sparseforge_ds.__file__).parent / "assets" / EMBEDDED_MODEL
+    if Path(name).exists():
+        if not Path(name).is_dir():
+            raise ValueError(f"{flag} {name}: a file; give the folder that holds config.json and the weights")
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"{flag} {name}: no such folder; give a Hugging Face model folder or a hub id")
+    import huggingface_hub  # talks to the network, and only here
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({reason}); "
+            "check the name and the network, or give a folder"
+        ) from None
+
+
+def _check_weights(folder: Path, who: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{who}: {index.name} is damaged ({error}); copy or download it again") from None
+    else:
+        files = [folder / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(
+                f"{who}: no {file.name} in {folder}; weights are read from safetensors files "
+                "(save_pretrained of transformers writes them)"
+            )
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{who}: {file.name} is damaged ({error}); copy or download it again") from None

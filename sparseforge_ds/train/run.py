@@ -1,0 +1,135 @@
+"""One run from its command line to its exit code: check, pack, build, train."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed
+import transformers
+from deepspeed.accelerator import get_accelerator
+from torch.utils.cpp_extension import get_default_build_root
+
+from sparseforge_ds.train.arguments import RunArguments, parse_arguments
+from sparseforge_ds.train.banner import banner
+from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.engine import build, pack_text
+from sparseforge_ds.train.loop import train
+from sparseforge_ds.train.monitoring import Monitor
+from sparseforge_ds.train.plan import Plan, make_plan, read_config
+from sparseforge_ds.train.ranks import AgreedError, Ranks, world_size_from_launcher
+from sparseforge_ds.train.run_folder import check_folder, write_folder, write_json
+
+
+def run(arguments: RunArguments) -> None:
+    """Do a whole run on this rank.
+
+    Raises:
+        ValueError: something in the input is wrong; AgreedError where all ranks raise it together.
+        OSError: something cannot be written.
+    """
+    _quiet()
+    read_config(arguments, world_size_from_launcher())  # before the processes meet: it costs nothing
+    _announce_compilation()
+    deepspeed.init_distributed()
+    ranks = Ranks()
+    plan = ranks.everywhere(lambda: make_plan(arguments, ranks.world_size))
+    checkpoints = Checkpoints(plan.folder / "checkpoints", ranks, plan.stage, arguments.keep_checkpoints)
+    ranks.everywhere(lambda: check_folder(plan))
+    found = ranks.everywhere(checkpoints.find) if arguments.resume else None
+    packed = pack_text(plan, ranks)
+    _say(ranks, banner(plan, packed))
+
+    shop = build(plan, ranks, packed)
+    if found is not None:
+        path, _ = found
+        state = checkpoints.load(shop.engine, path)
+        shop.forge.load_state_dict(state["sparseforge"])
+        ranks.everywhere(lambda: shop.batches.load_state_dict(state["train"]["data"]))
+        checkpoints.restore_random_state(state)
+
+    ranks.on_first(lambda: _open_folder(plan, checkpoints))
+    start = shop.forge.step_count
+    if start >= plan.config.max_steps:
+        _say(ranks, f"the run in {plan.folder} is complete ({start} steps): nothing to do")
+    else:
+        monitor = Monitor(
+            plan.folder if ranks.first else None,
+            start,
+            plan.config.max_steps,
+            plan.tokens_per_step,
+            arguments.log_every,
+        )
+        if found is not None:
+            monitor.say(f"resumed from {found[0]} at step {start}")
+        try:
+            result = train(shop, checkpoints, monitor)
+        finally:
+            monitor.close()
+        ranks.on_first(lambda: write_json(plan.folder / "result.json", result))
+        _say(ranks, _farewell(plan.folder, result))
+    ranks.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """The launcher's whole body: run, and turn what went wrong into one line and exit code 1 on every rank."""
+    try:
+        run(parse_arguments(command_line))
+    except AgreedError as error:  # every rank has it
+        return _fail(error, os.environ.get("RANK", "0") == "0")
+    except ValueError as error:  # before the processes met every rank finds the same; later it is this rank's own
+        return _fail(error, torch.distributed.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0")
+    except OSError as error:
+        return _fail(error, True)
+    return 0
+
+
+def _fail(error: Exception, aloud: bool) -> int:
+    if aloud:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _say(ranks: Ranks, text: str) -> None:
+    if ranks.first:
+        print(text, flush=True)
+
+
+def _farewell(folder: Path, result: dict[str, Any]) -> str:
+    return (
+        f"done: {result['steps']} steps, {result['tokens']:,} tokens in all, {result['seconds']:.0f} s\n"
+        f"  tensorboard --logdir {folder / 'tensorboard'}\n"
+        f"  python -m sparseforge_ds.checkpoint.export {folder} {folder / 'export'}"
+    )
+
+
+def _open_folder(plan: Plan, checkpoints: Checkpoints) -> None:
+    write_folder(plan)
+    checkpoints.folder.mkdir(exist_ok=True)
+    checkpoints.sweep()
+
+
+def _announce_compilation() -> None:
+    """Say why the first start on a CPU takes minutes: DeepSpeed compiles a communication library."""
+    if get_accelerator().device_name() != "cpu" or os.environ.get("RANK", "0") != "0":
+        return
+    name = "deepspeed_shm_comm"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not any(root.rglob(f"{name}.so")):
+        print(f"set-up: DeepSpeed compiles {name} for this machine once, which takes a minute or two", flush=True)
+
+
+def _quiet() -> None:
+    """Leave the console to the run: DeepSpeed and transformers only warn."""
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,0 +1,137 @@
+"""A run's folder: what is written at its start, and whether a run may start or continue in it.
+
+    OUTPUT_DIR/
+      sparseforge.json   the algorithm, the weights under a mask, the run flags, versions
+      ds_config.json     the resolved DeepSpeed configuration
+      model/             config and tokenizer of the model, no weights
+      data/              the token cache
+      checkpoints/       DeepSpeed checkpoints (see checkpoints.py)
+      tensorboard/       event files
+      result.json        what the run came to, written at its end
+
+It must be visible to all machines of a run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from sparseforge_ds.train.arguments import flags
+from sparseforge_ds.train.plan import Plan
+
+_PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The content of `sparseforge.json`: plain JSON types."""
+    low_rank = plan.config.low_rank
+    description = {
+        "config": plan.config.to_dict(),
+        "weights": [{"name": w.name, "shape": w.shape, "input_axis": w.input_axis} for w in plan.weights],
+        "coverage": asdict(plan.coverage),
+        "model_type": plan.model.config.model_type,
+        "run": flags(plan.arguments),
+        "low_rank": None if low_rank is None else {"k": low_rank.k},
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+    return dict(json.loads(json.dumps(description)))
+
+
+def check_folder(plan: Plan) -> None:
+    """Refuse a folder that holds another run, or nothing to resume.
+
+    Raises:
+        ValueError: a fresh run would overwrite checkpoints, or the run to resume is not this one.
+        OSError: the folder cannot be written.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    latest = plan.folder / "checkpoints" / "latest"
+    if not plan.arguments.resume:
+        if latest.exists():
+            raise ValueError(
+                f"--output_dir {plan.folder} already holds a run with checkpoints; "
+                "continue it with --resume, give another folder, or remove this one"
+            )
+    else:
+        _check_same_run(plan)
+    probe = plan.folder / f".writable.{os.getpid()}"
+    probe.touch()
+    probe.unlink()
+
+
+def write_folder(plan: Plan) -> None:
+    """Write what describes the run.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    write_json(plan.folder / "ds_config.json", plan.deepspeed)
+    final, temporary = plan.folder / "model", plan.folder / "model.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    plan.model.config.save_pretrained(temporary)
+    plan.tokenizer.save_pretrained(temporary)
+    if (plan.model.folder / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(plan.model.folder).save_pretrained(temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    write_json(plan.folder / "sparseforge.json", describe(plan))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file so that it is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _check_same_run(plan: Plan) -> None:
+    path = plan.folder / "sparseforge.json"
+    try:
+        before = json.loads(path.read_text())
+        config, weights, model_type = before["config"], before["weights"], before["model_type"]
+    except FileNotFoundError:
+        raise ValueError(
+            f"--resume: no run in {plan.folder} (no sparseforge.json); start it without --resume"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r}); "
+            "start in a new --output_dir"
+        ) from None
+    now = describe(plan)
+    if differences := _differences(config, now["config"], "sparseforge"):
+        raise ValueError(
+            f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(differences[:3])}; "
+            "resume with the same JSON and --max_steps, or start in a new --output_dir"
+        )
+    if model_type != now["model_type"] or weights != now["weights"]:
+        raise ValueError(
+            f"--resume: the run in {plan.folder} trains another model ({model_type}, {len(weights)} pruned weights; "
+            f"here {now['model_type']}, {len(now['weights'])}); resume with the same --model"
+        )
+
+
+def _differences(before: Any, now: Any, where: str) -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted(set(before) | set(now))
+        return [line for key in keys for line in _differences(before.get(key), now.get(key), f"{where}.{key}")]
+    return [] if before == now else [f"{where} was {json.dumps(before)}, is {json.dumps(now)}"]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # used from a checkout without being installed
+        return None
