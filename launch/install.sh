@@ -40,7 +40,7 @@ _install_packages() {
 
 # On a CPU, DeepSpeed compiles its shared-memory op whenever processes meet; done here once, it is found ready later.
 _compile_op() {
-    "$_venv/bin/python" -c 'import sys, torch; sys.exit(torch.cuda.is_available())' || return 0
+    "$_venv/bin/python" -c 'import sys, torch; sys.exit(torch.cuda.is_available())' || return 0  # GPUs do without
     [ -z "$(find "$TORCH_EXTENSIONS_DIR" -name 'deepspeed_shm_comm*.so' 2>/dev/null)" ] || return 0
     command -v "${CXX:-g++}" >/dev/null ||
         _die "no C++ compiler (${CXX:-g++}), which DeepSpeed needs on a machine without a GPU; install one (Debian and Ubuntu: apt install g++)"
@@ -58,12 +58,12 @@ get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' 
 _install() {
     local stamp="$_venv/installed" wanted
     [ -x "$_venv/bin/python" ] || _make_venv
-    wanted="$(cat "$_root/pyproject.toml" "$_root/constraints.txt" | "$_venv/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $_root" ]; then
-        _install_packages
-        echo "$wanted $_root" >"$stamp"
-    fi
+    wanted="$(cat "$_root/pyproject.toml" "$_root/constraints.txt" | cksum) $_root $TORCH_EXTENSIONS_DIR"
+    [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+    "$_venv/bin/python" -m pip --version >/dev/null 2>&1 || _make_venv  # one that was interrupted
+    _install_packages
     _compile_op
+    echo "$wanted" >"$stamp"
 }
 
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$_venv/torch_extensions}"

@@ -16,12 +16,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"mask.pattern", "mask.anneal"},
     "zero": {"torch", "deepspeed", "mask.pattern"},
     "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern"},
-    "forge": {"torch", "deepspeed", "config", "mask", "zero", "model"},
+    "estimate": {"torch", "config", "mask", "zero"},
+    "forge": {"torch", "transformers.pytorch_utils", "deepspeed", "config", "mask", "zero", "model", "estimate"},
     "checkpoint": {"torch", "safetensors", "config", "mask", "model.families"},
-    "evaluate": {"torch", "transformers", "datasets", "mask"},
+    "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model.families"},
 }
 # One file of a part may need more than the part.
-ONE_FILE_MORE: dict[str, set[str]] = {}
+ONE_FILE_MORE: dict[str, set[str]] = {
+    "evaluate.text": {"train.stdlib_text"},
+}
 # Parts that may import everything: the way to run it, and the public names.
 FREE = {"train", "__init__"}
 
