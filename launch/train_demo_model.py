@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from sparseforge_ds.train.stdlib_text import stdlib_documents  # noqa: E402
+from sparseforge_ds.train.stdlib_text import stdlib_documents
 
 # Shapes: N tokens of a split, B sequences of a batch, T tokens of a sequence, V vocabulary, O x I a weight, G groups of
 # M neighbours.
@@ -47,9 +47,13 @@ def main(arguments: list[str] | None = None) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
     train, heldout = stdlib_documents("train"), stdlib_documents("heldout")
-    train_tokenizer(train, args.vocab_size, args.output_dir)
+    if args.continue_from is None:
+        train_tokenizer(train, args.vocab_size, args.output_dir)
+        model = build_model(args)
+    else:
+        copy_tokenizer(args.continue_from, args.output_dir)
+        model = LlamaForCausalLM.from_pretrained(args.continue_from, dtype=torch.float32)
     train_N, heldout_N = encode(train, args.output_dir), encode(heldout, args.output_dir)
-    model = build_model(args)
     prunable = sum(weight.numel() for weight in prunable_weights(model))
     total = sum(parameter.numel() for parameter in model.parameters())
     for split, documents, tokens_N in (("train", train, train_N), ("held-out", heldout, heldout_N)):
@@ -70,6 +74,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the finished model and tokenizer")
+    parser.add_argument("--continue_from", type=Path, help="folder of an earlier result, for one more cosine cycle")
     parser.add_argument("--steps", type=positive, default=7000, help="optimizer steps")
     parser.add_argument("--batch_size", type=positive, default=4, help="sequences per step")
     parser.add_argument("--sequence_length", type=positive, default=512, help="tokens per sequence")
@@ -143,6 +148,12 @@ def train_tokenizer(documents: list[str], vocab_size: int, folder: Path) -> None
     with tempfile.TemporaryDirectory() as scratch:
         AutoTokenizer.from_pretrained(folder).save_pretrained(scratch)
         shutil.copyfile(f"{scratch}/tokenizer.json", folder / "tokenizer.json")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
+        if source.resolve() != folder.resolve():
+            shutil.copyfile(source / name, folder / name)
 
 
 def encode(documents: list[str], folder: Path) -> Tensor:
