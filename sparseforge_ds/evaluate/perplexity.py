@@ -1,0 +1,240 @@
+"""Perplexity of a Hugging Face model on a text.
+
+    python -m sparseforge_ds.evaluate.perplexity MODEL --text test.txt --seq_length 4096
+
+Perplexity is exp(sum of the negative log-likelihoods / number of scored tokens), with the softmax in fp32, one number over the whole text (not a mean of perplexities). There are two protocols, which give different numbers:
+
+`windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
+the special tokens that the tokenizer adds by default (LLaMA: one BOS before the whole text). The tokens are cut into
+windows of `--seq_length` that do not overlap; every token of a window except its first is scored, with the window as
+its only context; the tail that does not fill a window is dropped. With `--stride` S < seq_length windows start every S
+tokens and score only what no earlier window scored. Default for .txt files and the standard library.
+
+`documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
+the document are scored, cut where the model's positions (or `--seq_length`) end. Default for .jsonl files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparseforge_ds.evaluate.pretrained import DTYPES, load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.mask.pattern import parse_pattern
+
+Protocol = Literal["documents", "windows"]
+LONGEST_DEFAULT = 4096
+"""Window of models whose positions reach further, unless --seq_length says otherwise."""
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The result of one evaluation."""
+
+    perplexity: float
+    nll: float
+    """Mean negative log-likelihood of a scored token, in nats."""
+    tokens: int
+    """Tokens scored."""
+    unscored: int
+    """Tokens of the text that were not scored: first of a window, tail, cut."""
+    protocol: Protocol
+    seq_length: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A run of tokens that goes through the model at once."""
+
+    tokens: list[int]
+    skip: int
+    """Tokens at the beginning that are context only (at least the first)."""
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    protocol: Protocol,
+    seq_length: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> Perplexity:
+    """Perplexity of `model` on `documents` by one of the protocols above.
+
+    Args:
+        seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
+            for windows.
+        stride: distance of window starts; by default `seq_length`.
+        batch_size: passages of one forward.
+
+    Raises:
+        ValueError: a length that the model or the text does not allow, or a loss that is not finite.
+    """
+    positions = _positions(model)
+    if seq_length is None:
+        seq_length = min(positions, LONGEST_DEFAULT) if protocol == "windows" else positions
+    if not 2 <= seq_length <= positions:
+        raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
+    if batch_size < 1:
+        raise ValueError(f"--batch_size {batch_size}: use an integer >= 1")
+    if protocol == "windows":
+        passages, total = _windows(tokenizer, documents, seq_length, stride or seq_length)
+    elif stride is not None:
+        raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
+    else:
+        passages, total = _whole_documents(tokenizer, documents, seq_length)
+    nll, tokens = 0.0, 0
+    passages = sorted(passages, key=lambda passage: -len(passage.tokens))
+    bar = tqdm(total=len(passages), unit=" passages", disable=not progress, file=sys.stderr)
+    for start in range(0, len(passages), batch_size):
+        batch = passages[start : start + batch_size]
+        batch_nll, batch_tokens = _score(model, batch)
+        nll, tokens = nll + batch_nll, tokens + batch_tokens
+        bar.update(len(batch))
+    bar.close()
+    if not math.isfinite(nll):
+        raise ValueError(f"the loss is {nll}: the model's weights or activations are not finite; try --dtype float32")
+    mean = nll / tokens
+    perplexity = math.exp(mean) if mean < 700 else math.inf
+    return Perplexity(perplexity, mean, tokens, total - tokens, protocol, seq_length, len(documents))
+
+
+@torch.no_grad()
+def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
+    """Summed negative log-likelihood and number of the scored tokens of a batch, padded on the right."""
+    length = max(len(passage.tokens) for passage in batch)
+    input_BS = torch.zeros(len(batch), length, dtype=torch.long)
+    mask_BS = torch.zeros(len(batch), length, dtype=torch.long)
+    target_BS = torch.full((len(batch), length), -100)
+    for row, passage in enumerate(batch):
+        end = len(passage.tokens)
+        input_BS[row, :end] = torch.tensor(passage.tokens)
+        mask_BS[row, :end] = 1
+        target_BS[row, passage.skip : end] = input_BS[row, passage.skip : end]
+    logits_BSV = model(
+        input_ids=input_BS.to(model.device), attention_mask=mask_BS.to(model.device), use_cache=False
+    ).logits
+    target_BS = target_BS.to(model.device)
+    nll = 0.0
+    for logits_SV, target_S in zip(logits_BSV[:, :-1], target_BS[:, 1:], strict=True):
+        nll += float(cross_entropy(logits_SV.float(), target_S, ignore_index=-100, reduction="none").double().sum())
+    return nll, int((target_BS[:, 1:] != -100).sum())
+
+
+def _windows(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int
+) -> tuple[list[Passage], int]:
+    if not 1 <= stride <= seq_length:
+        raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
+    ids = _tokenize(tokenizer, "\n\n".join(documents), special=True)
+    if len(ids) < seq_length:
+        raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
+    starts = range(0, len(ids) - seq_length + 1, stride)
+    overlap = max(1, seq_length - stride)
+    return [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts], len(ids)
+
+
+def _whole_documents(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int
+) -> tuple[list[Passage], int]:
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")
+    tokens = [_tokenize(tokenizer, document, special=False) for document in documents]
+    passages = [Passage([first, *ids][:seq_length], 1) for ids in tokens if ids]
+    if not passages:
+        raise ValueError("no document has a token in it")
+    return passages, sum(map(len, tokens))
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids
+
+
+def _positions(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m sparseforge_ds.evaluate.perplexity",
+        description=(__doc__ or "").split("\n\n", 2)[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("model", help="folder or hub id of a Hugging Face model")
+    result.add_argument("--text", required=True, help=".txt or .jsonl file, stdlib:heldout or stdlib:train")
+    result.add_argument("--field", default="text", help="field of a .jsonl line that holds the text (default: text)")
+    result.add_argument("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
+    result.add_argument("--seq_length", type=int, help="tokens of a window or of a document at most")
+    result.add_argument("--stride", type=int, help="distance of window starts (default: seq_length, no overlap)")
+    result.add_argument("--limit", type=int, help="score only the first so many documents")
+    result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
+    result.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter to put on the model (needs peft)")
+    result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
+    result.add_argument("--batch_size", type=int, default=8, help="passages of one forward (default: 8)")
+    result.add_argument("--json", metavar="FILE", help="also write the result to a file")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, or 2 with one line on stderr."""
+    args = parser().parse_args(arguments)
+    try:
+        result = _run(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> dict[str, object]:
+    pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
+    documents = read_documents(args.text, args.field, args.limit)
+    protocol: Protocol = args.protocol or ("documents" if args.text.endswith(".jsonl") else "windows")
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, args.dtype, args.adapter)
+    if pattern is not None:
+        prune_by_magnitude(model, pattern)
+    began = time.monotonic()
+    found = measure(
+        model, tokenizer, documents, protocol, args.seq_length, args.stride, args.batch_size, sys.stderr.isatty()
+    )
+    seconds = round(time.monotonic() - began, 2)
+    pruned = f", one-shot magnitude {pattern}" if pattern else ""
+    print(f"{args.model}{pruned} on {args.text}")
+    print(f"  perplexity {found.perplexity:.4f}  ({found.nll:.5f} nats a token)")
+    print(f"  {found.tokens} tokens of {found.documents} documents scored, {found.unscored} not")
+    dtype = str(model.dtype).removeprefix("torch.")
+    print(f"  protocol {protocol}, seq_length {found.seq_length}, {dtype}, {seconds} s")
+    result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
+    result |= {"one_shot": args.one_shot, "adapter": args.adapter, "dtype": dtype, "seconds": seconds}
+    if args.json:
+        try:
+            Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""A finished model for evaluation: plain transformers, optionally pruned in memory or with its low-rank adapter."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.model.families import prunable_weights
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> PreTrainedModel:
+    """Load a causal language model for inference, on the GPU where there is one.
+
+    Args:
+        name: folder or hub id.
+        dtype: one of `DTYPES`; auto is what the model was saved in.
+        adapter: folder of a PEFT adapter to put on it (what export writes for SLoRB).
+
+    Raises:
+        ValueError: there is no such model, or its files cannot be read or do not fit together.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{name}: cannot be loaded as a causal language model ({_first_line(error)})") from None
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"{name}: incomplete, {len(missing)} weights are missing, first {missing[0]}")
+    if adapter is not None:
+        try:
+            model.load_adapter(adapter)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({_first_line(error)})") from None
+    model.eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{name}: has no tokenizer that can be read ({_first_line(error)})") from None
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+@torch.no_grad()
+def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern) -> int:
+    """One-shot pruning in memory: every prunable weight keeps the largest members of each group.
+
+    Args:
+        model: a dense model of a family in `model.families`.
+        pattern: which pattern to project to.
+
+    Returns:
+        Number of weights pruned.
+
+    Raises:
+        ValueError: unknown family, or a weight that the pattern does not fit.
+    """
+    weights = prunable_weights(model, SparseForgeConfig(pattern=str(pattern)))
+    parameters = dict(model.named_parameters())
+    for weight in weights:
+        parameter = parameters[weight.name]
+        group_GM = pattern.to_groups(parameter.detach().reshape(-1), weight.shape, weight.input_axis)
+        kept_GM = torch.where(top_n(group_GM.abs(), pattern.kept), group_GM, torch.zeros_like(group_GM))
+        parameter.copy_(pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape))
+    return len(weights)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparseforge_ds.evaluate.perplexity import main, measure
+from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.mask.pattern import NM, Block
+from tests.tiny_models import tiny_gpt2, tiny_llama
+
+DOCUMENTS = ["Once upon a time there was a cat.", "The cat sat. It was happy!", "One day a big dog came."]
+
+
+@pytest.fixture(scope="module")
+def stories(assets: Path) -> str:
+    folder = assets / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    return str(folder)
+
+
+def naive_nll(model: torch.nn.Module, ids: list[int], first_scored: int = 1) -> tuple[float, int]:
+    """Sum over the scored tokens, one token at a time."""
+    total = 0.0
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double()
+    for position in range(first_scored, len(ids)):
+        total -= float(torch.log_softmax(logits[position - 1], -1)[ids[position]])
+    return total, len(ids) - first_scored
+
+
+def test_documents_against_a_naive_loop(stories: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    found = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS, "documents", batch_size=2)
+    total, count = 0.0, 0
+    for document in DOCUMENTS:
+        nll, tokens = naive_nll(model, [1, *tokenizer(document, add_special_tokens=False)["input_ids"]])
+        total, count = total + nll, count + tokens
+    assert found.tokens == count and found.unscored == 0
+    assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+@pytest.mark.parametrize(("seq_length", "stride"), [(16, None), (16, 16), (16, 5), (16, 1)])
+def test_windows_against_a_naive_loop(stories: str, seq_length: int, stride: int | None) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    found = measure(model.eval(), tokenizer, DOCUMENTS, "windows", seq_length, stride, batch_size=3)
+    ids = tokenizer("\n\n".join(DOCUMENTS))["input_ids"]
+    total, count, done = 0.0, 0, 0
+    for start in range(0, len(ids) - seq_length + 1, stride or seq_length):
+        first = max(done - start, 1)
+        nll, tokens = naive_nll(model, ids[start : start + seq_length], first)
+        total, count, done = total + nll, count + tokens, start + seq_length
+    assert (found.tokens, found.unscored) == (count, len(ids) - count)
+    assert found.nll == pytest.approx(total / count, rel=1e-5)
+
+
+def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
+    """The first 40 held-out stories: the dense model is good, one-shot 2:4 breaks it."""
+    text = str(assets / "text" / "tinystories" / "heldout.jsonl")
+    command = [stories, "--text", text, "--limit", "40", "--json", str(tmp_path / "result.json")]
+    assert main(command) == 0
+    dense = json.loads((tmp_path / "result.json").read_text())
+    assert main([*command, "--one_shot", "2:4"]) == 0
+    pruned = json.loads((tmp_path / "result.json").read_text())
+    assert dense["protocol"] == "documents" and dense["documents"] == 40
+    assert 3.4 < dense["perplexity"] < 4.0
+    assert 80 < pruned["perplexity"] < 150
+
+
+def test_output_ends_with_json(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(DOCUMENTS))
+    assert main([stories, "--text", str(tmp_path / "text.txt"), "--seq_length", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert result["protocol"] == "windows" and result["seq_length"] == 16
+    assert f"perplexity {result['perplexity']:.4f}" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 8), Block(16, 0.5)])
+def test_prune_by_magnitude(build: object, pattern: NM | Block) -> None:
+    assert callable(build)
+    dense, model = build(), build()
+    assert prune_by_magnitude(model, pattern) == (14 if build is tiny_llama else 8)
+    changed = 0
+    for (name, before), after in zip(dense.named_parameters(), model.parameters(), strict=True):
+        if torch.equal(before, after):
+            continue
+        changed += 1
+        axis = -2 if build is tiny_gpt2 else -1
+        before_GM = pattern.to_groups(before.detach().flatten(), tuple(before.shape), axis)
+        after_GM = pattern.to_groups(after.detach().flatten(), tuple(after.shape), axis)
+        assert bool(((after_GM != 0).sum(1) == pattern.kept).all()), name
+        kept = (after_GM != 0).to(before_GM.dtype)
+        assert torch.equal(after_GM, before_GM * kept)
+        smallest_kept = before_GM.abs().masked_fill(after_GM == 0, math.inf).amin(1)
+        assert bool((smallest_kept >= (before_GM.abs() * (1 - kept)).amax(1)).all())
+    assert changed == (14 if build is tiny_llama else 8)
+
+
+def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "good.jsonl").write_text('{"text": "a cat"}\n')
+    (tmp_path / "field.jsonl").write_text('{"content": "a cat"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "a cat"}\n{"text": \n')
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "other.csv").write_text("a,b\n")
+    good = str(tmp_path / "good.jsonl")
+    shutil.copytree(stories, tmp_path / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    cases = {
+        (str(tmp_path / "none"), "--text", good): "none: has no tokenizer",
+        (str(tmp_path / "no_tokenizer"), "--text", good): "no_tokenizer: has no tokenizer",
+        (stories, "--text", str(tmp_path / "none.txt")): "none.txt: cannot be read",
+        (stories, "--text", str(tmp_path / "other.csv")): "give a .txt or .jsonl file",
+        (stories, "--text", str(tmp_path / "empty.txt")): "there is no text",
+        (stories, "--text", str(tmp_path / "field.jsonl")): "no text in field 'text' (it has content); use --field",
+        (stories, "--text", str(tmp_path / "broken.jsonl")): "line 2: not JSON",
+        (stories, "--text", good, "--seq_length", "513"): "the model has 512 positions",
+        (stories, "--text", good, "--protocol", "windows"): "less than one window",
+        (stories, "--text", good, "--stride", "4"): "--stride belongs to --protocol windows",
+        (stories, "--text", good, "--one_shot", "4:2"): "needs 0 < n < m",
+        (stories, "--text", good, "--one_shot", "5:7"): "not a multiple of 7",
+        (stories, "--text", good, "--limit", "0"): "--limit 0",
+        (stories, "--text", good, "--json", str(tmp_path / "no" / "folder.json")): "cannot be written",
+    }
+    for command, message in cases.items():
+        assert main(list(command)) == 2, command
+        error = capsys.readouterr().err
+        assert message in error and error.count("error: ") == 1, (command, error)
