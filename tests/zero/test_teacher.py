@@ -1,0 +1,185 @@
+"""A teacher on real ranks: exact logits, its share of the memory, and peace with a student beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.model.distill import Teacher, distillation_loss
+from tests.distributed import run_distributed
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
+
+ZERO3 = DistillationConfig(hold="zero3", temperature=2.0, chunk_tokens=7)
+REPLICATED = DistillationConfig(hold="replicated", temperature=2.0, chunk_tokens=7)
+BUILDERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
+
+
+def _student_config(stage: int, **extra: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **extra,
+    }
+
+
+def _ids(seed: int) -> Tensor:
+    """Other tokens on every rank."""
+    rank = torch.distributed.get_rank()
+    return token_batch(seed=10 * seed + rank)["input_ids"].to(get_accelerator().current_device_name())
+
+
+def _plain(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Without DeepSpeed; buffers (rotary frequencies) stay fp32, as in a model that was loaded in `dtype`."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.eval().to(get_accelerator().current_device_name())
+
+
+def _logits(family: str, config: DistillationConfig, **extra: Any) -> dict[str, Any]:
+    model = BUILDERS[family]().train()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    teacher = Teacher(model, config, _student_config(2, **extra))
+    plain = _plain(BUILDERS[family](), model.dtype)
+    errors = []
+    for seed in range(3):
+        with torch.no_grad():
+            expected = plain(input_ids=_ids(seed)).logits
+        logits = teacher(_ids(seed))
+        assert not logits.requires_grad
+        errors.append((logits - expected).abs().max())
+    held = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
+    resident = sum(p.numel() for p in model.parameters())
+    return {"error": max(errors), "parameters": parameters, "held": held, "resident": resident, "dtype": logits.dtype}
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_logits_are_exact_and_a_rank_holds_its_share(family: str) -> None:
+    for rank in run_distributed(_logits, 2, family, ZERO3):
+        assert rank["error"] == 0
+        assert rank["parameters"] / 2 <= rank["held"] < 1.01 * rank["parameters"] / 2
+        assert rank["resident"] == 0, "something is still gathered between two calls"
+
+
+@pytest.mark.parametrize("hold", [ZERO3, REPLICATED], ids=["zero3", "replicated"])
+def test_logits_in_bf16(hold: DistillationConfig) -> None:
+    for rank in run_distributed(_logits, 2, "llama", hold, bf16={"enabled": True}):
+        assert rank["dtype"] == torch.bfloat16
+        assert rank["error"] == 0
+
+
+def test_a_replicated_teacher_is_whole_on_every_rank() -> None:
+    for rank in run_distributed(_logits, 2, "llama", REPLICATED):
+        assert rank["error"] == 0
+        assert rank["resident"] == rank["held"] == rank["parameters"]
+
+
+def _distil(stage: int, config: DistillationConfig, folder: Path, dtype: dict[str, Any]) -> dict[str, Any]:
+    """Load both models from files and take three steps; random initialisation would differ between stages."""
+    ds_config = _student_config(stage, **dtype)
+    alive = HfDeepSpeedConfig(ds_config) if stage == 3 else None
+    torch_dtype = torch.bfloat16 if dtype else torch.float32
+    student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch_dtype)
+    teacher = Teacher.from_pretrained(folder / "teacher", config, ds_config)
+    assert is_deepspeed_zero3_enabled() == (stage == 3), "loading the teacher changed how the next model loads"
+    del alive
+    teacher.check_student(student)
+    engine, *_ = deepspeed.initialize(model=student, model_parameters=student.parameters(), config=ds_config)
+    losses = []
+    for step in range(3):
+        ids = _ids(step)
+        loss = distillation_loss(engine(input_ids=ids).logits, teacher(ids), ids, config)
+        engine.backward(loss.total)
+        engine.step()
+        losses.append(torch.stack([part.detach() for part in loss]))
+    plain = _plain(tiny_llama(seed=1), torch_dtype)
+    with torch.no_grad():
+        error = (teacher(_ids(9)) - plain(input_ids=_ids(9)).logits).abs().max()
+    return {"losses": torch.stack(losses), "error": error}
+
+
+def _expected(ranks: int) -> Tensor:
+    """The same three steps by one process with all the ranks' sequences, in plain torch."""
+    student, teacher = tiny_llama(), tiny_llama(seed=1).eval()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(3):
+        batches = [token_batch(seed=10 * step + rank)["input_ids"] for rank in range(ranks)]
+        parts = []
+        for ids in batches:
+            with torch.no_grad():
+                wanted = teacher(input_ids=ids).logits
+            loss = distillation_loss(student(input_ids=ids).logits, wanted, ids, ZERO3)
+            (loss.total / ranks).backward()
+            parts.append(torch.stack([part.detach() for part in loss]))
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.stack(parts))
+    return torch.stack(losses, dim=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    tiny_llama().save_pretrained(path / "student")
+    tiny_llama(seed=1).save_pretrained(path / "teacher")
+    return path
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("hold", [ZERO3, REPLICATED], ids=["zero3", "replicated"])
+def test_distilling_is_the_same_at_every_stage(stage: int, hold: DistillationConfig, folder: Path) -> None:
+    results = run_distributed(_distil, 2, stage, hold, folder, {})
+    assert all(result["error"] == 0 for result in results), "the student's steps moved the teacher"
+    losses = torch.stack([result["losses"] for result in results])
+    torch.testing.assert_close(losses, _expected(2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_distilling_in_bf16(stage: int, folder: Path) -> None:
+    results = run_distributed(_distil, 2, stage, ZERO3, folder, {"bf16": {"enabled": True}})
+    assert all(result["error"] == 0 for result in results)
+    losses = torch.stack([result["losses"] for result in results])
+    torch.testing.assert_close(losses, _expected(2), rtol=0.05, atol=0.02)
+
+
+def test_one_rank_is_no_special_case(folder: Path) -> None:
+    (result,) = run_distributed(_distil, 1, 3, ZERO3, folder, {})
+    torch.testing.assert_close(result["losses"][None], _expected(1), rtol=1e-4, atol=1e-5)
+
+
+def _offloaded(folder: Path) -> Tensor:
+    ds_config = _student_config(3)
+    ds_config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    teacher = Teacher.from_pretrained(folder / "teacher", ZERO3, ds_config)
+    plain = _plain(tiny_llama(seed=1), torch.float32)
+    with torch.no_grad():
+        return (teacher(_ids(0)) - plain(input_ids=_ids(0)).logits).abs().max()
+
+
+def test_a_teacher_whose_weights_rest_on_the_cpu(folder: Path) -> None:
+    assert max(run_distributed(_offloaded, 2, folder)) == 0
+
+
+def _replicate_a_partitioned_model(folder: Path) -> None:
+    alive = HfDeepSpeedConfig(_student_config(3))
+    model = AutoModelForCausalLM.from_pretrained(folder / "teacher")
+    assert alive.is_zero3()
+    Teacher(model, REPLICATED, _student_config(3))
+
+
+def test_a_partitioned_model_cannot_be_replicated(folder: Path) -> None:
+    with pytest.raises(ValueError, match="load it with Teacher.from_pretrained"):
+        run_distributed(_replicate_a_partitioned_model, 2, folder)
