@@ -1,0 +1,144 @@
+"""The two runs that are compared: one random Llama on plain DeepSpeed, and the same with a forge."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import sparseforge_ds as sf
+from benchmarks.phases import Phases
+from sparseforge_ds.model.distill import Teacher, distillation_loss
+
+WEIGHT_DECAY = 0.01
+PHASE_WINDOWS = {"heating": (1.0, 1.0), "hardening": (0.0, 1.0), "frozen": (0.0, 0.0)}
+"""Hardening window, as fractions of the run, that keeps all of it in one phase."""
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Contestant:
+    """An engine with all that its training step needs."""
+
+    engine: Any
+    forge: sf.SparseForge | None
+    teacher: Teacher | None
+    config: sf.SparseForgeConfig
+    phases: Phases
+
+    def step(self, batches: list[Batch]) -> None:
+        """One optimizer step on as many micro-batches as are accumulated."""
+        for batch in batches:
+            self.engine.backward(self._loss(batch))
+            self.engine.step()
+            if self.forge is not None:
+                self.forge.step(probe=lambda batch=batch: self.engine(**batch).loss)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        if self.teacher is None:
+            return self.engine(**batch).loss
+        part = self.config.distillation
+        assert part is not None
+        with self.phases.measure("teacher"):
+            teacher_logits = self.teacher(batch["input_ids"])
+        logits = self.engine(input_ids=batch["input_ids"]).logits
+        with self.phases.measure("distillation"):
+            loss = distillation_loss(logits, teacher_logits, batch["labels"], part).total
+        # Its backward lies between the gradient of the loss and the gradient of the logits.
+        loss.register_hook(lambda _: self.phases.begin("distillation"))
+        logits.register_hook(lambda _: self.phases.end("distillation"))
+        return loss
+
+
+def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeConfig:
+    """A `sparseforge` block in which all `steps` steps are of one phase and T_update is as asked for."""
+    return sf.SparseForgeConfig.from_dict(
+        {
+            "max_steps": steps,
+            "pattern": arguments.pattern,
+            "importance": arguments.importance,
+            "schedule": {"update_every": arguments.update_every, "hardening": PHASE_WINDOWS[arguments.phase]},
+            "distillation": {} if arguments.teacher else None,
+        }
+    )
+
+
+def deepspeed_config(arguments: argparse.Namespace, world_size: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of both contestants: that of `ds_configs/`, every "auto" resolved."""
+    zero: dict[str, Any] = {"stage": arguments.stage}
+    if arguments.stage == 3:  # as transformers resolves "auto"
+        zero["stage3_param_persistence_threshold"] = 10 * arguments.hidden
+        zero["stage3_prefetch_bucket_size"] = int(0.9 * arguments.hidden**2)
+    return {
+        "train_batch_size": arguments.micro_batch * arguments.accumulation * world_size,
+        "train_micro_batch_size_per_gpu": arguments.micro_batch,
+        "gradient_accumulation_steps": arguments.accumulation,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": arguments.dtype == "bf16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": WEIGHT_DECAY, "torch_adam": True},
+        },
+        "zero_optimization": zero,
+    }
+
+
+def random_llama(arguments: argparse.Namespace, seed: int) -> PreTrainedModel:
+    """A Llama of the asked size, grouped-query attention as in the real ones."""
+    heads = max(1, arguments.hidden // 64)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=arguments.vocabulary,
+            hidden_size=arguments.hidden,
+            intermediate_size=arguments.hidden * 11 // 4 // 16 * 16,
+            num_hidden_layers=arguments.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+            max_position_embeddings=arguments.seq,
+            pad_token_id=0,
+        )
+    )
+    return model.to(torch.bfloat16) if arguments.dtype == "bf16" else model
+
+
+def build(arguments: argparse.Namespace, config: sf.SparseForgeConfig, phases: Phases, with_forge: bool) -> Contestant:
+    """Start one contestant's engine, its forge and its teacher. Collective."""
+    model = random_llama(arguments, arguments.seed)
+    if with_forge:
+        model = sf.prepare(model, config)
+    model.train()
+    ds_config = deepspeed_config(arguments, deepspeed.comm.get_world_size())
+    parameters = sf.param_groups(model, config, weight_decay=WEIGHT_DECAY) if with_forge else model.parameters()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
+    if not with_forge:
+        return Contestant(engine, None, None, config, phases)
+    forge = sf.SparseForge(engine, config)
+    phases.wrap_forge(forge)
+    teacher = None
+    if config.distillation is not None:
+        teacher = Teacher(random_llama(arguments, arguments.seed + 1), config.distillation, ds_config)
+    return Contestant(engine, forge, teacher, config, phases)
+
+
+def memory(base: int | None = None) -> int:
+    """Bytes that this process holds now or, with a `base` from before, how much it grew above that.
+
+    On an accelerator it is the peak of allocated memory since the base was taken; on a CPU the resident memory, which
+    includes what the allocator keeps.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return psutil.Process().memory_info().rss - (base or 0)
+    if base is None:
+        accelerator.reset_peak_memory_stats()
+        return accelerator.memory_allocated()
+    return accelerator.max_memory_allocated() - base
