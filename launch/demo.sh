@@ -32,7 +32,7 @@ done
 
 echo "demo: training on $ranks ranks"
 SECONDS=0
-deepspeed --num_gpus "$ranks" --master_port "$port" launch/train.py --deepspeed ds_configs/zero3.json
+deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning launch/train.py --deepspeed ds_configs/zero3.json
 trained="$SECONDS"
 
 echo "demo: export, verification and evaluation"
