@@ -2,7 +2,8 @@
 
     python -m sparseforge_ds.evaluate.perplexity MODEL --text test.txt --seq_length 4096
 
-Perplexity is exp(sum of the negative log-likelihoods / number of scored tokens), with the softmax in fp32, one number over the whole text (not a mean of perplexities). There are two protocols, which give different numbers:
+Perplexity is exp(sum of the negative log-likelihoods / number of scored tokens), softmax in fp32, one number over the
+whole text (not a mean of perplexities). There are two protocols, which give different numbers:
 
 `windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
 the special tokens that the tokenizer adds by default (LLaMA: one BOS before the whole text). The tokens are cut into

@@ -1,0 +1,73 @@
+"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter.
+
+Ours is y = x (w^T + P^T B^T) with P (in/k, in) a fixed sum over runs of k inputs; LoRA's is y = x w^T + s x A^T B^T. So
+lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
+
+
+def block_sum(inputs: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """P (rank, inputs): row j has ones where the j-th of `rank` equal runs of inputs lies."""
+    return torch.eye(rank, dtype=dtype).repeat_interleave(inputs // rank, dim=1)
+
+
+def write_adapter(
+    folder: Path,
+    branches: Mapping[str, tuple[int, int]],
+    inputs: Mapping[str, int],
+    read: Callable[[str], Tensor],
+    transposed: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`.
+
+    Args:
+        branches: module name -> shape of its B, (out, in/k).
+        inputs: module name -> in.
+        read: module name -> B.
+        transposed: the layers are GPT-2's Conv1D, whose weight is (in, out).
+        dtype: of the stored tensors.
+    """
+    folder.mkdir()
+    ranks = {name: shape[1] for name, shape in branches.items()}
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    unusual = {name: rank for name, rank in ranks.items() if rank != usual}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": unusual,
+        "alpha_pattern": unusual,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "target_modules": sorted(branches),
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    specs = {}
+    for name, shape in branches.items():
+        specs[f"base_model.model.{name}.lora_A.weight"] = TensorSpec((ranks[name], inputs[name]), dtype)
+        specs[f"base_model.model.{name}.lora_B.weight"] = TensorSpec(shape, dtype)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in branches:
+            yield f"base_model.model.{name}.lora_A.weight", block_sum(inputs[name], ranks[name], dtype)
+            yield f"base_model.model.{name}.lora_B.weight", read(name).to(dtype)
+
+    write_tensors(folder, "adapter_model", specs, tensors(), max_shard_bytes=1 << 62)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

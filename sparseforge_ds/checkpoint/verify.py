@@ -1,0 +1,227 @@
+"""Is every group of every prunable weight of an exported model in its pattern? The last line of every recipe.
+
+    python -m sparseforge_ds.checkpoint.verify OUT
+
+Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Prunable weights are those that
+`sparsity.json` lists and those that the family table names (without what the run excluded). A group is in order when
+at most N of its members are not zero. Also reported: -0.0, values that are not finite, missing weights, bytes that are
+not the exported ones, and a quantization_config, which makes other tools misread the folder.
+
+Exit code 0: all in order; 1: a violation; 2: the folder cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.pattern import Pattern, parse_pattern
+from sparseforge_ds.model.families import FAMILIES, PrunableWeight, prunable_names
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What was found in one weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    groups: int
+    nonzeros: int
+    violations: int
+    """Groups with more than N members that are not zero."""
+    negative_zeros: int
+    nonfinite: int
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """What was found in a folder."""
+
+    pattern: str
+    rows: list[WeightReport]
+    missing: list[str]
+    """Prunable weights that are not there or do not fit the pattern."""
+    changed: list[str]
+    """Weights whose bytes are not those that `sparsity.json` gives the hash of."""
+    notes: list[str] = field(default_factory=list)
+    """Anything else that is wrong with the folder."""
+
+    @property
+    def violations(self) -> int:
+        """Groups out of pattern."""
+        return sum(row.violations for row in self.rows)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing wrong at all."""
+        odd = sum(row.violations + row.negative_zeros + row.nonfinite for row in self.rows)
+        return bool(self.rows) and not (odd or self.missing or self.changed or self.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Totals and rows as plain JSON types."""
+        totals = ("groups", "nonzeros", "violations", "negative_zeros", "nonfinite")
+        result: dict[str, Any] = {"ok": self.ok, "pattern": self.pattern, "weights": len(self.rows)}
+        result |= {key: sum(getattr(row, key) for row in self.rows) for key in totals}
+        result["elements"] = sum(torch.Size(row.shape).numel() for row in self.rows)
+        result |= {"missing": self.missing, "changed": self.changed, "notes": self.notes}
+        return result | {"rows": [asdict(row) for row in self.rows]}
+
+
+def check_weight(weight: Tensor, name: str, pattern: Pattern, input_axis: int) -> WeightReport:
+    """Count groups, non-zeros and what is wrong in one weight of the full shape."""
+    shape = tuple(weight.shape)
+    group_GM = pattern.to_groups(weight.reshape(-1), shape, input_axis)
+    nonzero_G = torch.count_nonzero(group_GM, dim=1)
+    return WeightReport(
+        name=name,
+        shape=shape,
+        groups=group_GM.shape[0],
+        nonzeros=int(nonzero_G.sum()),
+        violations=int((nonzero_G > pattern.kept).sum()),
+        negative_zeros=int(((weight == 0) & torch.signbit(weight)).sum()),
+        nonfinite=int((~torch.isfinite(weight)).sum()),
+    )
+
+
+def check_folder(folder: str | Path, pattern: Pattern | None = None, progress: bool = False) -> FolderReport:
+    """Check a Hugging Face folder, one weight at a time.
+
+    Args:
+        pattern: by default the one in `sparsity.json`.
+
+    Raises:
+        ValueError: the folder cannot be read, or nothing says what its pattern or its prunable weights are.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give an exported model")
+    config = read_json(folder / "config.json")
+    sparsity = read_json(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
+    tensors = TensorFolder(folder)
+    if pattern is None:
+        if not isinstance(sparsity.get("pattern"), str):
+            raise ValueError(f"{folder}: has no sparsity.json with a pattern; give one, like --pattern 2:4")
+        pattern = parse_pattern(sparsity["pattern"])
+    weights, misfits = _prunable(folder, config, sparsity, tensors.shapes, pattern)
+    rows = []
+    for weight in tqdm(weights, unit=" weights", disable=not progress, file=sys.stderr):
+        rows.append(check_weight(tensors.read(weight.name), weight.name, pattern, weight.input_axis))
+    listed = {**_section(folder, sparsity, "weights"), **_section(folder, sparsity, "dense")}
+    missing = [name for name in listed if name not in tensors.shapes]
+    changed = [
+        name
+        for name, entry in listed.items()
+        if name in tensors.shapes and entry.get("sha256") != hash_tensor(tensors.read(name))
+    ]
+    notes = []
+    if "quantization_config" in config:
+        notes.append("config.json has a quantization_config: other tools will misread the weights")
+    return FolderReport(str(pattern), rows, missing + misfits, changed, notes)
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def _prunable(
+    folder: Path,
+    config: dict[str, Any],
+    sparsity: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    pattern: Pattern,
+) -> tuple[list[PrunableWeight], list[str]]:
+    """The weights to check, and those that the pattern does not fit."""
+    found: dict[str, PrunableWeight] = {}
+    if config.get("model_type") in FAMILIES:
+        block = sparsity.get("config", {})
+        chosen = SparseForgeConfig(
+            pattern=str(pattern), include=tuple(block.get("include", ())), exclude=tuple(block.get("exclude", ()))
+        )
+        found = {weight.name: weight for weight in prunable_names(config["model_type"], shapes, chosen)}
+    elif not sparsity:
+        raise ValueError(f"{folder}: family {config.get('model_type')!r} is not known and there is no sparsity.json")
+    misfits = []
+    for name, entry in _section(folder, sparsity, "weights").items():
+        if name not in shapes or name in found:
+            continue
+        weight = PrunableWeight(name, shapes[name], int(entry["input_axis"]), name.rpartition(".")[0])
+        if (why := pattern.misfit(weight.shape, weight.input_axis)) is not None:
+            misfits.append(f"{name} ({why})")
+        else:
+            found[name] = weight
+    return list(found.values()), misfits
+
+
+def _section(folder: Path, sparsity: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
+    section = sparsity.get(key, {})
+    if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+        raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
+    return section
+
+
+def _print_table(report: FolderReport) -> None:
+    width = max((len(row.name) for row in report.rows), default=6)
+    print(f"{'weight':<{width}}  {'shape':>16}  {'groups':>12}  {'non-zeros':>14}  {'violations':>10}")
+    for row in report.rows:
+        shape = " x ".join(map(str, row.shape))
+        odd = f"  {row.negative_zeros} x -0.0" if row.negative_zeros else ""
+        odd += f"  {row.nonfinite} not finite" if row.nonfinite else ""
+        print(f"{row.name:<{width}}  {shape:>16}  {row.groups:>12,}  {row.nonzeros:>14,}  {row.violations:>10,}{odd}")
+    total = report.to_dict()
+    share = 100 * total["nonzeros"] / max(1, total["elements"])
+    print(
+        f"{report.pattern}: {total['weights']} weights, {total['groups']:,} groups, {total['nonzeros']:,} non-zeros "
+        f"({share:.2f}%), {total['violations']:,} violations"
+    )
+    for kind, entries in (
+        ("missing", report.missing),
+        ("not the exported bytes", report.changed),
+        ("note", report.notes),
+    ):
+        for entry in entries:
+            print(f"{kind}: {entry}")
+    print("OK" if report.ok else "NOT OK")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sparseforge_ds.checkpoint.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="an exported Hugging Face folder")
+    parser.add_argument("--pattern", help="like 2:4 (default: what sparsity.json says)")
+    parser.add_argument("--json", metavar="FILE", help="also write the report to a file")
+    args = parser.parse_args(arguments)
+    try:
+        pattern = None if args.pattern is None else parse_pattern(args.pattern)
+        report = check_folder(args.model, pattern, sys.stderr.isatty())
+        if args.json:
+            try:
+                Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+            except OSError as error:
+                raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _print_table(report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""From real runs of the forge to Hugging Face folders: plain transformers gives the logits of the frozen engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.checkpoint import export as export_module
+from sparseforge_ds.checkpoint import verify
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.model.families import LOW_RANK
+from tests import tiny_models
+from tests.distributed import run_distributed
+from tests.zero.case import Case, batch_at, build, gathered, probe_of, train_step
+
+CASES: dict[str, tuple[str, Case]] = {
+    "stage0-fp32": ("llama", Case(stage=0)),
+    "stage0-bf16": ("llama", Case(stage=0, dtype="bf16")),
+    "stage1-tied-bf16": ("qwen3", Case(stage=1, dtype="bf16")),
+    "stage2-conv1d": ("gpt2", Case(stage=2)),
+    "stage3-tied": ("qwen3", Case(stage=3)),
+    "stage3-bf16": ("llama", Case(stage=3, dtype="bf16")),
+    "stage3-fp16": ("llama", Case(stage=3, dtype="fp16", more={"fp16": {"loss_scale": 16}})),
+    "stage2-block": ("llama", Case(stage=2, config={"pattern": "block16"})),
+    "stage3-low-rank": ("llama", Case(stage=3, config={"low_rank": {"k": 8}})),
+    "stage2-low-rank-conv1d": ("gpt2", Case(stage=2, config={"low_rank": {"k": 8}})),
+    "stage3-excluded": ("llama", Case(stage=3, config={"exclude": ["*.down_proj.weight"]})),
+    "stage2-unfinished": ("llama", Case(stage=2, steps=5)),
+    "stage3-one-step": ("llama", Case(stage=3, steps=1)),
+}
+UNFINISHED = {"stage2-unfinished", "stage3-one-step"}
+MODELS = {
+    "llama": tiny_models.tiny_llama,
+    "gpt2": tiny_models.tiny_gpt2,
+    "qwen3": tiny_models.tiny_qwen3,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A saved run and what its engine computed at the end."""
+
+    folder: Path
+    logits: Tensor
+    mask: dict[str, Tensor]
+    dense: dict[str, Tensor]
+
+
+def save_runs(folder: str) -> dict[str, Any]:
+    """Train every case, save it as the trainer does, and return logits, masks and dense weights of the engine."""
+    results = {}
+    for name, (family, case) in CASES.items():
+        run = Path(folder) / name
+        model = MODELS[family]()
+        if torch.distributed.get_rank() == 0:
+            model.config.save_pretrained(run / "model")
+            model.generation_config.save_pretrained(run / "model")
+            (run / "sparseforge.json").write_text(json.dumps({"coverage": {"masked": 1}}))
+        engine, forge = build(case, model)
+        for step in range(case.steps):
+            train_step(engine, case, step)
+            forge.step(probe_of(engine, case, step))
+        engine.save_checkpoint(str(run / "checkpoints"), tag="step", client_state={"sparseforge": forge.state_dict()})
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(batch_at(0)["input_ids"]).logits
+        results[name] = (logits, gathered(forge, "mask"), gathered(forge, "dense"))
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    results = run_distributed(save_runs, 2, str(folder))[0]
+    return {name: Run(folder / name, *result) for name, result in results.items()}
+
+
+@pytest.fixture(scope="module")
+def exported(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every run, exported in the dtype in which it was trained."""
+    folder = tmp_path_factory.mktemp("exported")
+    for name, run in runs.items():
+        dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[CASES[name][1].dtype]
+        assert export_module.main([str(run.folder), str(folder / name), "--dtype", dtype]) == 0
+    return {name: folder / name for name in runs}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_group_verifies(exported: dict[str, Path], name: str) -> None:
+    report = verify.check_folder(exported[name])
+    family, case = CASES[name]
+    assert report.ok and report.pattern == str(case.sparseforge.parsed_pattern)
+    expected = {"llama": 14, "qwen3": 14, "gpt2": 8}[family] - (2 if "excluded" in name else 0)
+    assert len(report.rows) == expected
+    sparsity = json.loads((exported[name] / "sparsity.json").read_text())
+    assert sparsity["finished"] == (name not in UNFINISHED)
+    assert sparsity["step"] == case.steps and sparsity["coverage"] == {"masked": 1}
+    assert sparsity["config"] == case.sparseforge.to_dict()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNFINISHED and "low-rank" not in name])
+def test_logits_are_those_of_the_frozen_engine(runs: dict[str, Run], exported: dict[str, Path], name: str) -> None:
+    model, report = AutoModelForCausalLM.from_pretrained(exported[name], output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert model.dtype == runs[name].logits.dtype
+    with torch.no_grad():
+        logits = model.eval()(batch_at(0)["input_ids"]).logits
+    assert torch.equal(logits, runs[name].logits)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "low-rank" in name])
+def test_low_rank_branch_as_peft_adapter(runs: dict[str, Run], exported: dict[str, Path], name: str) -> None:
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(exported[name]).eval()
+    with torch.no_grad():
+        bare = base(batch_at(0)["input_ids"]).logits
+        tuned = peft.PeftModel.from_pretrained(base, exported[name] / "adapter").eval()
+        logits = tuned(batch_at(0)["input_ids"]).logits
+    assert (bare - runs[name].logits).abs().max() > 1e-3
+    torch.testing.assert_close(logits, runs[name].logits, rtol=1e-4, atol=1e-5)
+    names = list(AutoModelForCausalLM.from_pretrained(exported[name]).state_dict())
+    assert not any(LOW_RANK in key for key in names)
+
+
+@pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", *sorted(UNFINISHED)])
+def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    assert export_module.main([str(runs[name].folder), str(out), "--dtype", "float32"]) == 0
+    state = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    checked = 0
+    for key, mask in runs[name].mask.items():
+        shape = tuple(state[key].shape)
+        matrix = mask.view(shape) if CASES[name][0] != "gpt2" else mask.view(shape).T
+        dense = runs[name].dense[key].view(shape) if CASES[name][0] != "gpt2" else runs[name].dense[key].view(shape).T
+        weight = state[key] if CASES[name][0] != "gpt2" else state[key].T
+        for m, d, w in zip(
+            matrix.reshape(-1, 4).tolist(), dense.reshape(-1, 4).tolist(), weight.reshape(-1, 4).tolist(), strict=True
+        ):
+            kept = sorted(range(4), key=lambda i: (-m[i], -abs(d[i]), i))[:2]
+            assert w == [d[i] if i in kept else 0.0 for i in range(4)]
+            checked += 1
+    assert checked > 1000
+
+
+def test_unfinished_run_is_said_to_be_so(
+    runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_module.main([str(runs["stage2-unfinished"].folder), str(tmp_path / "out")]) == 0
+    assert "note: the run was not finished at step 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["stage3-tied", "stage1-tied-bf16"])
+def test_tied_head_is_stored_once(exported: dict[str, Path], name: str) -> None:
+    sparsity = json.loads((exported[name] / "sparsity.json").read_text())
+    assert "model.embed_tokens.weight" in sparsity["dense"] and "lm_head.weight" not in sparsity["dense"]
+
+
+def test_shards_hold_the_same_tensors(runs: dict[str, Run], exported: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [str(runs["stage3-bf16"].folder), str(out), "--dtype", "bfloat16", "--max_shard_size", "20KB"]
+    assert export_module.main(command) == 0
+    files = sorted(out.glob("model-*.safetensors"))
+    assert len(files) > 2 and not (out / "model.safetensors").exists()
+    assert all(file.stat().st_size < 24_000 for file in files)
+    assert verify.check_folder(out).ok
+    whole = AutoModelForCausalLM.from_pretrained(exported["stage3-bf16"]).state_dict()
+    for key, value in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
+        assert torch.equal(value, whole[key])
+
+
+def test_reader_on_forge_states(runs: dict[str, Run]) -> None:
+    for name in ("stage0-fp32", "stage0-bf16", "stage1-tied-bf16", "stage3-bf16", "stage2-low-rank-conv1d"):
+        checkpoint = Checkpoint(runs[name].folder)
+        for key, mask in runs[name].mask.items():
+            assert torch.equal(checkpoint.state(key, "mask").flatten(), mask)
+            assert torch.equal(checkpoint.state(key, "dense").flatten(), runs[name].dense[key])
+            assert "curvature" in checkpoint.states(key)
+
+
+def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(runs["stage2-conv1d"].folder)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    cases = {
+        (run, str(tmp_path / "used")): "is not an empty folder",
+        (run, str(tmp_path / "file")): "is not an empty folder",
+        (run, str(tmp_path / "x"), "--dtype", "int8"): "--dtype 'int8': use one of",
+        (run, str(tmp_path / "x"), "--max_shard_size", "big"): "size 'big'",
+        (run, str(tmp_path / "x"), "--model", str(tmp_path)): "config.json: not a readable JSON file",
+        (run, str(tmp_path / "file" / "x")): "cannot be written",
+        (str(tmp_path / "none"), str(tmp_path / "x")): "none: no such folder",
+        (str(tmp_path / "empty"), str(tmp_path / "x")): "holds no DeepSpeed checkpoint",
+    }
+    for command, message in cases.items():
+        assert export_module.main(list(command)) == 2, command
+        assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "used"]
+    assert export_module.main([run, str(tmp_path / "empty")]) == 0
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
