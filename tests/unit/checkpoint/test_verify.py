@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.verify import check_folder, check_weight, hash_tensor, main
+from sparseforge_ds.mask.pattern import NM, Block, top_n
+from tests.tiny_models import tiny_gpt2, tiny_llama
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def project(weight: Tensor, pattern: NM | Block, input_axis: int) -> Tensor:
+    shape = tuple(weight.shape)
+    group_GM = pattern.to_groups(weight.reshape(-1), shape, input_axis)
+    kept_GM = torch.where(top_n(group_GM.abs(), pattern.kept), group_GM, torch.zeros_like(group_GM))
+    return pattern.from_groups(kept_GM, shape, input_axis).view(shape).contiguous()
+
+
+def is_prunable(name: str) -> bool:
+    return "_proj.weight" in name or ".c_" in name and name.endswith("weight")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A 2:4 Llama as transformers saves it, with a sparsity.json."""
+    model = tiny_llama()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_prunable(name):
+                parameter.copy_(project(parameter, NM(2, 4), -1))
+    model.save_pretrained(tmp_path / "model")
+    rows = {name: {"sha256": hash_tensor(p.detach())} for name, p in model.state_dict().items()}
+    sparsity = {
+        "pattern": "2:4",
+        "config": {"exclude": []},
+        "weights": {name: {**row, "input_axis": -1} for name, row in rows.items() if is_prunable(name)},
+        "dense": {name: row for name, row in rows.items() if not is_prunable(name)},
+    }
+    (tmp_path / "model" / "sparsity.json").write_text(json.dumps(sparsity))
+    return tmp_path / "model"
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any], keep_hashes: bool = False) -> None:
+    """Change tensors on disk, and by default the recorded hashes with them."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "sparsity.json"
+    if path.exists() and not keep_hashes:
+        sparsity = json.loads(path.read_text())
+        for section in ("weights", "dense"):
+            for name, entry in sparsity[section].items():
+                if name in tensors:
+                    entry["sha256"] = hash_tensor(tensors[name])
+        path.write_text(json.dumps(sparsity))
+
+
+def test_a_good_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder), "--json", str(tmp_path / "report.json")]) == 0
+    out = capsys.readouterr().out
+    assert DOWN in out and "14 weights" in out and "0 violations" in out and out.endswith("OK\n")
+    report = json.loads((tmp_path / "report.json").read_text())
+    elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
+    assert report["ok"] and report["violations"] == 0 and report["weights"] == 14
+    assert report["groups"] == elements // 4 and report["nonzeros"] == elements // 2
+
+
+def test_pattern_flag_instead_of_sparsity_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sparsity.json").unlink()
+    assert main([str(folder)]) == 2
+    assert "give one, like --pattern 2:4" in capsys.readouterr().err
+    assert main([str(folder), "--pattern", "2:4"]) == 0
+    assert main([str(folder), "--pattern", "4:8"]) == 0
+    assert main([str(folder), "--pattern", "1:4"]) == 1
+    assert main([str(folder), "--pattern", "2:5"]) == 2
+
+
+def test_one_violation_in_one_group(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[DOWN][3, 8:12] = 1.0
+
+    edit(folder, spoil)
+    report = check_folder(folder)
+    assert [(row.name, row.violations) for row in report.rows if row.violations] == [(DOWN, 1)]
+    assert main([str(folder)]) == 1
+    assert capsys.readouterr().out.endswith("NOT OK\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "field"), [(-0.0, "negative_zeros"), (float("nan"), "nonfinite"), (float("inf"), "nonfinite")]
+)
+def test_odd_values(folder: Path, value: float, field: str) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[DOWN][0, :4] = 0.0
+        tensors[DOWN][0, 1] = value
+
+    edit(folder, spoil)
+    report = check_folder(folder)
+    assert not report.ok and report.violations == 0
+    assert [(row.name, getattr(row, field)) for row in report.rows if getattr(row, field)] == [(DOWN, 1)]
+    assert main([str(folder)]) == 1
+
+
+def test_missing_and_changed_weights(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.pop(DOWN))
+    assert check_folder(folder).missing == [DOWN]
+    assert main([str(folder)]) == 1
+
+
+def test_changed_bytes(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors["model.norm.weight"].add_(1), keep_hashes=True)
+    assert check_folder(folder).changed == ["model.norm.weight"]
+    assert main([str(folder)]) == 1
+
+
+def test_a_weight_that_sparsity_json_forgot_is_still_checked(folder: Path) -> None:
+    sparsity = json.loads((folder / "sparsity.json").read_text())
+    del sparsity["weights"][DOWN]
+    (folder / "sparsity.json").write_text(json.dumps(sparsity))
+    edit(folder, lambda tensors: tensors[DOWN].fill_(1.0))
+    assert check_folder(folder).violations == 32 * 64 // 4
+    sparsity["config"]["exclude"] = ["*.down_proj.weight"]
+    del sparsity["weights"][DOWN.replace("0", "1")]
+    (folder / "sparsity.json").write_text(json.dumps(sparsity))
+    assert check_folder(folder).violations == 0
+
+
+def test_quantization_config_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main([str(folder)]) == 1
+    assert "quantization_config" in check_folder(folder).notes[0]
+
+
+def test_unreadable_folders(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none")]) == 2
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+    assert main([str(folder)]) == 2
+    assert "model.safetensors: not a readable safetensors file" in capsys.readouterr().err
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "sparsity.json").write_text("{")
+    assert main([str(folder)]) == 2
+    (folder / "sparsity.json").write_text('{"pattern": "2:4", "weights": [1]}')
+    assert main([str(folder)]) == 2
+    assert "weights is damaged" in capsys.readouterr().err
+    (folder / "config.json").unlink()
+    assert main([str(folder)]) == 2
+
+
+def test_conv1d_groups_run_along_the_first_axis(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_prunable(name):
+                parameter.copy_(project(parameter, NM(2, 4), -2))
+    model.save_pretrained(tmp_path)
+    report = check_folder(tmp_path, NM(2, 4))
+    assert report.ok and len(report.rows) == 8
+
+
+def test_check_weight_by_hand() -> None:
+    weight = torch.tensor([[1.0, 0.0, 2.0, 3.0, -0.0, 0.0, 0.0, 1.0]])
+    report = check_weight(weight, "w", NM(2, 4), -1)
+    assert (report.groups, report.nonzeros, report.violations, report.negative_zeros) == (2, 4, 1, 1)
+    tile = torch.zeros(16, 16)
+    tile.view(-1)[:128] = 1.0
+    assert check_weight(tile, "w", Block(16), -1).violations == 0
+    tile.view(-1)[128] = 1.0
+    assert check_weight(tile, "w", Block(16), -1).violations == 1
