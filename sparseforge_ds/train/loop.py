@@ -90,7 +90,6 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
         "seconds": round(time.perf_counter() - began, 1),
         "steps_of_this_start": forge.step_count - first_step,
         "last_step": scalars,
-        "mask": dict(forge.metrics),
     }
 
 

@@ -121,7 +121,9 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
         supports_bf16=accelerator.device_name() != "cpu" and accelerator.is_bf16_supported(),
         supports_fp16=accelerator.device_name() != "cpu" and accelerator.is_fp16_supported(),
     )
-    deepspeed.DeepSpeedConfig(filled)  # its own checks: unknown and impossible keys below the top level
+    _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
+    # DeepSpeed's own checks, of keys below the top level; it would take the number of ranks from this process.
+    deepspeed.DeepSpeedConfig({key: value for key, value in filled.items() if key != "train_batch_size"})
     return Plan(
         arguments=arguments,
         config=config,
@@ -134,6 +136,16 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
         coverage=coverage(empty, weights),
         world_size=world_size,
     )
+
+
+def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
+    """Drop the ZeRO-3 leaf suffixes that this model has no module for; DeepSpeed would warn on every rank."""
+    zero = filled.get("zero_optimization", {})
+    leaf = zero.get("leaf_module")
+    if isinstance(leaf, dict) and "name_suffixes" in leaf:
+        leaf["name_suffixes"] = [s for s in leaf["name_suffixes"] if any(name.endswith(s) for name in modules)]
+        if not any(leaf.values()):
+            del zero["leaf_module"]
 
 
 def _check_vocabulary(model: Pretrained, teacher: Pretrained) -> None:

@@ -111,7 +111,7 @@ def _check_same_run(plan: Plan) -> None:
             "start in a new --output_dir"
         ) from None
     now = describe(plan)
-    if differences := _differences(config, now["config"], "sparseforge"):
+    if differences := _differences(config | {"monitor": None}, now["config"] | {"monitor": None}, "sparseforge"):
         raise ValueError(
             f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(differences[:3])}; "
             "resume with the same JSON and --max_steps, or start in a new --output_dir"

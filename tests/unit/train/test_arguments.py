@@ -1,0 +1,99 @@
+"""The command line is an interface: this table changes only on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.train.arguments import RunArguments, flags, parse_arguments
+
+ROOT = Path(__file__).parents[3]
+
+PINNED = {
+    "deepspeed": dataclasses.MISSING,
+    "model": "stdlib_llama",
+    "teacher": None,
+    "dataset": "stdlib",
+    "text_field": "text",
+    "max_steps": None,
+    "seq_length": 256,
+    "output_dir": "runs/stdlib_llama",
+    "learning_rate": None,
+    "warmup": 0.03,
+    "min_lr_ratio": 0.1,
+    "weight_decay": None,
+    "save_every": 500,
+    "keep_checkpoints": 2,
+    "log_every": 10,
+    "seed": 0,
+    "resume": False,
+    "activation_checkpointing": False,
+    "local_rank": -1,
+}
+
+
+def test_command_line_is_pinned():
+    assert {field.name: field.default for field in dataclasses.fields(RunArguments)} == PINNED
+
+
+def test_every_flag_is_parsed():
+    line = (
+        "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d --text_field body --max_steps 7 "
+        "--seq_length 64 --output_dir o --learning_rate 1e-4 --warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 "
+        "--save_every 5 --keep_checkpoints 3 --log_every 1 --seed 9 --resume --activation_checkpointing"
+    )
+    arguments = parse_arguments(line.split())
+    assert arguments == RunArguments(
+        "a.json", "m", "t", "d", "body", 7, 64, "o", 1e-4, 0.1, 0.2, 0.01, 5, 3, 1, 9, True, True, 1
+    )
+    assert set(flags(arguments)) == set(PINNED) - {"local_rank"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "cure"),
+    [
+        ("max_steps", "0", "integer >= 1"),
+        ("seq_length", "1", "integer >= 2"),
+        ("learning_rate", "0", "value > 0"),
+        ("learning_rate", "inf", "value > 0"),
+        ("warmup", "1.0", "share"),
+        ("min_lr_ratio", "1.5", "share"),
+        ("weight_decay", "-1", ">= 0"),
+        ("save_every", "-1", ">= 0"),
+        ("keep_checkpoints", "-1", ">= 0"),
+        ("log_every", "0", ">= 1"),
+        ("seed", "-1", "2^32"),
+        ("output_dir", "", "leave the flag out"),
+    ],
+)
+def test_impossible_values_name_flag_and_cure(flag, value, cure):
+    with pytest.raises(ValueError, match=f"--{flag} .*not valid") as caught:
+        parse_arguments(["--deepspeed", "a.json", f"--{flag}", value])
+    assert cure in str(caught.value)
+
+
+def test_unknown_and_missing_flags_stop_the_program(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments([])
+    assert "--deepspeed" in capsys.readouterr().err
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        parse_arguments(["--deepspeed", "a.json", "--max_stepz", "3"])
+    assert "max_stepz" in capsys.readouterr().err + str(caught.value)
+
+
+def test_help_reads_well():
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "train.py"), "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    for name in set(PINNED) - {"local_rank"}:
+        assert run.stdout.count(f"  --{name} ") >= 1
+        assert f"--{name.replace('_', '-')} " not in run.stdout.replace(f"--{name} ", "")
+    assert "local_rank" not in run.stdout
+    assert "None" not in run.stdout
+    assert max(map(len, run.stdout.splitlines())) <= 115
+    assert "deepspeed launch/train.py --deepspeed ds_configs/zero3.json" in run.stdout

@@ -1,0 +1,92 @@
+"""The token cache."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from sparseforge_ds.train.documents import Documents
+from sparseforge_ds.train.packing import pack
+from tests.tiny_folders import byte_tokenizer
+
+TEXTS = ["abc", "", "  \n", "de"]
+
+
+def documents(texts=TEXTS, identity="test", endless=False):
+    return Documents("test", identity, endless, lambda: iter(texts))
+
+
+def ids(text):
+    return byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_every_document_starts_with_bos(tmp_path):
+    packed = pack(documents(), byte_tokenizer(), tmp_path, enough=10)
+    assert packed.open().tolist() == [256, *ids("abc"), 256, *ids("de")]
+    assert (packed.tokens, packed.documents, packed.largest_id, packed.dtype) == (7, 2, 256, "uint16")
+
+
+def test_without_bos_every_document_ends_with_eos(tmp_path):
+    packed = pack(documents(), byte_tokenizer(bos=False), tmp_path, enough=10)
+    assert packed.open().tolist() == [*ids("abc"), 257, *ids("de"), 257]
+
+
+def test_a_large_vocabulary_takes_32_bits(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(2**16)])
+    packed = pack(documents(["a<extra 65535>"]), tokenizer, tmp_path, enough=10)
+    assert packed.dtype == "uint32"
+    assert packed.open().tolist()[-1] == packed.largest_id == 258 + 65535
+
+
+def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_path):
+    first = pack(documents(), byte_tokenizer(), tmp_path, enough=10)
+    unread = documents(itertools.repeat("never read"))
+    assert pack(unread, byte_tokenizer(), tmp_path, enough=99) == first
+    other = pack(documents(["xyz"], identity="other"), byte_tokenizer(), tmp_path, enough=10)
+    assert other.key != first.key
+    assert pack(documents(), byte_tokenizer(bos=False), tmp_path, enough=10).key not in (first.key, other.key)
+
+
+def test_a_moved_cache_is_found_where_it_is(tmp_path):
+    pack(documents(), byte_tokenizer(), tmp_path / "a", enough=10)
+    (tmp_path / "a").rename(tmp_path / "b")
+    packed = pack(documents(), byte_tokenizer(), tmp_path / "b", enough=10)
+    assert len(packed.open()) == 7
+
+
+def test_an_endless_source_is_read_until_there_is_enough(tmp_path):
+    packed = pack(documents(itertools.repeat("four"), endless=True), byte_tokenizer(), tmp_path, enough=1000)
+    assert packed.tokens == 1000
+
+
+def test_nothing_is_left_when_the_text_is_bad(tmp_path):
+    def broken():
+        yield "fine"
+        raise ValueError("line 2: not JSON")
+
+    with pytest.raises(ValueError, match="line 2"):
+        pack(Documents("test", "bad", False, broken), byte_tokenizer(), tmp_path, enough=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_cannot_separate_documents_is_refused(tmp_path):
+    tokenizer = byte_tokenizer(bos=False)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
+        pack(documents(), tokenizer, tmp_path, enough=10)
+
+
+def test_a_cache_that_this_machine_cannot_see_says_so(tmp_path):
+    packed = pack(documents(), byte_tokenizer(), tmp_path, enough=10)
+    next(tmp_path.glob("*.bin")).unlink()
+    with pytest.raises(ValueError, match="all machines of the run share"):
+        packed.open()
+
+
+def test_ids_survive_the_file(tmp_path):
+    text = "".join(map(chr, range(32, 1000)))
+    packed = pack(documents([text]), byte_tokenizer(), tmp_path, enough=10)
+    assert np.array_equal(packed.open(), [256, *ids(text)])

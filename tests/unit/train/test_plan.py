@@ -1,0 +1,179 @@
+"""A plan is made in a moment, without a weight in memory, and finds what is wrong with a run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import OPTConfig, OPTForCausalLM
+
+from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
+from sparseforge_ds.train.packing import Packed
+from sparseforge_ds.train.plan import make_plan
+from sparseforge_ds.train.pretrained import empty_model, load_model
+from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
+from tests.tiny_models import tiny_llama
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def arguments(tmp_path, model):
+    def build(content=None, **flags):
+        path = write_json(tmp_path / "ds.json", content or deepspeed_json())
+        text = write_text(tmp_path / "text.jsonl")
+        defaults = {"model": str(model), "dataset": str(text), "seq_length": 32, "output_dir": str(tmp_path / "run")}
+        return RunArguments(deepspeed=str(path), **{**defaults, **flags})
+
+    return build
+
+
+def test_a_plan_knows_the_run(arguments):
+    plan = make_plan(arguments(max_steps=20), world_size=2)
+    assert plan.config.max_steps == 20
+    assert (plan.stage, plan.dtype, plan.tokens_per_step) == (3, torch.float32, 4 * 32)
+    assert plan.teacher is plan.model
+    assert len(plan.weights) == plan.coverage.weights == 14
+    assert plan.coverage.of_prunable == 100.0
+    assert next(empty_model(plan.model).parameters()).is_meta
+    assert "leaf_module" not in plan.deepspeed["zero_optimization"]
+
+
+def test_loaded_weights_are_those_of_the_file(arguments, model):
+    plan = make_plan(arguments(), world_size=1)
+    expected = load_file(model / "model.safetensors")
+    loaded = load_model(plan.model, torch.bfloat16, None).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name].bfloat16()) for name in expected)
+
+
+def test_the_banner_says_what_will_happen(arguments):
+    plan = make_plan(arguments(max_steps=100, learning_rate=1e-3), world_size=2)
+    text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
+    for part in (
+        "llama",
+        "2:4 in 14 weights: 100.0% of the prunable",
+        "steps 0-25 heating, to 75 hardening, to 100 frozen",
+        "0.001 after 3 warm-up steps, cosine to 0.0001",
+        "4 x 32 tokens = 2 a rank x 1 accumulated x 2 ranks",
+        "40 documents, 3,200 tokens; the run reads 12,800 (4.00 epochs)",
+        "ZeRO-3, float32",
+        "a rank before activations",
+    ):
+        assert part in text
+
+
+def test_memory_is_divided_as_zero_divides_it(arguments):
+    total = make_plan(arguments(), world_size=1).coverage.total
+    masked = make_plan(arguments(), world_size=1).coverage.masked
+
+    def memory(stage, world_size, **block):
+        return memory_per_rank(make_plan(arguments(deepspeed_json(stage, **block)), world_size))
+
+    one, four = memory(3, 1), memory(3, 4)
+    assert one == {name: 4 * size for name, size in four.items()}
+    assert one["dense"] + one["mask"] + one["curvature"] == 12 * masked
+    assert memory(1, 4)["weights"] == memory(1, 4)["gradients"] == 4 * total
+    assert memory(2, 4)["gradients"] == total
+    assert "master" not in memory(0, 1)
+    assert "curvature" not in memory(3, 1, importance="magnitude")
+    assert "teacher" not in memory(3, 1, distillation=None)
+    assert memory(3, 4, distillation={"hold": "replicated"})["teacher"] == 4 * total
+    assert readable_bytes(1536) == "1.5 KiB"
+
+
+@pytest.mark.parametrize(
+    ("block", "flags", "message"),
+    [
+        ({"patern": "2:4"}, {}, r"sparseforge\.patern: unknown key; did you mean sparseforge\.pattern"),
+        ({"pattern": "2:5"}, {}, "2:5"),
+        ({"exclude": ["nothing.*"]}, {}, "nothing"),
+        ({"distillation": None}, {"teacher": "x"}, "--teacher x: .*distillation null"),
+        ({}, {"seq_length": 65}, "--seq_length 65: --model .* has 64 positions"),
+        ({}, {"model": "./missing"}, r"--model \./missing: no such folder"),
+        ({}, {"teacher": "./missing"}, r"--teacher \./missing: no such folder"),
+        ({}, {"dataset": "./missing.txt"}, r"--dataset \./missing.txt: no such file"),
+        ({"low_rank": {"k": 7}}, {}, "7"),
+    ],
+)
+def test_what_does_not_fit_is_named(arguments, block, flags, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(arguments(deepspeed_json(**block), **flags), world_size=2)
+
+
+def test_unknown_keys_inside_deepspeed_blocks_are_errors(arguments):
+    content = deepspeed_json()
+    content["zero_optimization"]["stagee"] = 2
+    with pytest.raises(ValueError, match="stagee"):
+        make_plan(arguments(content), world_size=2)
+
+
+def test_an_unsupported_family_is_named(arguments, tmp_path):
+    config = OPTConfig(
+        vocab_size=BYTE_VOCABULARY,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+    )
+    folder = write_model(tmp_path / "opt", OPTForCausalLM(config))
+    with pytest.raises(ValueError, match="'opt'.*llama"):
+        make_plan(arguments(model=str(folder)), world_size=2)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(arguments, tmp_path):
+    other = write_model(tmp_path / "other", tiny_llama(vocab_size=300))
+    with pytest.raises(ValueError, match=f"--teacher .* has a vocabulary of 300, --model .* of {BYTE_VOCABULARY}"):
+        make_plan(arguments(teacher=str(other)), world_size=2)
+
+
+@pytest.mark.parametrize("damage", ["config", "cut", "gone", "tokenizer", "index", "empty"])
+def test_a_damaged_model_is_refused(arguments, model, damage):
+    if damage == "config":
+        (model / "config.json").write_text("{")
+        message = r"config\.json cannot be used"
+    elif damage == "cut":
+        whole = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        message = r"model\.safetensors is damaged"
+    elif damage == "gone":
+        (model / "model.safetensors").unlink()
+        message = r"no model\.safetensors"
+    elif damage == "tokenizer":
+        (model / "tokenizer.json").write_text("{}")
+        message = "tokenizer cannot be read"
+    elif damage == "index":
+        (model / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "model-00001.safetensors"}})
+        )
+        message = r"no model-00001\.safetensors"
+    else:
+        (model / "config.json").unlink()
+        message = r"no config\.json"
+    with pytest.raises(ValueError, match=message):
+        make_plan(arguments(), world_size=2)
+
+
+def test_weights_that_are_missing_in_the_file_are_named(arguments, model):
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    plan = make_plan(arguments(), world_size=2)
+    with pytest.raises(ValueError, match=r"hold no model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(plan.model, torch.float32, None)
+
+
+def test_a_hub_id_without_a_network_says_so(arguments, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match="--model owner/name: neither a folder nor a model that can be had from the hub"
+    ):
+        make_plan(arguments(model="owner/name"), world_size=2)
