@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,10 +29,20 @@ from deepspeed.accelerator import get_accelerator
 
 from benchmarks.contestants import PHASE_WINDOWS, Batch, Contestant, build, forge_config, memory
 from benchmarks.phases import PHASES, Messages, Phases, held_bytes
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.zero.publish import STATE_KEYS
 
 GOAL_RATIO = 1.10
 GOAL_BYTES = 12.0
+
+
+class Block(NamedTuple):
+    """T_update steps of one run on this rank."""
+
+    steps: list[float]
+    """Seconds of each."""
+    processor: float
+    """Seconds of processor time in all of them: waiting for other ranks and other programs not included."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,7 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=2048, help="vocabulary of the random model")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an optimizer step")
     parser.add_argument("--update_every", type=int, default=10, help="T_update: optimizer steps between mask updates")
-    parser.add_argument("--steps", type=int, default=80, help="measured steps of each run, in blocks of T_update")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps of each run, in blocks of T_update")
     parser.add_argument("--pattern", default="2:4", help="n:m or block<size>")
     parser.add_argument(
         "--importance", default="fisher", choices=("hutchinson", "gauss_newton", "fisher", "wanda", "magnitude")
@@ -88,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     data = random_batches(arguments, device)
     load = os.getloadavg()[0]
 
-    start_libraries(arguments, phases, data)
+    start_libraries(arguments, config, phases, data)
     growth, contestants = {}, {}
     for name in ("plain", "forge"):
         base = memory()
@@ -99,13 +109,13 @@ def main(argv: list[str] | None = None) -> int:
         growth[name] = memory(base)
     contestants["split"] = contestants["forge"]
 
-    seconds: dict[str, list[list[float]]] = {name: [] for name in rounds}
+    measured: dict[str, list[Block]] = {name: [] for name in rounds}
     split: list[dict[str, float]] = []
     for _ in range(blocks):
         for name in rounds:
             phases.synchronize = name == "split"
             phases.take()
-            seconds[name].append(run_block(contestants[name], data, arguments))
+            measured[name].append(run_block(contestants[name], data, arguments))
             if name == rounds[-1]:
                 split.append(phases.take())
     phases.synchronize = False
@@ -119,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
             "load_before": load,
             "load_after": os.getloadavg()[0],
         },
-        **times(seconds, split, arguments),
+        **times(measured, split, arguments.update_every),
         **sizes(contestants["forge"], growth),
         "collective_bytes_per_update": dict(messages.bytes),
         "collective_calls_per_update": dict(messages.calls),
@@ -142,23 +152,27 @@ def random_batches(arguments: argparse.Namespace, device: str) -> list[Batch]:
     return [{"input_ids": ids, "labels": ids} for ids in tokens]
 
 
-def start_libraries(arguments: argparse.Namespace, phases: Phases, data: list[Batch]) -> None:
+def start_libraries(
+    arguments: argparse.Namespace, config: SparseForgeConfig, phases: Phases, data: list[Batch]
+) -> None:
     """One step of a small engine, so that the first contestant does not pay for what is loaded once."""
-    small = argparse.Namespace(**{**vars(arguments), "hidden": 64, "layers": 1, "teacher": False})
-    build(small, forge_config(small, arguments.update_every), phases, with_forge=False).step(data)
+    small = argparse.Namespace(**{**vars(arguments), "hidden": 64, "layers": 1})
+    build(small, config, phases, with_forge=False).step(data)
 
 
-def run_block(contestant: Contestant, data: list[Batch], arguments: argparse.Namespace) -> list[float]:
-    """T_update steps, the last of which updates the masks; seconds of each on this rank. Collective."""
+def run_block(contestant: Contestant, data: list[Batch], arguments: argparse.Namespace) -> Block:
+    """T_update steps, the last of which updates the masks. Collective."""
     accelerator = get_accelerator()
     accelerator.synchronize()
     dist.barrier()
+    processor = time.process_time()
     marks = [time.perf_counter()]
     for _ in range(arguments.update_every):
         contestant.step(data)
         accelerator.synchronize()
         marks.append(time.perf_counter())
-    return [stop - start for start, stop in zip(marks, marks[1:], strict=False)]
+    steps = [stop - start for start, stop in zip(marks, marks[1:], strict=False)]
+    return Block(steps, time.process_time() - processor)
 
 
 def count_messages(
@@ -178,36 +192,31 @@ def count_messages(
     return messages
 
 
-def times(
-    seconds: dict[str, list[list[float]]], split: list[dict[str, float]], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def times(measured: dict[str, list[Block]], split: list[dict[str, float]], every: int) -> dict[str, Any]:
     """Step times and their ratio, and the split of what was added; everything of rank 0.
 
     A step's time is the mean over its block, so that it has its share of the update. `of_medians` puts the share
     together from the medians of the steps with and without an update: less moved by single disturbances.
     """
-    every = arguments.update_every
-    means = {name: [sum(block) / every for block in seconds[name]] for name in ("plain", "forge")}
-    ordinary = {
-        name: median([step for block in seconds[name] for step in (block[:-1] or block)]) for name in ("plain", "forge")
-    }
-    update = median([block[-1] for block in seconds["forge"]])
-    plain = median([step for block in seconds["plain"] for step in block])
-    pairs = [forge / plain for plain, forge in zip(means["plain"], means["forge"], strict=True)]
+    plain, forge = measured["plain"], measured["forge"]
+    pairs = [sum(b.steps) / sum(a.steps) for a, b in zip(plain, forge, strict=True)]
     low, _, high = quantiles(pairs, n=4)
+    plain_median = median([step for block in plain for step in block.steps])
+    without = median([step for block in forge for step in (block.steps[:-1] or block.steps)])
+    update = median([block.steps[-1] for block in forge])
     return {
         "step_s": {
-            "plain": median(means["plain"]),
-            "forge": median(means["forge"]),
-            "plain_median": plain,
-            "forge_without_update": ordinary["forge"],
+            "plain": median([sum(block.steps) for block in plain]) / every,
+            "forge": median([sum(block.steps) for block in forge]) / every,
+            "forge_without_update": without,
             "forge_with_update": update,
         },
         "ratio": {
             "median": median(pairs),
             "quartiles": [low, high],
             "blocks": pairs,
-            "of_medians": ((every - 1) * ordinary["forge"] + update) / every / plain,
+            "of_medians": ((every - 1) * without + update) / every / plain_median,
+            "processor_time": median([b.processor / a.processor for a, b in zip(plain, forge, strict=True)]),
         },
         "split_s_per_step": {name: median([block.get(name, 0.0) for block in split]) / every for name in PHASES},
     }
@@ -259,6 +268,7 @@ def report(result: dict[str, Any]) -> str:
         f"({step['forge_without_update'] * 1e3:.1f} without an update, {step['forge_with_update'] * 1e3:.1f} with one)",
         f"ratio of neighbouring blocks   {ratio['median']:10.3f}      quartiles {ratio['quartiles'][0]:.3f} to "
         f"{ratio['quartiles'][1]:.3f}; of medians {ratio['of_medians']:.3f}",
+        f"ratio of processor time        {ratio['processor_time']:10.3f}",
         "",
         "of each step with the forge, the update spread over T_update:",
     ]
