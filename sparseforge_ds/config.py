@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ class SparseForgeConfig:
         parse_pattern(self.pattern)
         schedule = self.resolved_schedule
         _require(
-            schedule.freeze_step in (0, self.max_steps) or schedule.freeze_step >= schedule.update_every,
+            schedule.freeze_step == 0 or schedule.freeze_step > schedule.update_every,
             "schedule.update_every",
             schedule.update_every,
             f"hardening ends at step {schedule.freeze_step} of {self.max_steps}, before the first mask update; "
@@ -219,7 +220,7 @@ class SparseForgeConfig:
     def from_dict(cls, block: dict[str, Any]) -> SparseForgeConfig:
         """Build from a parsed `sparseforge` block, preset first, given keys over it."""
         preset = block.get("preset", "default")
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"sparseforge.preset: unknown preset {preset!r}, use one of {', '.join(PRESETS)}")
         return typing.cast(SparseForgeConfig, _build(cls, _merge(PRESETS[preset], block), "sparseforge"))
 
@@ -297,8 +298,9 @@ def _build(kind: type, block: dict[str, Any], where: str) -> Any:
     hints = typing.get_type_hints(kind)
     for key in block:
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            raise ValueError(f"{where}.{key}: unknown key; did you mean {where}.{near[0]}?")
+            by_lower = {name.lower(): name for name in hints}
+            near = by_lower[difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.0)[0]]
+            raise ValueError(f"{where}.{key}: unknown key; did you mean {where}.{near}?")
     return kind(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
 
 
@@ -330,4 +332,6 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where} = {value!r}: expected a {hint.__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} = {value!r}: expected a finite number")
     return value

@@ -85,7 +85,7 @@ class Block:
     def __post_init__(self) -> None:
         if self.size < 2 or not 0.0 < self.density < 1.0:
             raise ValueError(f"pattern {self}: a block pattern needs size >= 2 and 0 < density < 1, like block16")
-        if not float(self.density * self.size**2).is_integer():
+        if abs(self.density * self.size**2 - self.kept) > 1e-9 * self.size**2:
             raise ValueError(f"pattern {self}: density * size^2 must be a whole number of entries")
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Block:
     @property
     def kept(self) -> int:
         """Members of a tile that survive."""
-        return int(self.density * self.size**2)
+        return round(self.density * self.size**2)
 
     @property
     def members(self) -> int:

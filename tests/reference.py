@@ -1,0 +1,395 @@
+"""SparseForge (arXiv 2605.06402) as slow literal loops in one process: what every stage and world size is held against.
+
+Nothing of `sparseforge_ds` is used but the counter-based random numbers, so that both sides draw the same probes.
+Groups are lists of flat indices, scores and masks Python floats, the model and AdamW plain torch. "Ranks" are parts of
+a batch whose gradients are averaged. The equation numbers are those of the design.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparseforge_ds.mask.curvature import counter_key, rademacher, uniform
+
+Batch = dict[str, Tensor]
+
+
+def groups_of(pattern: str, shape: tuple[int, ...], input_axis: int) -> list[list[int]]:
+    """Flat indices of the members of every group, in the order of their input (tiles: row by row)."""
+    rows, columns = shape
+    if pattern.startswith("block"):
+        size = int(pattern.removeprefix("block").split(":")[0])
+        return [
+            [(top + r) * columns + left + c for r in range(size) for c in range(size)]
+            for top in range(0, rows, size)
+            for left in range(0, columns, size)
+        ]
+    m = int(pattern.split(":")[1])
+    if input_axis == -1:
+        return [[o * columns + i + j for j in range(m)] for o in range(rows) for i in range(0, columns, m)]
+    return [[(i + j) * columns + o for j in range(m)] for o in range(columns) for i in range(0, rows, m)]
+
+
+def kept_of(pattern: str) -> int:
+    """N."""
+    if pattern.startswith("block"):
+        size, _, density = pattern.removeprefix("block").partition(":")
+        return round(int(size) ** 2 * float(density or 0.5))
+    return int(pattern.split(":")[0])
+
+
+def winners(values: list[float], n: int) -> list[int]:
+    """Positions of the n largest, ties to the lower position."""
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))[:n]
+
+
+def harden(mask: list[float], groups: list[list[int]], n: int) -> list[float]:
+    """hard(m): 1 for the n largest of a group, 0 for the others."""
+    hard = [0.0] * len(mask)
+    for group in groups:
+        for i in winners([mask[e] for e in group], n):
+            hard[group[i]] = 1.0
+    return hard
+
+
+def standardized(weight: list[float], curvature: list[float] | None, damping: float) -> list[float]:
+    """Eqs. 3 and 4 for one matrix; rounded to fp32, in which members are compared, so that both sides see one tie."""
+    h = [1.0] * len(weight) if curvature is None else [max(value, 0.0) for value in curvature]
+    eps = damping * math.fsum(h) / len(h)
+    score = [(a + eps) * w * w for a, w in zip(h, weight, strict=True)]
+    mean = math.fsum(score) / len(score)
+    std = math.sqrt(math.fsum((s - mean) ** 2 for s in score) / len(score))
+    return torch.tensor([(s - mean) / (std + 1e-6 * std) for s in score]).tolist()
+
+
+def updated_mask(
+    mask: list[float],
+    weight: list[float],
+    curvature: list[float] | None,
+    groups: list[list[int]],
+    n: int,
+    dials: dict[str, float],
+    threshold: str,
+    damping: float,
+) -> tuple[list[float], list[float]]:
+    """Eqs. 3 to 9 for one matrix: the new mask and the target."""
+    score = standardized(weight, curvature, damping)
+    new, target = list(mask), [0.0] * len(mask)
+    for group in groups:
+        order = winners([score[e] for e in group], len(group))
+        last_in, first_out = score[group[order[n - 1]]], score[group[order[n]]]
+        tau = last_in if threshold == "nth" else (last_in + first_out) / 2
+        for place, i in enumerate(order):
+            e = group[i]
+            target[e] = 1.0 if place < n else 0.0
+            z = (score[e] - tau) / dials["temperature"]
+            gate = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
+            gate = (1 - dials["beta"]) * gate + dials["beta"] * target[e]
+            gate = gate - dials["penalty_rate"] * dials["mid_penalty"] * (mask[e] - target[e])
+            gate = min(max(gate, 0.0), 1.0)
+            new[e] = (1 - dials["mask_rate"]) * mask[e] + dials["mask_rate"] * gate
+    return new, target
+
+
+def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, float]:
+    """Every annealed number after `step` optimizer steps, from the `schedule` block."""
+
+    def progress(window: list[float]) -> float:
+        start, stop = round(window[0] * max_steps), round(window[1] * max_steps)
+        if step >= stop:
+            return 1.0
+        return max(0.0, (step - start) / (stop - start))
+
+    freeze = round(block["hardening"][1] * max_steps)
+    gamma = block["temperature_decay"]
+    if gamma is None:
+        gamma = (block["temperature_min"] / block["temperature"]) ** (1 / max(1, freeze // block["update_every"]))
+    u = progress(block["blend"])
+    return {
+        "temperature": max(block["temperature_min"], block["temperature"] * gamma ** (step // block["update_every"])),
+        "beta": 3 * u**2 - 2 * u**3,
+        "mid_penalty": block["mid_penalty"] * progress(block["mid_penalty_ramp"]),
+        "penalty_rate": block["penalty_rate"],
+        "mask_rate": block["mask_rate"],
+        "x": 1 - progress(block["hardening"]),
+        "freeze": freeze,
+    }
+
+
+class ReferenceForge:
+    """Straight-through training of a masked model with plain AdamW; same schedule as `SparseForge`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_axes: dict[str, int],
+        config: dict[str, Any],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        clip: float = 0.0,
+        step_at_init: bool = False,
+        loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: model(**batch).loss,
+    ) -> None:
+        """Take over `model` (its dtype is that of the passes; masters are fp32).
+
+        Args:
+            model: plain torch model, trained in place.
+            input_axes: prunable weights by name -> axis that the matmul contracts.
+            config: `SparseForgeConfig.to_dict()`.
+            lr: of AdamW.
+            weight_decay: of all matrices; vectors have none.
+            clip: global gradient norm, 0 for none.
+            step_at_init: do what DeepSpeed's 16-bit stage-0 constructors do: one step with zero gradients.
+            loss: scalar loss of a batch.
+        """
+        self.model, self.config, self.clip, self.loss = model, config, clip, loss
+        self.input_axes = input_axes
+        self.master = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
+        matrices = [p for p in self.master.values() if p.dim() > 1]
+        vectors = [p for p in self.master.values() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}], lr=lr
+        )
+        pattern = config["pattern"]
+        self.n = kept_of(pattern)
+        self.groups = {name: groups_of(pattern, tuple(self.master[name].shape), a) for name, a in input_axes.items()}
+        self.mask = {name: [1.0] * self.master[name].numel() for name in input_axes}
+        self.curvature = {name: torch.zeros(self.master[name].numel(), dtype=torch.float64) for name in input_axes}
+        self.target: dict[str, list[float]] = {}
+        self.refreshes = 0
+        self.step_count = 0
+        if step_at_init:
+            for parameter in self.master.values():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+
+    def start(self, probes: list[Batch]) -> None:
+        """A mask that is fixed before training: the target becomes the mask."""
+        if self._dials(0)["freeze"] == 0:
+            self._refresh(probes)
+            self._update(fix=True)
+            self.publish(0)
+
+    def train_step(self, micro_batches: list[Batch]) -> float:
+        """One optimizer step on the mean gradient of equally large parts (ranks and accumulation alike)."""
+        gradients, loss = self.gradients(micro_batches)
+        if self.clip:
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+            gradients = {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in gradients.items()}
+        for name, parameter in self.master.items():
+            parameter.grad = gradients[name]
+        self.optimizer.step()
+        self.step_count += 1
+        self.publish(self.step_count)
+        return loss
+
+    def forge_step(self, probes: list[Batch]) -> bool:
+        """What follows an optimizer step: a mask update or the projection, when due."""
+        step, dials = self.step_count, self._dials(self.step_count)
+        if 0 < step < dials["freeze"] and step % self.config["schedule"]["update_every"] == 0:
+            self._refresh(probes)
+            self._update()
+        elif step == dials["freeze"]:
+            for name in self.mask:
+                self.mask[name] = harden(self.mask[name], self.groups[name], self.n)
+        else:
+            return False
+        self.publish(step)
+        return True
+
+    def effective_mask(self, name: str, step: int) -> Tensor:
+        """m_eff, eq. 10."""
+        x = self._dials(step)["x"]
+        mask = torch.tensor(self.mask[name], dtype=torch.float64)
+        if x == 1.0:
+            return mask.float()
+        return (x * mask + (1 - x) * torch.tensor(harden(self.mask[name], self.groups[name], self.n))).float()
+
+    @torch.no_grad()
+    def publish(self, step: int) -> None:
+        """The model sees m_eff W (eq. 1) where there is a mask, W elsewhere."""
+        for name, parameter in self.model.named_parameters():
+            weight = self.master[name].detach()
+            if name in self.mask:
+                weight = weight * self.effective_mask(name, step).view_as(weight) + 0.0
+            parameter.copy_(weight)
+
+    def gradients(self, batches: list[Batch]) -> tuple[dict[str, Tensor], float]:
+        """fp32 mean over equally large batches of dL/d(published weight), and the mean loss."""
+        total = {name: torch.zeros_like(parameter) for name, parameter in self.master.items()}
+        losses = []
+        for batch in batches:
+            self.model.zero_grad(set_to_none=True)
+            loss = self.loss(self.model, batch)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    total[name] += parameter.grad.float() / len(batches)
+        self.model.zero_grad(set_to_none=True)
+        return total, sum(losses) / len(losses)
+
+    def _dials(self, step: int) -> dict[str, float]:
+        return dials_at(step, self.config["schedule"], self.config["max_steps"])
+
+    def _update(self, fix: bool = False) -> None:
+        for name, groups in self.groups.items():
+            curvature = None if self.config["importance"] == "magnitude" else self.curvature[name].tolist()
+            new, self.target[name] = updated_mask(
+                self.mask[name],
+                self.master[name].detach().flatten().tolist(),
+                curvature,
+                groups,
+                self.n,
+                self._dials(self.step_count),
+                self.config["threshold"],
+                self.config["curvature"]["damping"],
+            )
+            self.mask[name] = self.target[name] if fix else new
+
+    # -- curvature, eq. 2 ---------------------------------------------------------------------------------------------
+
+    def _refresh(self, batches: list[Batch]) -> None:
+        kind, part = self.config["importance"], self.config["curvature"]
+        if kind == "magnitude":
+            return
+        probes = part["probes"] if self.refreshes else part["first_probes"]
+        for name, sample in self.curvature_sample(kind, batches, probes).items():
+            self.curvature[name] = part["decay"] * self.curvature[name] + (1 - part["decay"]) * sample.double()
+        self.refreshes += 1
+
+    def curvature_sample(self, kind: str, batches: list[Batch], probes: int) -> dict[str, Tensor]:
+        """(numel,) fp64 by weight name, the mean of `probes` samples; `batches` are the parts of a probe, one a rank."""
+        if kind == "wanda":
+            return self._mean_square_inputs(batches)
+        total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
+        for probe in range(probes):
+            if kind == "hutchinson":
+                sample = self._gradient_difference(batches, probe)
+            elif self.config["curvature"]["per_token"]:
+                sample = self._per_token(batches, kind == "gauss_newton", probe)
+            else:
+                sample = self._squared_mean_gradient(batches, kind == "gauss_newton", probe)
+            for name in total:
+                total[name] += sample[name].double() / probes
+        return total
+
+    def _gradient_difference(self, batches: list[Batch], probe: int) -> dict[str, Tensor]:
+        """v (g(w + r v) - g(w - r v)) / 2r."""
+        parameters = dict(self.model.named_parameters())
+        published = {name: parameters[name].detach().clone() for name in self.mask}
+        relative = self.config["curvature"]["radius"] or {torch.float32: 1e-3, torch.bfloat16: 1e-1}[self.dtype]
+        sign, radius = {}, {}
+        for name, weight in published.items():
+            key = counter_key(self.config["seed"], self.step_count, probe, name)
+            sign[name] = rademacher(key, 0, weight.numel(), weight.device).view_as(weight)
+            exact = self._published_fp32(name)
+            radius[name] = relative * float(exact.double().square().mean().sqrt())
+        sides = []
+        for side in (1.0, -1.0):
+            with torch.no_grad():
+                for name in published:
+                    parameters[name].copy_(self._published_fp32(name) + side * radius[name] * sign[name])
+            sides.append(self.gradients(batches)[0])
+        with torch.no_grad():
+            for name in published:
+                parameters[name].copy_(published[name])
+        return {
+            name: (sign[name] * (sides[0][name] - sides[1][name]) / (2 * radius[name])).flatten() for name in published
+        }
+
+    def _published_fp32(self, name: str) -> Tensor:
+        weight = self.master[name].detach()
+        return weight * self.effective_mask(name, self.step_count).view_as(weight)
+
+    def _per_token(self, batches: list[Batch], sampled: bool, probe: int) -> dict[str, Tensor]:
+        """Every token gets its own copy of the weight, so that autograd gives its own gradient: T * sum_t g_t^2."""
+        total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
+        for part, batch in enumerate(batches):
+            with self._weight_per_token() as copies:
+                loss = self._sampled_loss(batch, probe, part) if sampled else self.loss(self.model, batch)
+            found = torch.autograd.grad(loss, list(copies.values()))
+            for name, gradient in zip(copies, found, strict=True):
+                for one in gradient:
+                    squared = one.double().square().flatten()
+                    total[name] += gradient.shape[0] * squared / len(batches)
+        return total
+
+    @contextmanager
+    def _weight_per_token(self) -> Iterator[dict[str, Tensor]]:
+        copies: dict[str, Tensor] = {}
+        modules = {name: self.model.get_submodule(name.rpartition(".")[0]) for name in self.mask}
+
+        def forward_of(name: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
+            def forward(x: Tensor) -> Tensor:
+                rows = x.reshape(-1, x.shape[-1])
+                copies[name] = module.weight.detach().expand(rows.shape[0], -1, -1).clone().requires_grad_()
+                output = torch.einsum("ti,toi->to" if self.input_axes[name] == -1 else "ti,tio->to", rows, copies[name])
+                if module.bias is not None:
+                    output = output + module.bias
+                return output.view(*x.shape[:-1], -1)
+
+            return forward
+
+        for name, module in modules.items():
+            module.forward = forward_of(name, module)  # type: ignore[method-assign]
+        try:
+            yield copies
+        finally:
+            for module in modules.values():
+                del module.forward
+
+    def _squared_mean_gradient(self, batches: list[Batch], sampled: bool, probe: int) -> dict[str, Tensor]:
+        total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
+        for part, batch in enumerate(batches):
+            loss = self._sampled_loss(batch, probe, part) if sampled else self.loss(self.model, batch)
+            found = torch.autograd.grad(loss, [self.model.get_parameter(name) for name in total])
+            for name, gradient in zip(total, found, strict=True):
+                total[name] += gradient.double().flatten() / len(batches)
+        return {name: value.square() for name, value in total.items()}
+
+    def _sampled_loss(self, batch: Batch, probe: int, part: int) -> Tensor:
+        """Cross-entropy of every position against a label drawn from the model: inverse of the cumulative sum."""
+        logits = self.model(input_ids=batch["input_ids"]).logits.flatten(0, 1).float()
+        key = counter_key(self.config["seed"], self.step_count, probe, "labels")
+        first = part * logits.shape[0]
+        draws = uniform(key, first, first + logits.shape[0], logits.device)
+        labels = []
+        for row, draw in zip(logits.detach(), draws, strict=True):
+            cumulative = torch.softmax(row, 0).cumsum(0)
+            labels.append(next(i for i, c in enumerate(cumulative) if c > draw * cumulative[-1]))
+        return F.cross_entropy(logits, torch.tensor(labels))
+
+    @torch.no_grad()
+    def _mean_square_inputs(self, batches: list[Batch]) -> dict[str, Tensor]:
+        seen: dict[str, list[Tensor]] = {name: [] for name in self.mask}
+        handles = [
+            self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
+                lambda _module, args, _output, name=name: seen[name].append(args[0].flatten(0, -2).double())
+            )
+            for name in self.mask
+        ]
+        for batch in batches:
+            self.loss(self.model, batch)
+        for handle in handles:
+            handle.remove()
+        result = {}
+        for name, inputs in seen.items():
+            column = torch.cat(inputs).square().mean(0)
+            shape = self.master[name].shape
+            full = column.expand(shape) if self.input_axes[name] == -1 else column[:, None].expand(shape)
+            result[name] = full.flatten()
+        return result
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the passes."""
+        return next(self.model.parameters()).dtype

@@ -1,0 +1,126 @@
+"""Counter-based random numbers, sampled labels, and the two sample formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparseforge_ds.mask.curvature import (
+    accumulate,
+    counter_hash,
+    counter_key,
+    hutchinson_sample,
+    rademacher,
+    sample_labels,
+    token_fisher,
+    uniform,
+)
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(0, 10**12), st.integers(0, 200), st.integers(0, 200))
+def test_numbers_depend_on_the_element_and_not_on_the_split(first: int, a: int, b: int) -> None:
+    low, high = min(a, b), max(a, b)
+    for draw in (rademacher, uniform):
+        whole = draw(7, first, first + 200, CPU)
+        pieces = [draw(7, first + s, first + e, CPU) for s, e in ((0, low), (low, high), (high, 200))]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_keys_differ_by_each_of_their_parts() -> None:
+    keys = {
+        counter_key(seed, step, probe, name)
+        for seed in range(8)
+        for step in range(50)
+        for probe in range(4)
+        for name in ("a.weight", "b.weight", "layers.10.weight", "layers.11.weight")
+    }
+    assert len(keys) == 8 * 50 * 4 * 4
+
+
+def test_signs_are_fair_and_independent() -> None:
+    """Five standard deviations everywhere, over weights, steps and probes as they occur."""
+    n = 20_000
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(6)]
+    keys = [counter_key(0, step, probe, name) for name in names for step in (5, 10) for probe in (0, 1)]
+    signs = torch.stack([rademacher(key, 0, n, CPU) for key in keys])
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    bound = 5 / math.sqrt(n)
+    assert signs.mean(1).abs().max() < bound
+    correlation = signs @ signs.t() / n - torch.eye(len(keys))
+    assert correlation.abs().max() < bound
+    for lag in (1, 2, 4, 64, 4096):
+        assert (signs[:, lag:] * signs[:, :-lag]).mean(1).abs().max() < 5 / math.sqrt(n - lag)
+
+
+def test_uniform_is_uniform() -> None:
+    values = uniform(counter_key(1, 2, 3, "labels"), 0, 50_000, CPU)
+    assert values.min() >= 0 and values.max() < 1
+    counts = torch.histc(values, 20, 0, 1)
+    chi_square = ((counts - 2500) ** 2 / 2500).sum().item()
+    assert chi_square < 19 + 5 * math.sqrt(2 * 19)
+
+
+def test_the_hash_reaches_every_bit() -> None:
+    words = counter_hash(123, torch.arange(4096))
+    for bit in range(64):
+        share = ((words >> bit) & 1).float().mean().item()
+        assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(4096), bit
+
+
+def test_labels_follow_the_softmax() -> None:
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0, -30.0])
+    n = 20_000
+    labels = sample_labels(logits.expand(n, -1), 99, 0, chunk=1000)
+    share = torch.bincount(labels, minlength=5) / n
+    expected = torch.softmax(logits, 0)
+    assert ((share - expected).abs() < 5 * (expected * (1 - expected) / n).sqrt() + 1e-6).all()
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_labels_do_not_depend_on_the_split_or_the_chunk(cut: int, chunk: int) -> None:
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(3))
+    whole = sample_labels(logits, 5, 0)
+    parts = [sample_labels(logits[s:e], 5, s, chunk=chunk) for s, e in ((0, cut), (cut, 40)) if e > s]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_labels_of_a_certain_model_and_of_bf16() -> None:
+    logits = torch.full((8, 4), -1e4)
+    logits[:, 2] = 1e4
+    assert sample_labels(logits, 1, 0).tolist() == [2] * 8
+    assert sample_labels(logits.bfloat16(), 1, 0).tolist() == [2] * 8
+
+
+def test_the_mean_of_hutchinson_samples_is_the_diagonal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(6, 6, generator=generator)
+    hessian = root @ root.t() - 2 * torch.eye(6)
+    total = torch.zeros(6)
+    probes = 4000
+    for probe in range(probes):
+        v = rademacher(counter_key(0, 0, probe, "w"), 0, 6, CPU)
+        radius = 0.25
+        total += hutchinson_sample(hessian @ (radius * v) - hessian @ (-radius * v), v, radius) / probes
+    noise = (hessian.square().sum(1) - hessian.diagonal().square()).sqrt() / math.sqrt(probes)
+    assert ((total - hessian.diagonal()).abs() < 5 * noise + 1e-4).all()
+
+
+def test_token_fisher_is_the_sum_of_squared_outer_products() -> None:
+    grad, inputs = torch.randn(7, 3), torch.randn(7, 5)
+    kept = grad.clone(), inputs.clone()
+    expected = sum(torch.outer(g, x).square() for g, x in zip(grad, inputs, strict=True))
+    torch.testing.assert_close(token_fisher(grad, inputs), expected)
+    assert torch.equal(grad, kept[0]) and torch.equal(inputs, kept[1])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_accumulate_is_an_average(decay: float) -> None:
+    average = torch.tensor([1.0, 2.0])
+    accumulate(average, torch.tensor([3.0, -2.0]), decay)
+    torch.testing.assert_close(average, torch.tensor([decay * 1 + (1 - decay) * 3, decay * 2 - (1 - decay) * 2]))

@@ -1,0 +1,136 @@
+"""Groups of every pattern: a permutation of the elements, cut along the input axis, exactly N kept, ties by index."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparseforge_ds.mask.pattern import NM, Block, Pattern, parse_pattern, rank_in_group, top_n
+from tests.reference import groups_of, winners
+
+
+@st.composite
+def patterned_shapes(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
+    """A pattern, a shape that carries it (2-D or fused experts), and the input axis."""
+    if draw(st.booleans()):
+        m = draw(st.integers(2, 9))
+        pattern: Pattern = NM(draw(st.integers(1, m - 1)), m)
+        fit, other = m * draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    else:
+        size = draw(st.sampled_from([2, 4]))
+        pattern = Block(size, 0.5)
+        fit, other = size * draw(st.integers(1, 3)), size * draw(st.integers(1, 3))
+    axis = draw(st.sampled_from([-1, -2]))
+    matrix = (other, fit) if axis == -1 else (fit, other)
+    experts = draw(st.sampled_from([(), (3,)]))
+    return pattern, (*experts, *matrix), axis
+
+
+@given(patterned_shapes())
+def test_groups_are_a_permutation_and_from_groups_undoes_it(case: tuple[Pattern, tuple[int, ...], int]) -> None:
+    pattern, shape, axis = case
+    assert pattern.misfit(shape, axis) is None
+    flat = torch.arange(torch.Size(shape).numel())
+    group_GM = pattern.to_groups(flat, shape, axis)
+    assert group_GM.shape[1] == pattern.members
+    assert torch.equal(group_GM.flatten().sort().values, flat)
+    assert torch.equal(pattern.from_groups(group_GM, shape, axis), flat)
+
+
+@given(patterned_shapes())
+def test_groups_are_the_literal_ones(case: tuple[Pattern, tuple[int, ...], int]) -> None:
+    pattern, shape, axis = case
+    size = shape[-2] * shape[-1]
+    literal = [
+        [expert * size + e for e in group]
+        for expert in range(torch.Size(shape).numel() // size)
+        for group in groups_of(str(pattern), shape[-2:], axis)
+    ]
+    found = pattern.to_groups(torch.arange(torch.Size(shape).numel()), shape, axis).tolist()
+    assert sorted(found) == sorted(literal)
+
+
+@given(patterned_shapes(), st.data())
+def test_any_run_of_whole_spans_can_be_grouped_alone(
+    case: tuple[Pattern, tuple[int, ...], int], data: st.DataObject
+) -> None:
+    pattern, shape, axis = case
+    numel, span = torch.Size(shape).numel(), pattern.span(shape, axis)
+    assert numel % span == 0 and span % pattern.members == 0
+    start = data.draw(st.integers(0, numel // span - 1)) * span
+    stop = data.draw(st.integers(start // span + 1, numel // span)) * span
+    here = pattern.to_groups(torch.arange(start, stop), shape, axis)
+    whole = pattern.to_groups(torch.arange(numel), shape, axis).tolist()
+    assert all(group in whole for group in here.tolist())
+    assert torch.equal(pattern.from_groups(here, shape, axis), torch.arange(start, stop))
+
+
+VALUES = st.integers(0, 3) | st.floats(-1e6, 1e6, width=32)
+
+
+@st.composite
+def group_values(draw: st.DrawFn) -> Tensor:
+    members = draw(st.sampled_from([2, 3, 4, 8, 16, 17, 64]))
+    rows = draw(st.integers(1, 3))
+    pool = draw(st.lists(VALUES, min_size=1, max_size=6))
+    picks = draw(st.lists(st.integers(0, len(pool) - 1), min_size=rows * members, max_size=rows * members))
+    return torch.tensor([float(pool[i]) for i in picks]).view(rows, members)
+
+
+@given(group_values(), st.data())
+def test_top_n_keeps_n_and_breaks_ties_by_index(group_GM: Tensor, data: st.DataObject) -> None:
+    members = group_GM.shape[1]
+    n = data.draw(st.integers(1, members - 1))
+    kept = top_n(group_GM, n)
+    assert kept.dtype == torch.bool
+    assert kept.sum(1).tolist() == [n] * group_GM.shape[0]
+    for row, choice in zip(group_GM.tolist(), kept.tolist(), strict=True):
+        assert sorted(winners(row, n)) == [i for i, chosen in enumerate(choice) if chosen]
+
+
+@given(group_values())
+def test_ranks_are_permutations(group_GM: Tensor) -> None:
+    rank_GM = rank_in_group(group_GM).long()
+    assert rank_GM.sort(1).values.tolist() == [list(range(group_GM.shape[1]))] * group_GM.shape[0]
+
+
+@given(st.permutations(range(8)), st.permutations(range(20)))
+def test_without_ties_the_choice_follows_the_members(small: list[int], large: list[int]) -> None:
+    for order in (small, large):
+        values = torch.tensor([float(i) ** 1.5 for i in range(len(order))])[None]
+        kept = top_n(values, 3)
+        assert torch.equal(top_n(values[:, order], 3), kept[:, order])
+
+
+def test_all_equal_keeps_the_first() -> None:
+    assert top_n(torch.zeros(2, 4), 2).tolist() == [[True, True, False, False]] * 2
+    assert top_n(torch.zeros(1, 256), 128)[0].nonzero().flatten().tolist() == list(range(128))
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [("2:4", NM(2, 4)), ("4:8", NM(4, 8)), ("block16", Block(16, 0.5)), ("block4:.25", Block(4, 0.25))],
+)
+def test_parse(text: str, pattern: Pattern) -> None:
+    assert parse_pattern(text) == pattern
+    assert parse_pattern(str(pattern)) == pattern
+
+
+@pytest.mark.parametrize("text", ["", "2-4", "2:4:8", "block", "block16:2", "block16:0.3001", "block1", "4:4", "0:4"])
+def test_parse_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="like|for example|whole number"):
+        parse_pattern(text)
+
+
+@pytest.mark.parametrize("density", [0.07, 0.29, 0.57])
+def test_a_density_that_floats_cannot_hold_is_still_a_whole_number_of_entries(density: float) -> None:
+    assert Block(10, density).kept == round(100 * density)
+
+
+def test_misfit_names_the_size() -> None:
+    assert "10" in str(NM(2, 4).misfit((8, 10), -1))
+    assert NM(2, 4).misfit((8, 10), -2) is None
+    assert "24 x 16" in str(Block(16).misfit((24, 16), -1))

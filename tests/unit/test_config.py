@@ -1,0 +1,175 @@
+"""The `sparseforge` block: strict, presets, and errors that name the key, the value and the cure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseforge_ds.config import PRESETS, DistillationConfig, LowRankConfig, SparseForgeConfig
+
+
+def build(**block: Any) -> SparseForgeConfig:
+    return SparseForgeConfig.from_dict(block)
+
+
+def test_empty_block_is_the_default():
+    assert build() == SparseForgeConfig()
+    assert build().pattern == "2:4"
+    assert isinstance(build().distillation, DistillationConfig)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_builds_and_survives_a_round_trip(preset: str):
+    config = build(preset=preset, max_steps=1000)
+    assert SparseForgeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_given_keys_win_over_the_preset_and_leave_its_neighbours():
+    config = build(preset="paper", schedule={"update_every": 7}, low_rank={"k": 32})
+    assert config.schedule.update_every == 7
+    assert config.schedule.hardening == tuple(PRESETS["paper"]["schedule"]["hardening"])
+    assert config.low_rank == LowRankConfig(k=32)
+    assert build(preset="paper", low_rank=None).low_rank is None
+    assert build(preset="paper_no_low_rank").low_rank is None
+    assert build(preset="paper").threshold == "nth"
+    assert build(distillation=None).distillation is None
+
+
+def test_a_preset_is_not_changed_by_what_is_built_from_it():
+    before = json.dumps(PRESETS)
+    build(preset="paper", schedule={"update_every": 3}, curvature={"decay": 0.5})
+    assert json.dumps(PRESETS) == before
+
+
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"patern": "2:4"}, ["sparseforge.patern", "unknown key", "sparseforge.pattern"]),
+    ({"schedule": {"hardning": [0, 1]}}, ["sparseforge.schedule.hardning", "sparseforge.schedule.hardening"]),
+    ({"low_rank": {"K": 16}}, ["sparseforge.low_rank.K", "sparseforge.low_rank.k"]),
+    ({"curvature": {"ema": 0.9}}, ["sparseforge.curvature.ema", "unknown key"]),
+    ({"preset": "papr"}, ["sparseforge.preset", "'papr'", "paper"]),
+    ({"preset": ["paper"]}, ["sparseforge.preset", "['paper']", "paper"]),
+    ({"pattern": "2of4"}, ["'2of4'", "2:4"]),
+    ({"pattern": "4:2"}, ["4:2", "0 < n < m"]),
+    ({"pattern": "0:4"}, ["0:4", "0 < n < m"]),
+    ({"pattern": "4:4"}, ["4:4", "0 < n < m"]),
+    ({"pattern": 24}, ["sparseforge.pattern", "24", "str"]),
+    ({"importance": "hessian"}, ["sparseforge.importance", "'hessian'", "hutchinson", "magnitude"]),
+    ({"importance": ["fisher"]}, ["sparseforge.importance", "fisher"]),
+    ({"threshold": "median"}, ["sparseforge.threshold", "midpoint, nth"]),
+    ({"max_steps": -1}, ["sparseforge.max_steps", "-1", ">= 0"]),
+    ({"max_steps": 10.5}, ["sparseforge.max_steps", "10.5", "int"]),
+    ({"max_steps": True}, ["sparseforge.max_steps", "True", "int"]),
+    ({"max_steps": "400"}, ["sparseforge.max_steps", "'400'", "int"]),
+    ({"seed": None}, ["sparseforge.seed", "None", "int"]),
+    ({"include": "*.q_proj.weight"}, ["sparseforge.include", "list"]),
+    ({"exclude": [3]}, ["sparseforge.exclude[0]", "3", "str"]),
+    ({"schedule": []}, ["sparseforge.schedule", "[]", "object"]),
+    ({"schedule": {"update_every": 0}}, ["sparseforge.schedule.update_every", "0", ">= 1"]),
+    ({"schedule": {"temperature": "hot"}}, ["sparseforge.schedule.temperature", "'hot'", "float"]),
+    ({"schedule": {"temperature": 0.01}}, ["sparseforge.schedule.temperature", "0.01", "temperature_min = 0.05"]),
+    ({"schedule": {"temperature": float("inf")}}, ["sparseforge.schedule.temperature", "inf", "finite"]),
+    ({"schedule": {"mid_penalty": float("nan")}}, ["sparseforge.schedule.mid_penalty", "nan", "finite"]),
+    ({"schedule": {"temperature_min": 0}}, ["sparseforge.schedule.temperature_min", "> 0"]),
+    ({"schedule": {"temperature_decay": 1.5}}, ["sparseforge.schedule.temperature_decay", "1.5", "gamma"]),
+    ({"schedule": {"hardening": [0.3, 0.1]}}, ["sparseforge.schedule.hardening", "[0.3, 0.1]", "start <= stop"]),
+    ({"schedule": {"hardening": [0.1]}}, ["sparseforge.schedule.hardening", "2 values"]),
+    ({"schedule": {"hardening": 0.3}}, ["sparseforge.schedule.hardening", "0.3", "list"]),
+    ({"schedule": {"blend": [0, 1.2]}}, ["sparseforge.schedule.blend", "1.2"]),
+    ({"schedule": {"mid_penalty_ramp": [-0.1, 1]}}, ["sparseforge.schedule.mid_penalty_ramp", "-0.1"]),
+    ({"schedule": {"mid_penalty": -1}}, ["sparseforge.schedule.mid_penalty", ">= 0"]),
+    ({"schedule": {"penalty_rate": -1}}, ["sparseforge.schedule.penalty_rate", ">= 0"]),
+    ({"schedule": {"mask_rate": 0}}, ["sparseforge.schedule.mask_rate", "alpha"]),
+    ({"schedule": {"mask_rate": 1.1}}, ["sparseforge.schedule.mask_rate", "1.1"]),
+    ({"curvature": {"decay": 1.0}}, ["sparseforge.curvature.decay", "1.0", "< 1"]),
+    ({"curvature": {"probes": 0}}, ["sparseforge.curvature.probes", ">= 1"]),
+    ({"curvature": {"first_probes": 0}}, ["sparseforge.curvature.first_probes", ">= 1"]),
+    ({"curvature": {"damping": -1e-3}}, ["sparseforge.curvature.damping", ">= 0"]),
+    ({"curvature": {"radius": 0}}, ["sparseforge.curvature.radius", "null or a value > 0"]),
+    ({"curvature": {"per_token": 1}}, ["sparseforge.curvature.per_token", "bool"]),
+    ({"low_rank": {"k": 1}}, ["sparseforge.low_rank.k", "1", ">= 2"]),
+    ({"low_rank": {"start": 2}}, ["sparseforge.low_rank.start", "0 <= start <= 1"]),
+    ({"low_rank": True}, ["sparseforge.low_rank", "True", "object"]),
+    ({"distillation": {"weight": 0, "task_weight": 0}}, ["sparseforge.distillation.weight", "> 0"]),
+    ({"distillation": {"temperature": 0}}, ["sparseforge.distillation.temperature", "> 0"]),
+    ({"distillation": {"hold": "gpu"}}, ["sparseforge.distillation.hold", "'gpu'", "zero3, replicated"]),
+    ({"distillation": {"chunk_tokens": 0}}, ["sparseforge.distillation.chunk_tokens", ">= 1"]),
+    ({"monitor": {"gap_every": -1}}, ["sparseforge.monitor.gap_every", ">= 0"]),
+    # A mask that would be projected before its first update would keep the first two of every four by index.
+    ({"max_steps": 10, "schedule": {"update_every": 5}}, ["sparseforge.schedule.update_every", "step 3", "[0, 0]"]),
+    (
+        {"max_steps": 50, "schedule": {"update_every": 5, "hardening": [0.0, 0.1]}},
+        ["sparseforge.schedule.update_every", "step 5", "[0, 0]"],
+    ),
+    (
+        {"max_steps": 3, "importance": "magnitude", "schedule": {"update_every": 5, "hardening": [0.5, 1.0]}},
+        ["sparseforge.schedule.update_every", "step 3", "[0, 0]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "words"), BAD, ids=[json.dumps(block)[:60] for block, _ in BAD])
+def test_bad_value_is_an_error_that_names_it(block: dict[str, Any], words: list[str]):
+    with pytest.raises(ValueError) as error:
+        build(**block)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_an_integer_stands_for_a_float():
+    assert build(schedule={"temperature": 2, "hardening": [0, 1]}).schedule.hardening == (0.0, 1.0)
+
+
+def test_windows_become_steps():
+    schedule = build(max_steps=1000, schedule={"hardening": [0.1, 0.3], "blend": [0, 0.25]}).resolved_schedule
+    assert schedule.hardening == (100, 300)
+    assert schedule.blend == (0, 250)
+    assert schedule.freeze_step == 300
+
+
+def test_fixed_masks_and_runs_of_no_steps_are_valid():
+    assert build(preset="fixed_magnitude", max_steps=1).resolved_schedule.freeze_step == 0
+    assert build(preset="fixed_wanda").resolved_schedule.freeze_step == 0
+    assert build(max_steps=0).resolved_schedule.freeze_step == 0
+
+
+def test_from_json(tmp_path: Path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": {}, "sparseforge": {"pattern": "1:4", "schedule": {"update_every": 3}}}))
+    config = SparseForgeConfig.from_json(path, max_steps=200, schedule={"mask_rate": 0.2})
+    assert (config.pattern, config.max_steps) == ("1:4", 200)
+    assert (config.schedule.update_every, config.schedule.mask_rate) == (3, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["no such file", "zero3.json"]),
+        (b"{", ["not a readable JSON file"]),
+        (b"\xff\xfe\x00", ["not a readable JSON file"]),
+        (b"[]", ['no "sparseforge" block', '"sparseforge": {}']),
+        (b"{}", ['no "sparseforge" block', '"sparseforge": {}']),
+        (b'{"sparseforge": 3}', ['no "sparseforge" block']),
+        (b'{"sparseforge": {"seeds": 1}}', ["sparseforge.seeds", "sparseforge.seed"]),
+    ],
+)
+def test_from_json_names_the_file_or_the_key(tmp_path: Path, content: bytes | None, words: list[str]):
+    path = tmp_path / "ds.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        SparseForgeConfig.from_json(path)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_from_json_of_a_folder(tmp_path: Path):
+    with pytest.raises(ValueError, match="not a readable JSON file"):
+        SparseForgeConfig.from_json(tmp_path)
+
+
+def test_an_unknown_override_is_an_error(tmp_path: Path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"sparseforge": {}}')
+    with pytest.raises(ValueError, match="sparseforge.steps"):
+        SparseForgeConfig.from_json(path, steps=3)
