@@ -213,8 +213,8 @@ class InputNorms:
         sums: dict[str, Tensor] = {}
 
         def on_inputs(name: str, input_TI: Tensor) -> None:
-            square = input_TI.float().square().sum(dim=0)
-            sums[name] = sums[name] + square if name in sums else square
+            squares = F.pad(input_TI.float().square().sum(dim=0), (0, 1), value=input_TI.shape[0])
+            sums[name] = sums[name] + squares if name in sums else squares
 
         with layer_inputs(on.modules, on_inputs):
             for _ in range(probes):
@@ -223,7 +223,8 @@ class InputNorms:
             raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
         vector = torch.cat([sums[name] for name in on.shards])
         dist.all_reduce(vector)
-        columns = dict(zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True))
+        reduced = vector.split([sums[name].numel() for name in on.shards])
+        columns = {name: squares[:-1] / squares[-1] for name, squares in zip(on.shards, reduced, strict=True)}
         diagonal = {}
         for name, shard in on.shards.items():
             index = torch.arange(shard.start, shard.stop, device=vector.device)

@@ -81,6 +81,7 @@ class SparseForge:
         self._publishing_step = 1
         self._hard_now = False
         self._ready = self.schedule.freeze_step > 0
+        self._exchange_mask_edges()  # hardening may begin before the first update
         if self._ready:
             self._switch_on_branches(0)
 
@@ -212,6 +213,11 @@ class SparseForge:
             )
         _same("sparseforge", _without_monitor(state["config"]), _without_monitor(self.config.to_dict()))
         _same("weights", state["weights"], self.state_dict()["weights"])
+        if state["step"] and not self._publication.complete:
+            raise ValueError(
+                "the optimizer states, masks among them, were not loaded: call engine.load_checkpoint without "
+                "load_module_only or load_optimizer_states=False before forge.load_state_dict"
+            )
         self.step_count, self.refreshes = int(state["step"]), int(state["refreshes"])
         self._publishing_step = self.step_count + 1
         self._publication.steps_begun = 0
@@ -258,6 +264,15 @@ class SparseForge:
         if x < 1.0 and not binary:
             mask = effective_mask(mask, self._hard(shard, mask), x)
         publish(dense, mask, out)
+
+    def _published(self, shard: Shard) -> Tensor:
+        """(numel of the shard,) fp32 m_eff W at the present step."""
+        dense, mask = self._publication.of(shard, "dense"), self._publication.of(shard, "mask")
+        now, self._publishing_step = self._publishing_step, self.step_count
+        out = torch.empty_like(dense)
+        self._publish_shard(shard, dense, mask, out)
+        self._publishing_step = now
+        return out
 
     def _hard(self, shard: Shard, mask: Tensor) -> Tensor:
         """(numel of the shard,) bool: the top N of the mask in every group, cut groups included."""
@@ -458,13 +473,13 @@ class SparseForge:
             return False
         for name, branch in branches(self.engine.module).items():
             shard, weight = self._shards[name], self._weight[name]
-            dense, mask = self._publication.of(shard, "dense"), self._publication.of(shard, "mask")
+            dense, published = self._publication.of(shard, "dense"), self._published(shard)
             inputs, outputs = weight.shape[weight.input_axis], weight.numel // weight.shape[weight.input_axis]
             index = torch.arange(shard.start, shard.stop, device=dense.device)
             last = weight.input_axis == -1
             row, column = (index // inputs, index % inputs) if last else (index % outputs, index // outputs)
             runs = torch.zeros(outputs * (inputs // branch.k), device=dense.device)
-            runs.index_add_(0, row * (inputs // branch.k) + column // branch.k, dense * (1 - mask) / branch.k)
+            runs.index_add_(0, row * (inputs // branch.k) + column // branch.k, (dense - published) / branch.k)
             runs = runs.to(self._layout.device)
             if not self._layout.replicated:
                 dist.all_reduce(runs)

@@ -52,6 +52,7 @@ class Probe:
 
         with self._untraced():
             engine.set_gradient_accumulation_boundary(True)
+            self._forget_gradients()
             loss = self._loss(closure)
             # The engine divides by the accumulation steps; a probe is one micro-batch.
             engine.backward(loss * engine.gradient_accumulation_steps())
@@ -63,11 +64,14 @@ class Probe:
             optimizer.zero_grad()
             if optimizer is self.layout.inner:
                 engine.zero_grad()
-            # DeepSpeed hands a parameter that is unused in a step what this buffer held in the one before.
-            buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
-            if isinstance(buffer, Tensor):
-                buffer.zero_()
+            self._forget_gradients()
         return harvested
+
+    def _forget_gradients(self) -> None:
+        """ZeRO-3 hands a parameter that is unused in a step what this buffer held in the one before."""
+        buffer = getattr(self.layout.optimizer, "grad_partitions_flat_buffer", None)
+        if isinstance(buffer, Tensor):
+            buffer.zero_()
 
     def loss(self, closure: Closure) -> Tensor:
         """Forward only, without a graph: the detached scalar loss of this rank's batch."""

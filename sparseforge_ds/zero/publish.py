@@ -68,6 +68,11 @@ class Publication:
         return state
 
     @property
+    def complete(self) -> bool:
+        """Whether all our tensors are optimizer state: after the first step, or after a checkpoint was loaded."""
+        return not self._waiting
+
+    @property
     def flats(self) -> list[int]:
         """Indices of the master partitions that hold prunable weights."""
         return sorted(self._by_flat)
