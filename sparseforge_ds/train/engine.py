@@ -62,7 +62,9 @@ def build(plan: Plan, ranks: Ranks, packed: Packed) -> Workshop:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
     seed_everything(plan.arguments.seed, ranks.rank)
-    model = load_model(plan.model, plan.dtype, plan.deepspeed if plan.stage == 3 else None)
+    loaded = load_model(plan.model, plan.dtype, plan.deepspeed if plan.stage == 3 else None)
+    ranks.everywhere(loaded.check)
+    model = loaded.model
     if plan.arguments.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = sf.prepare(model, plan.config)
@@ -79,7 +81,7 @@ def build(plan: Plan, ranks: Ranks, packed: Packed) -> Workshop:
         ranks=ranks,
         engine=engine,
         forge=forge,
-        teacher=_teacher(plan),
+        teacher=_teacher(plan, ranks),
         batches=_batches(plan, ranks, packed),
         device=torch.device(get_accelerator().current_device_name()),
     )
@@ -93,12 +95,13 @@ def seed_everything(seed: int, rank: int) -> None:
     get_accelerator().manual_seed_all(seed + rank)
 
 
-def _teacher(plan: Plan) -> Teacher | None:
+def _teacher(plan: Plan, ranks: Ranks) -> Teacher | None:
     if plan.teacher is None or plan.config.distillation is None:
         return None
     partitioned = plan.config.distillation.hold == "zero3"
-    model = load_model(plan.teacher, plan.dtype, teacher_ds_config(plan.deepspeed) if partitioned else None)
-    return Teacher(model, plan.config.distillation, plan.deepspeed)
+    loaded = load_model(plan.teacher, plan.dtype, teacher_ds_config(plan.deepspeed) if partitioned else None)
+    ranks.everywhere(loaded.check)
+    return Teacher(loaded.model, plan.config.distillation, plan.deepspeed)
 
 
 def _batches(plan: Plan, ranks: Ranks, packed: Packed) -> Batches:

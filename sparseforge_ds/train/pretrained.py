@@ -87,27 +87,40 @@ def empty_model(model: Pretrained) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(model.config)
 
 
-def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] | None) -> PreTrainedModel:
-    """The model with its weights.
+def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] | None) -> Loaded:
+    """The model with its weights; collective when they are partitioned.
 
     Args:
         model: what `find_model` gave.
         dtype: of every weight.
         partition: a DeepSpeed configuration with ZeRO stage 3, to divide every weight over the ranks as it is loaded;
             None to load all of it here.
-
-    Raises:
-        ValueError: weights are missing in the files.
     """
     with _partitioned(partition):
         loaded, report = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"{model.name}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
-            "config.json and weights do not belong together"
-        )
-    assert isinstance(loaded, PreTrainedModel)
-    return loaded
+    return Loaded(model.name, loaded, sorted(report["missing_keys"]))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model after loading."""
+
+    name: str
+    model: PreTrainedModel
+    missing: list[str]
+    """Weights that the files do not hold; they are random now."""
+
+    def check(self) -> None:
+        """Refuse a model that is partly random.
+
+        Raises:
+            ValueError: weights are missing in the files.
+        """
+        if self.missing:
+            raise ValueError(
+                f"{self.name}: the files hold no {', '.join(self.missing[:3])}{' and others' * (len(self.missing) > 3)}; "
+                "config.json and weights do not belong together"
+            )
 
 
 @contextlib.contextmanager

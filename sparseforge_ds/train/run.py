@@ -27,6 +27,10 @@ from sparseforge_ds.train.ranks import AgreedError, Ranks, world_size_from_launc
 from sparseforge_ds.train.run_folder import check_folder, write_folder, write_json
 
 
+class InstantError(ValueError):
+    """A wrong flag, key or batch size, which every rank finds by itself before the processes meet."""
+
+
 def run(arguments: RunArguments) -> None:
     """Do a whole run on this rank.
 
@@ -35,7 +39,7 @@ def run(arguments: RunArguments) -> None:
         OSError: something cannot be written.
     """
     _quiet()
-    read_config(arguments, world_size_from_launcher())  # before the processes meet: it costs nothing
+    _check_at_once(arguments)
     _announce_compilation()
     deepspeed.init_distributed()
     ranks = Ranks()
@@ -81,11 +85,13 @@ def run(arguments: RunArguments) -> None:
 def main(command_line: Sequence[str] | None = None) -> int:
     """The launcher's whole body: run, and turn what went wrong into one line and exit code 1 on every rank."""
     try:
-        run(parse_arguments(command_line))
+        run(_parse(command_line))
     except AgreedError as error:  # every rank has it
         return _fail(error, os.environ.get("RANK", "0") == "0")
-    except ValueError as error:  # before the processes met every rank finds the same; later it is this rank's own
-        return _fail(error, torch.distributed.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0")
+    except InstantError as error:  # found before the processes met: on every rank, so each machine says it once
+        return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0")
+    except ValueError as error:  # may be this rank's own
+        return _fail(error, True)
     except OSError as error:
         return _fail(error, True)
     return 0
@@ -114,6 +120,20 @@ def _open_folder(plan: Plan, checkpoints: Checkpoints) -> None:
     write_folder(plan)
     checkpoints.folder.mkdir(exist_ok=True)
     checkpoints.sweep()
+
+
+def _parse(command_line: Sequence[str] | None) -> RunArguments:
+    try:
+        return parse_arguments(command_line)
+    except ValueError as error:
+        raise InstantError(str(error)) from None
+
+
+def _check_at_once(arguments: RunArguments) -> None:
+    try:
+        read_config(arguments, world_size_from_launcher())
+    except ValueError as error:
+        raise InstantError(str(error)) from None
 
 
 def _announce_compilation() -> None:

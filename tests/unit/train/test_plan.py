@@ -48,7 +48,7 @@ def test_a_plan_knows_the_run(arguments):
 def test_loaded_weights_are_those_of_the_file(arguments, model):
     plan = make_plan(arguments(), world_size=1)
     expected = load_file(model / "model.safetensors")
-    loaded = load_model(plan.model, torch.bfloat16, None).state_dict()
+    loaded = load_model(plan.model, torch.bfloat16, None).model.state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name].bfloat16()) for name in expected)
 
@@ -168,7 +168,7 @@ def test_weights_that_are_missing_in_the_file_are_named(arguments, model):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     plan = make_plan(arguments(), world_size=2)
     with pytest.raises(ValueError, match=r"hold no model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(plan.model, torch.float32, None)
+        load_model(plan.model, torch.float32, None).check()
 
 
 def test_a_hub_id_without_a_network_says_so(arguments, monkeypatch):

@@ -1,0 +1,245 @@
+"""Bad input on two real ranks: the same program that the launcher starts, ending with one clear error on all of them.
+
+One test per row of the list of things that go wrong. Each asserts the thing and the cure in the message, exit code 1 on
+every rank (a hang is a timeout), and that nothing half-written has a final name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.distributed import run_distributed
+from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
+from tests.tiny_models import tiny_llama
+
+
+def _main(command_line: list[str], largest_file: int | None = None) -> tuple[int, str]:
+    """Exit code and stderr of the trainer's main function."""
+    from sparseforge_ds.train.run import main
+
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        code = main(command_line)
+    if code and largest_file is not None:
+        os._exit(code)  # like the launched process: without saying goodbye to ranks that still wait
+    return code, heard.getvalue()
+
+
+class Inputs:
+    """A good run of eight steps, to be spoiled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = write_model(folder / "model")
+        self.text = write_text(folder / "text.jsonl", documents=200)
+        self.run = folder / "run"
+        self.content = deepspeed_json(batch=8)
+        self.flags = {
+            "model": str(self.model),
+            "dataset": str(self.text),
+            "output_dir": str(self.run),
+            "seq_length": "32",
+            "log_every": "1",
+            "learning_rate": "1e-3",
+        }
+
+    def command_line(self, *switches: str) -> list[str]:
+        path = write_json(self.folder / "ds.json", self.content)
+        return ["--deepspeed", str(path), *(f"--{name}={value}" for name, value in self.flags.items()), *switches]
+
+    def train(self, *switches: str, ranks: int = 2) -> list[tuple[int, str]]:
+        return run_distributed(_main, ranks, self.command_line(*switches), timeout=180)
+
+    def refused(self, *switches: str, ranks: int = 2) -> str:
+        """The one message of a run that ends with code 1 everywhere."""
+        outcomes = self.train(*switches, ranks=ranks)
+        assert [code for code, _ in outcomes] == [1] * ranks
+        assert outcomes[0][1].startswith("error: ")
+        assert outcomes[0][1].count("error: ") == 1
+        assert [heard for _, heard in outcomes[1:]] == [""] * (ranks - 1), "one message, not one per rank"
+        assert not list(self.folder.rglob("*.tmp"))
+        return outcomes[0][1]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    return Inputs(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run, copied by each test that spoils it."""
+    inputs = Inputs(tmp_path_factory.mktemp("finished"))
+    inputs.flags["save_every"] = "4"
+    assert [code for code, _ in inputs.train()] == [0, 0]
+    return inputs
+
+
+@pytest.fixture
+def resumable(finished, tmp_path):
+    """The finished run, gone back to its first checkpoint."""
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    inputs = object.__new__(Inputs)
+    inputs.__dict__.update(finished.__dict__)
+    inputs.folder, inputs.run = tmp_path, tmp_path / "run"
+    inputs.content = json.loads(json.dumps(finished.content))
+    inputs.flags = {**finished.flags, "output_dir": str(inputs.run)}
+    (inputs.run / "checkpoints" / "latest").write_text("step_000004")
+    shutil.rmtree(inputs.run / "checkpoints" / "step_000008")
+    return inputs
+
+
+def test_a_missing_model(inputs):
+    inputs.flags["model"] = str(inputs.folder / "nowhere")
+    message = inputs.refused()
+    assert "--model" in message and "nowhere: no such folder; give a Hugging Face model folder or a hub id" in message
+    assert not inputs.run.exists()
+
+
+def test_a_damaged_model(inputs):
+    whole = (inputs.model / "model.safetensors").read_bytes()
+    (inputs.model / "model.safetensors").write_bytes(whole[:1000])
+    assert "model.safetensors is damaged" in inputs.refused()
+    assert not inputs.run.exists()
+
+
+def test_weights_of_another_model(inputs):
+    weights = load_file(inputs.model / "model.safetensors")
+    weights.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(weights, inputs.model / "model.safetensors", metadata={"format": "pt"})
+    assert "hold no model.layers.0.mlp.up_proj.weight" in inputs.refused()
+    assert not (inputs.run / "checkpoints").exists()
+
+
+def test_a_missing_dataset(inputs):
+    inputs.flags["dataset"] = "./nowhere.jsonl"
+    assert "--dataset ./nowhere.jsonl: no such file" in inputs.refused()
+    assert not inputs.run.exists()
+
+
+def test_a_dataset_without_the_field(inputs):
+    inputs.flags["text_field"] = "body"
+    message = inputs.refused()
+    assert "line 1: no field 'body'" in message and "--text_field (there are: text)" in message
+
+
+def test_a_dataset_that_turns_bad_far_down(inputs):
+    with inputs.text.open("a") as file:
+        file.write('{"text": "cut of')
+    assert "line 201: not JSON" in inputs.refused()
+    assert list((inputs.run / "data").iterdir()) == []
+
+
+def test_too_little_text(inputs):
+    inputs.text.write_text('{"text": "short"}\n')
+    assert "too little for one batch of 8; give more text" in inputs.refused()
+
+
+def test_a_missing_json(inputs):
+    line = inputs.command_line()
+    line[1] = str(inputs.folder / "nowhere.json")
+    outcomes = run_distributed(_main, 2, line)
+    assert [code for code, _ in outcomes] == [1, 1]
+    assert "nowhere.json: no such file" in outcomes[0][1]
+
+
+@pytest.mark.parametrize("block", [None, "zero_optimization"])
+def test_unknown_keys(inputs, block):
+    target = inputs.content[block] if block else inputs.content["sparseforge"]
+    target["unknwon"] = 1
+    assert "unknwon" in inputs.refused()
+    assert not inputs.run.exists()
+
+
+def test_a_pattern_that_does_not_divide_a_weight(inputs):
+    inputs.content["sparseforge"]["pattern"] = "2:5"
+    message = inputs.refused()
+    assert "model.layers.0.self_attn.q_proj.weight" in message and "2:5" in message and "exclude" in message
+
+
+def test_an_unsupported_family(inputs):
+    config = json.loads((inputs.model / "config.json").read_text())
+    config.update(model_type="opt", architectures=["OPTForCausalLM"])
+    (inputs.model / "config.json").write_text(json.dumps(config))
+    message = inputs.refused()
+    assert "opt" in message and "llama" in message
+
+
+def test_a_batch_that_does_not_fit_the_ranks(inputs):
+    message = inputs.refused(ranks=3)
+    assert "train_batch_size = 8" in message and "3 ranks" in message and "use 6 or 9" in message
+
+
+def test_a_run_in_a_folder_that_has_one(resumable):
+    assert "already holds a run with checkpoints; continue it with --resume" in resumable.refused()
+
+
+def test_nothing_to_resume(inputs):
+    assert "--resume: no run in" in inputs.refused("--resume")
+
+
+def test_a_foreign_checkpoint(resumable):
+    resumable.content["sparseforge"]["pattern"] = "1:4"
+    message = resumable.refused("--resume")
+    assert 'sparseforge.pattern was "2:4", is "1:4"' in message and "resume with the same JSON" in message
+
+
+def test_a_checkpoint_of_another_world_size(resumable):
+    message = resumable.refused("--resume", ranks=1)
+    assert "saved by 2 ranks at ZeRO stage 3, this run has 1" in message
+
+
+def test_an_older_checkpoint(resumable):
+    path = resumable.run / "checkpoints" / "step_000004" / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 0}))
+    assert "format 0, this version of sparseforge_ds reads 1" in resumable.refused("--resume")
+
+
+def test_a_half_written_checkpoint(resumable):
+    file = next((resumable.run / "checkpoints" / "step_000004").glob("*rank_1*optim_states.pt"))
+    file.write_bytes(file.read_bytes()[:-100])
+    message = resumable.refused("--resume")
+    assert file.name in message and "incomplete" in message
+
+
+def test_a_checkpoint_of_other_data(resumable):
+    resumable.flags["seed"] = "5"
+    assert "trained on other data (seed 0, here 5)" in resumable.refused("--resume")
+
+
+def test_a_loss_that_stays_infinite(inputs):
+    model = tiny_llama(vocab_size=BYTE_VOCABULARY)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    shutil.rmtree(inputs.model)
+    write_model(inputs.model, model)
+    inputs.content["sparseforge"] = {
+        "max_steps": 40,
+        "importance": "magnitude",
+        "schedule": {"update_every": 15, "hardening": [0.5, 1.0]},
+    }
+    message = inputs.refused()
+    assert "the loss has been nan for 10 steps in a row" in message and "lower --learning_rate" in message
+    assert list((inputs.run / "checkpoints").iterdir()) == []
+
+
+def test_a_full_disk(inputs):
+    """No file may become larger than 20 kB: the token cache fits, a checkpoint does not."""
+    from tests.distributed import RankFailure
+
+    with pytest.raises(RankFailure, match="exit code 1"):
+        run_distributed(_main, 2, inputs.command_line(), largest_file=20_000, timeout=180)
+    assert not (inputs.run / "checkpoints" / "latest").exists()
+    assert not list((inputs.run / "checkpoints").glob("step_*"))

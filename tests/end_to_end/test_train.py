@@ -1,0 +1,225 @@
+"""The shipped command, from the command line to the run folder; and resuming, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.distributed import run_distributed
+from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "ds_configs"
+
+
+def launch(*flags: str, ranks: int = 2, timeout: float = 420) -> subprocess.CompletedProcess[str]:
+    """`deepspeed --num_gpus RANKS launch/train.py FLAGS`, as a user types it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(port)]
+    return subprocess.run(
+        [*command, "launch/train.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def _main(command_line: list[str]) -> int:
+    from sparseforge_ds.train.run import main
+
+    return main(command_line)
+
+
+def train(*flags: str, ranks: int = 2) -> None:
+    """The same without the launcher's seconds."""
+    assert run_distributed(_main, ranks, list(flags), timeout=300) == [0] * ranks
+
+
+def flags_of(folder: Path, content: dict[str, Any], **more: Any) -> list[str]:
+    """The flags of a run on tiny inputs in `folder`."""
+    if not (folder / "model").exists():
+        write_model(folder / "model")
+        write_text(folder / "text.jsonl", documents=200)
+    flags = {
+        "deepspeed": write_json(folder / "ds.json", content),
+        "model": folder / "model",
+        "dataset": folder / "text.jsonl",
+        "output_dir": folder / "run",
+        "seq_length": 32,
+        "log_every": 2,
+        "learning_rate": 1e-3,
+        "save_every": 4,
+        **more,
+    }
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def states(checkpoint: Path) -> dict[str, Any]:
+    """Everything in the .pt files of a checkpoint, by file."""
+    return {file.name: torch.load(file, weights_only=False) for file in sorted(checkpoint.glob("*.pt"))}
+
+
+def differences(one: Any, two: Any, where: str = "") -> list[str]:
+    """Places where two nested structures differ in a bit."""
+    if isinstance(one, torch.Tensor):
+        return [] if torch.equal(one, two) else [where]
+    if isinstance(one, dict):
+        if one.keys() != two.keys():
+            return [f"{where}: keys"]
+        return [found for key in one for found in differences(one[key], two[key], f"{where}/{key}")]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(two):
+            return [f"{where}: length"]
+        return [found for i in range(len(one)) for found in differences(one[i], two[i], f"{where}/{i}")]
+    if hasattr(one, "__dict__") and not callable(one):
+        return differences(vars(one), vars(two), where)
+    return [] if one == two or (one != one and two != two) else [where]
+
+
+def test_the_shipped_command(tmp_path):
+    """The launcher, the shipped JSON, the embedded model and text, on two ranks."""
+    run = tmp_path / "run"
+    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "20", "--output_dir", str(run))
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    for part in (
+        "stdlib_llama (llama",
+        "100.0% of the prunable",
+        "frozen",
+        "step 20/20",
+        "done: 20 steps, 40,960 tokens",
+    ):
+        assert part in outcome.stdout
+    assert "WARNING" not in outcome.stdout.split("done:")[0].split("  model ")[1], "the run itself says nothing else"
+
+    record = json.loads((run / "sparseforge.json").read_text())
+    assert record["model_type"] == "llama"
+    assert record["run"]["dataset"] == "stdlib"
+    assert record["weights"][0].keys() == {"name", "shape", "input_axis"}
+    assert json.loads((run / "ds_config.json").read_text())["sparseforge"] == record["config"]
+    assert (run / "model" / "config.json").is_file()
+    assert (run / "checkpoints" / "latest").read_text() == "step_000020"
+    assert not list(run.rglob("*.tmp"))
+    result = json.loads((run / "result.json").read_text())
+    assert (result["steps"], result["tokens"]) == (20, 40_960)
+    assert math.isfinite(result["last_step"]["loss/total"])
+
+
+def test_an_error_ends_the_launcher(tmp_path):
+    """Real processes: a non-zero exit code and one message."""
+    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--model", str(tmp_path / "none"), timeout=240)
+    assert outcome.returncode != 0
+    assert outcome.stderr.count("error: --model") == 1
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize("name", ["zero1.json", "zero2.json", "zero3.json", "zero3_offload.json"])
+def test_every_shipped_configuration_trains(tmp_path, name):
+    content = json.loads((SHIPPED / name).read_text())
+    content["sparseforge"]["schedule"] = {"update_every": 2, "hardening": [0.25, 0.75]}
+    train(*flags_of(tmp_path, content, max_steps=8))
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000008"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resuming_equals_not_stopping_bit_for_bit(tmp_path, stage):
+    """Four steps, a restart and four more are eight: weights, masks, curvature, moments, data, random state."""
+    flags = flags_of(tmp_path, deepspeed_json(stage, batch=8, seed=3))
+    train(*flags)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    straight = states(checkpoints / "step_000008")
+    shutil.move(checkpoints / "step_000008", tmp_path / "straight")
+    (checkpoints / "latest").write_text("step_000004")
+    train(*flags, "--resume")
+    resumed = states(checkpoints / "step_000008")
+    assert straight.keys() == resumed.keys()
+    assert differences(straight, resumed) == []
+    state = next(content for name, content in resumed.items() if "model_states" in name)
+    assert state["train"]["step"] == state["sparseforge"]["step"] == 8
+    assert state["train"]["tokens"] == 8 * 8 * 32
+    assert state["train"]["data"]["position"] == 64
+
+
+def test_a_complete_run_has_nothing_to_resume(tmp_path):
+    flags = flags_of(tmp_path, deepspeed_json(batch=8))
+    train(*flags)
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    train(*flags, "--resume")
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+
+def test_world_size_and_accumulation_do_not_change_the_run(tmp_path):
+    """The same global batches: losses agree to rounding on one rank, on two, and accumulated."""
+    losses = []
+    for name, ranks, accumulation in (("one", 1, 1), ("two", 2, 1), ("accumulated", 2, 2)):
+        content = deepspeed_json(batch=8)
+        content["gradient_accumulation_steps"] = accumulation
+        train(*flags_of(tmp_path, content, output_dir=tmp_path / name, max_steps=8), ranks=ranks)
+        losses.append(json.loads((tmp_path / name / "result.json").read_text())["last_step"]["loss/total"])
+    assert losses[1:] == [pytest.approx(losses[0], rel=2e-3)] * 2
+
+
+def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
+    content = deepspeed_json(batch=8, monitor={"histograms_every": 4, "gap_every": 3})
+    train(*flags_of(tmp_path, content, save_every=2, keep_checkpoints=2), "--activation_checkpointing")
+    run = tmp_path / "run"
+    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_000006", "step_000008"]
+    log = EventAccumulator(str(run / "tensorboard"))
+    log.Reload()
+    scalars = set(log.Tags()["scalars"])
+    for tag in (
+        "loss/cross_entropy",
+        "loss/kl",
+        "train/grad_norm",
+        "train/tokens_per_second",
+        "train/memory_gib",
+        "dials/x",
+        "mask/undecided",
+        "mask/flip_rate",
+        "mask/disagreement",
+        "mask/soft_to_hard_gap",
+        "curvature/mean",
+        "curvature/negative_share",
+        "curvature/signal",
+    ):
+        assert tag in scalars
+    assert any(tag.startswith("mask/model.layers.0") for tag in log.Tags()["histograms"])
+
+
+@pytest.mark.parametrize(
+    "block", [{"distillation": None}, {"distillation": {"hold": "replicated", "temperature": 2.0}}]
+)
+def test_without_a_teacher_and_with_a_whole_one(tmp_path, block):
+    train(*flags_of(tmp_path, deepspeed_json(batch=8, **block)))
+
+
+@pytest.mark.parametrize("preset", ["fixed_wanda", "fixed_magnitude"])
+def test_a_fixed_mask_is_a_plain_retrain(tmp_path, preset):
+    content = deepspeed_json(batch=8)
+    content["sparseforge"] = {"preset": preset, "max_steps": 4}
+    train(*flags_of(tmp_path, content))
+
+
+def test_low_rank_branches_train_and_resume(tmp_path):
+    flags = flags_of(tmp_path, deepspeed_json(batch=8, importance="hutchinson", low_rank={"k": 8}))
+    train(*flags)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    straight = states(checkpoints / "step_000008")
+    shutil.rmtree(checkpoints / "step_000008")
+    (checkpoints / "latest").write_text("step_000004")
+    train(*flags, "--resume")
+    assert differences(straight, states(checkpoints / "step_000008")) == []
