@@ -38,9 +38,15 @@ trained="$SECONDS"
 echo "demo: export, verification and evaluation"
 mkdir -p "$reports"
 python -m sparseforge_ds.checkpoint.export "$run" "$result"
-python -m sparseforge_ds.checkpoint.verify "$result" --json "$reports/verify.json"
-python -m sparseforge_ds.evaluate.perplexity "$dense" --text stdlib:heldout --json "$reports/dense.json"
-python -m sparseforge_ds.evaluate.perplexity "$dense" --text stdlib:heldout --one_shot 2:4 --json "$reports/one_shot.json"
-python -m sparseforge_ds.evaluate.perplexity "$result" --text stdlib:heldout --json "$reports/sparse.json"
+if ! python -m sparseforge_ds.checkpoint.verify "$result" --json "$reports/verify.json" >"$reports/verify.txt"; then
+    cat "$reports/verify.txt"
+    exit 1
+fi
+perplexity() {  # MODEL REPORT [flags]
+    python -m sparseforge_ds.evaluate.perplexity "$1" --text stdlib:heldout --json "$reports/$2.json" "${@:3}" >"$reports/$2.txt"
+}
+perplexity "$dense" dense
+perplexity "$dense" one_shot --one_shot 2:4
+perplexity "$result" sparse
 
 python launch/demo_table.py "$run" "$result" "$reports" "$trained"
