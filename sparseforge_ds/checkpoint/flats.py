@@ -125,7 +125,10 @@ def stage0_names(
     DeepSpeed saves no names at stage 0. Prunable groups hold the weights that our client state lists, in that order;
     flats of other groups stay nameless, and their weights are read from the module.
     """
-    names = iter([weight["name"] for weight in forge_state.get("weights", [])])
+    listed = forge_state.get("weights", [])
+    if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
+        raise ValueError(f"{archive.path}: the list of weights in its client state is damaged")
+    names = iter([weight["name"] for weight in listed])
     named: list[dict[str, tuple[int, ...]]] = []
     for flat, state in enumerate(flats.states):
         content: dict[str, tuple[int, ...]] = {}

@@ -54,7 +54,7 @@ def open_source(path: str | Path, model_folder: str | Path | None = None) -> Sou
     config = SparseForgeConfig.from_dict(state["config"])
     prunable = {}
     for entry in state["weights"]:
-        weight = Prunable(str(entry["name"]), tuple(entry["shape"]), int(entry["input_axis"]))
+        weight = _listed(checkpoint, entry)
         if checkpoint.shapes.get(weight.name) != weight.shape:
             held = checkpoint.shapes.get(weight.name, "missing")
             raise ValueError(f"{checkpoint.folder}: {weight.name} is {held}, its client state says {weight.shape}")
@@ -74,3 +74,12 @@ def open_source(path: str | Path, model_folder: str | Path | None = None) -> Sou
         raise ValueError(f"{model_folder}/config.json: has a quantization_config, which the trained weights do not fit")
     coverage = read_json(run / "sparseforge.json").get("coverage") if run else None
     return Source(checkpoint, config, prunable, Path(model_folder), model_config, coverage or {})
+
+
+def _listed(checkpoint: Checkpoint, entry: object) -> Prunable:
+    """One entry of the client state's list of weights."""
+    if isinstance(entry, dict):
+        name, shape, input_axis = entry.get("name"), entry.get("shape"), entry.get("input_axis")
+        if isinstance(name, str) and isinstance(shape, (list, tuple)) and input_axis in (-1, -2):
+            return Prunable(name, tuple(shape), int(input_axis))
+    raise ValueError(f"{checkpoint.folder}: the client state lists a damaged weight, {entry!r}")

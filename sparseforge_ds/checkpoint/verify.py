@@ -148,6 +148,8 @@ def _prunable(
     found: dict[str, PrunableWeight] = {}
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})
+        if not isinstance(block, dict):
+            raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
         chosen = SparseForgeConfig(
             pattern=str(pattern), include=tuple(block.get("include", ())), exclude=tuple(block.get("exclude", ()))
         )
@@ -158,7 +160,7 @@ def _prunable(
     for name, entry in _section(folder, sparsity, "weights").items():
         if name not in shapes or name in found:
             continue
-        weight = PrunableWeight(name, shapes[name], int(entry["input_axis"]), name.rpartition(".")[0])
+        weight = PrunableWeight(name, shapes[name], entry["input_axis"], name.rpartition(".")[0])
         if (why := pattern.misfit(weight.shape, weight.input_axis)) is not None:
             misfits.append(f"{name} ({why})")
         else:
@@ -167,8 +169,9 @@ def _prunable(
 
 
 def _section(folder: Path, sparsity: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    section = sparsity.get(key, {})
-    if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+    section: dict[str, dict[str, Any]] = sparsity.get(key, {})
+    whole = isinstance(section, dict) and all(isinstance(entry, dict) for entry in section.values())
+    if not whole or (key == "weights" and any(entry.get("input_axis") not in (-1, -2) for entry in section.values())):
         raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
     return section
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from sparseforge_ds.checkpoint import verify
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.model.families import LOW_RANK
 from tests import tiny_models
-from tests.distributed import run_distributed
+from tests.distributed import ROOT, run_distributed
 from tests.zero.case import Case, batch_at, build, gathered, probe_of, train_step
 
 CASES: dict[str, tuple[str, Case]] = {
@@ -206,3 +209,46 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "used"]
     assert export_module.main([run, str(tmp_path / "empty")]) == 0
     assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
+def test_full_disk_leaves_nothing_behind(runs: dict[str, Run], tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: the same OSError at the same place."""
+    code = f"""
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from sparseforge_ds.checkpoint.export import main
+sys.exit(main([{str(runs["stage3-bf16"].folder)!r}, {str(tmp_path / "out")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert f"error: {tmp_path / 'out'}: cannot be written" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["weight", "mask", "no forge", "list"])
+def test_inconsistent_checkpoints_are_refused(
+    runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["stage3-bf16"].folder, run)
+    kind = "optim" if damage in ("weight", "mask") else "model"
+    file = sorted((run / "checkpoints" / "step").glob(f"*_{kind}_states.pt"))[0]
+    content = torch.load(file, weights_only=False)
+    if damage == "weight":
+        content["optimizer_state_dict"]["fp32_flat_groups"][0].data[5] += 1.0
+        message = "the master of model.layers.0.self_attn.q_proj.weight is not mask * dense"
+    elif damage == "mask":
+        for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+            state.pop("mask", None)
+        message = "q_proj.weight has no mask yet"
+    elif damage == "no forge":
+        del content["sparseforge"]
+        message = "was not saved by SparseForge"
+    else:
+        content["sparseforge"]["weights"][0] = ["q_proj"]
+        message = "the client state lists a damaged weight"
+    torch.save(content, file)
+    assert export_module.main([str(run), str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
