@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -164,6 +164,7 @@ def test_new_parameters_follow_their_weight() -> None:
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(2, 6), st.integers(0, 2**31))
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_the_start_is_exact_for_equal_inputs_in_a_run(case: tuple[int, int, int, int]) -> None:
     outputs, runs, k, seed = case
@@ -175,6 +176,7 @@ def test_the_start_is_exact_for_equal_inputs_in_a_run(case: tuple[int, int, int,
     torch.testing.assert_close(x @ removed.T, x @ _projection(runs, k).double().T @ b.T)
 
 
+@settings(deadline=None)
 @given(sizes, st.floats(0.0, 0.95))
 def test_the_start_is_the_least_squares_solution(case: tuple[int, int, int, int], correlation: float) -> None:
     """For inputs that are correlated inside runs: solve the normal equations of the expected error and compare."""
