@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.pattern import rank_in_group
+from sparseforge_ds.mask.runs import runs
 
 
 class Gate(NamedTuple):
@@ -33,13 +34,21 @@ def gate(score_GM: Tensor, n: int, temperature: float, threshold: Literal["midpo
         threshold: 'midpoint' puts tau halfway between the n-th and the (n+1)-th score; 'nth' puts it on the n-th as the
             paper writes it, which holds that survivor at exactly 0.5 whatever the temperature.
     """
-    rank_GM = rank_in_group(score_GM)
+    soft_GM = torch.empty_like(score_GM)
+    target_GM = torch.empty_like(score_GM, dtype=torch.bool)
     zero = score_GM.new_zeros(())
-    tau_G1 = torch.where(rank_GM == n - 1, score_GM, zero).sum(dim=1, keepdim=True)
-    if threshold == "midpoint":
-        runner_up_G1 = torch.where(rank_GM == n, score_GM, zero).sum(dim=1, keepdim=True)
-        tau_G1 = (tau_G1 + runner_up_G1) / 2
-    return Gate(torch.sigmoid((score_GM - tau_G1) / temperature), rank_GM < n)
+    for run in runs(score_GM):
+        rank_GM = rank_in_group(score_GM[run])
+        near_GM = rank_GM == n - 1
+        if threshold == "midpoint":
+            near_GM |= rank_GM == n
+        # Every other term is +0.0, which leaves the sum exact.
+        tau_G1 = torch.where(near_GM, score_GM[run], zero).sum(dim=1, keepdim=True)
+        if threshold == "midpoint":
+            tau_G1 /= 2
+        torch.sigmoid((score_GM[run] - tau_G1) / temperature, out=soft_GM[run])
+        torch.lt(rank_GM, n, out=target_GM[run])
+    return Gate(soft_GM, target_GM)
 
 
 def move_mask(mask: Tensor, soft: Tensor, target: Tensor, dials: Dials) -> Tensor:
@@ -54,7 +63,10 @@ def move_mask(mask: Tensor, soft: Tensor, target: Tensor, dials: Dials) -> Tenso
     Returns:
         (n,) fp32, the new soft mask.
     """
-    hard = target.to(mask.dtype)
-    blended = torch.lerp(soft, hard, dials.beta)
-    pulled = (blended - dials.penalty_rate * dials.mid_penalty * (mask - hard)).clamp_(0, 1)
-    return torch.lerp(mask, pulled, dials.mask_rate)
+    moved = torch.empty_like(mask)
+    for run in runs(mask):
+        hard = target[run].to(mask.dtype)
+        blended = torch.lerp(soft[run], hard, dials.beta)
+        pulled = (blended - dials.penalty_rate * dials.mid_penalty * (mask[run] - hard)).clamp_(0, 1)
+        torch.lerp(mask[run], pulled, dials.mask_rate, out=moved[run])
+    return moved

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.runs import runs
+
 MOMENTS = 7
 """Columns of `score_moments`: count, H, H W^2, W^2, (H W^2)^2, H W^4, W^4."""
 
@@ -35,6 +37,13 @@ def score_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
     Returns:
         (7,) fp64, see MOMENTS.
     """
+    total = torch.zeros(MOMENTS, dtype=torch.float64, device=dense.device)
+    for run in runs(dense):
+        total += _run_moments(dense[run], None if curvature is None else curvature[run])
+    return total
+
+
+def _run_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
     square = dense.double().square_()
     count = torch.full((), float(dense.numel()), dtype=torch.float64, device=dense.device)
     if curvature is None:
@@ -64,7 +73,8 @@ def scalings(moments: Tensor, damping: float, std_eps: float = 1e-6) -> Tensor:
         std_eps: eps of eq. 4, relative to the std of the matrix.
 
     Returns:
-        (matrices, 3) fp64: absolute damping, mean and 1 / std of the score. A matrix of constant score gets 1 / std = 0.
+        (matrices, 3) fp64: absolute damping, mean and 1 / std of the score. A matrix of constant score gets
+        1 / std = 0.
     """
     count, curvature, obd, square, obd2, obd_square, fourth = moments.unbind(1)
     absolute = damping * curvature / count
@@ -89,9 +99,12 @@ def standardized_score(dense: Tensor, curvature: Tensor | None, scaling: Tensor)
         (n,) fp32. Computed in fp64 before the last rounding, so that two ranks which share a group agree.
     """
     absolute, mean, inverse = scaling.unbind(0)
-    square = dense.double().square_()
-    if curvature is None:
-        obd = square * (1 + absolute)
-    else:
-        obd = curvature.double().clamp_(min=0).add_(absolute).mul_(square)
-    return obd.sub_(mean).mul_(inverse).float()
+    score = torch.empty_like(dense, dtype=torch.float32)
+    for run in runs(dense):
+        square = dense[run].double().square_()
+        if curvature is None:
+            obd = square.mul_(1 + absolute)
+        else:
+            obd = curvature[run].double().clamp_(min=0).add_(absolute).mul_(square)
+        score[run] = obd.sub_(mean).mul_(inverse)
+    return score

@@ -1,0 +1,38 @@
+"""Work in runs gives the bits of work at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparseforge_ds.mask.gate import gate
+from sparseforge_ds.mask.importance import scalings, score_moments, standardized_score
+from sparseforge_ds.mask.runs import ALIGNMENT, ELEMENTS_PER_THREAD, runs
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (200_003,), (50_001, 4), (70_000, 3), (40, 100_000)])
+def test_runs_cover_everything_once(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(shape[0])[:, None].expand(shape) if len(shape) > 1 else torch.arange(shape[0])
+    pieces = [tensor[run] for run in runs(tensor)]
+    assert torch.equal(torch.cat(pieces) if pieces else tensor, tensor)
+    assert all(len(piece) % ALIGNMENT == 0 for piece in pieces[:-1])
+
+
+def test_an_accelerator_gets_one_run() -> None:
+    assert list(runs(torch.empty(10 * ELEMENTS_PER_THREAD, device="meta"))) == [slice(0, 10 * ELEMENTS_PER_THREAD)]
+
+
+@pytest.mark.parametrize("members", [3, 4])
+def test_scores_and_gates_do_not_depend_on_runs(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    elements = 3 * members * ELEMENTS_PER_THREAD * torch.get_num_threads() + members
+    dense, curvature = torch.randn(elements, generator=generator), torch.rand(elements, generator=generator)
+    moments = score_moments(dense, curvature)
+    scaling = scalings(moments[None], 1e-4)[0]
+    score = standardized_score(dense, curvature, scaling)
+    gates = gate(score.view(-1, members), 2, 0.3)
+    monkeypatch.setattr("sparseforge_ds.mask.runs.ELEMENTS_PER_THREAD", 1 << 40)
+    torch.testing.assert_close(score_moments(dense, curvature), moments, rtol=1e-13, atol=0)
+    assert torch.equal(standardized_score(dense, curvature, scaling), score)
+    at_once = gate(score.view(-1, members), 2, 0.3)
+    assert torch.equal(at_once.soft_GM, gates.soft_GM) and torch.equal(at_once.target_GM, gates.target_GM)
