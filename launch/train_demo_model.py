@@ -3,9 +3,10 @@
 
     python launch/train_demo_model.py --output_dir sparseforge_ds/assets/stdlib_llama
 
-Plain PyTorch in one process. The model is small and trained for long, because an undertrained model is pruned for free
-and would show nothing. At the end it prints the held-out perplexity of the dense model and of its one-shot magnitude
-2:4 projection. The result is a Hugging Face folder with the tokenizer beside the weights.
+Plain PyTorch in one process; the README of the shipped model names the two commands that made it. The model is small
+and trained for long, because an undertrained model is pruned for free and would show nothing. At the end it prints the
+held-out perplexity of the dense model and of its one-shot magnitude 2:4 projection. The result is a Hugging Face
+folder with the tokenizer beside the weights.
 """
 
 from __future__ import annotations
