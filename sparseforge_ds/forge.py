@@ -78,7 +78,6 @@ class SparseForge:
         self._estimator = build(shards, config) if build is not None else None
         self._mask_edges: Missing = {}
         self._targets: dict[str, Tensor] = {}
-        self._publishing_step = 1
         self._hard_now = False
         self._ready = self.schedule.freeze_step > 0
         self._exchange_mask_edges()  # hardening may begin before the first update
@@ -122,7 +121,6 @@ class SparseForge:
         if not self._ready:
             raise RuntimeError("hardening ends at step 0: call forge.start(probe) before the first engine.step")
         self.step_count += 1
-        self._publishing_step = self.step_count + 1
         updated = False
         if self.schedule.is_update(self.step_count):
             self._refresh_curvature(probe)
@@ -219,7 +217,6 @@ class SparseForge:
                 "load_module_only or load_optimizer_states=False before forge.load_state_dict"
             )
         self.step_count, self.refreshes = int(state["step"]), int(state["refreshes"])
-        self._publishing_step = self.step_count + 1
         self._publication.steps_begun = 0
         self._ready = True
         self._targets = {}
@@ -259,8 +256,9 @@ class SparseForge:
     # -- publication --------------------------------------------------------------------------------------------------
 
     def _publish_shard(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor) -> None:
-        x = 0.0 if self._hard_now else self.schedule.dials(self._publishing_step).x
-        binary = self._publishing_step > self.schedule.freeze_step
+        step = self.step_count + self._publication.in_step  # the one that publishes is counted by `step`, later
+        x = 0.0 if self._hard_now else self.schedule.dials(step).x
+        binary = step > self.schedule.freeze_step
         if x < 1.0 and not binary:
             mask = effective_mask(mask, self._hard(shard, mask), x)
         publish(dense, mask, out)
@@ -268,10 +266,8 @@ class SparseForge:
     def _published(self, shard: Shard) -> Tensor:
         """(numel of the shard,) fp32 m_eff W at the present step."""
         dense, mask = self._publication.of(shard, "dense"), self._publication.of(shard, "mask")
-        now, self._publishing_step = self._publishing_step, self.step_count
         out = torch.empty_like(dense)
         self._publish_shard(shard, dense, mask, out)
-        self._publishing_step = now
         return out
 
     def _hard(self, shard: Shard, mask: Tensor) -> Tensor:
@@ -284,9 +280,7 @@ class SparseForge:
 
     def _republish(self) -> None:
         """Make the present masks visible to the next forward."""
-        self._publishing_step = self.step_count
         self._publication.write_masters()
-        self._publishing_step = self.step_count + 1
         self._layout.push()
 
     def _exchange_mask_edges(self) -> None:

@@ -42,6 +42,8 @@ class Publication:
         """When set, a step hands its gradients to this and changes nothing."""
         self.steps_begun = 0
         """Optimizer steps applied since the owner last looked; more than one is a missed `forge.step`."""
+        self.in_step = False
+        """Whether it is an optimizer step that publishes, one that the owner has not counted yet."""
         self._by_flat: dict[int, list[Shard]] = {}
         for shard in shards.values():
             self._by_flat.setdefault(shard.flat, []).append(shard)
@@ -125,8 +127,10 @@ class Publication:
             gradient, flat.grad = flat.grad, None
             flat.data = self._swapped.pop(index)
             flat.grad = None if gradient is None else gradient.to(flat.dtype)
+            self.in_step = True
             with torch.no_grad():
                 self._write(index, flat.data)
+            self.in_step = False
             if index == self.flats[0]:
                 self.steps_begun += 1
         for flat, gradient in self._gradients:
