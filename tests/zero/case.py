@@ -1,0 +1,183 @@
+"""One training run of the forge on a real engine, described by plain values, and what a test wants to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sparseforge_ds as sf
+from tests import tiny_models
+
+GLOBAL_BATCH = 12
+"""Sequences of a micro-batch over all ranks: the same on 1, 2, 3 and 4 of them."""
+LENGTH = 6
+
+_SMALL = {"vocab_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+MODELS: dict[str, Callable[[], Any]] = {
+    # 20 x 20, 10 x 20 and 28 x 20: three ranks cut groups of four, ZeRO-1/2 on two ranks as well.
+    "llama": lambda: tiny_models.tiny_llama(hidden_size=20, intermediate_size=28, **_SMALL),
+    # 27 x 20: two ranks of ZeRO-3 cut a group; down_proj has 27 inputs and must stay dense.
+    "llama_odd": lambda: tiny_models.tiny_llama(hidden_size=20, intermediate_size=27, **_SMALL),
+    # 24 = 3 * 8.
+    "llama_24": lambda: tiny_models.tiny_llama(hidden_size=24, intermediate_size=40, **_SMALL),
+    # Tiles of 16 x 16 in 32 x 32, 16 x 32, 48 x 32.
+    "llama_tiles": lambda: tiny_models.tiny_llama(hidden_size=32, intermediate_size=48, **_SMALL),
+    # Conv1D (in, out): 20 x 60, 20 x 20, 20 x 80, 80 x 20.
+    "gpt2": lambda: tiny_models.tiny_gpt2(n_embd=20, n_layer=1, n_head=2, vocab_size=40, n_positions=16),
+}
+
+SCHEDULE = {
+    "update_every": 2,
+    "blend": [0.0, 0.4],
+    "mid_penalty_ramp": [0.0, 0.4],
+    "hardening": [0.3, 0.7],
+    "mask_rate": 0.4,
+}
+"""Of 10 steps: updates at 2, 4 and 6, hardening from 3, frozen from 7."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. Everything here is pickled to the ranks."""
+
+    stage: int = 0
+    dtype: str = "fp32"
+    model: str = "llama"
+    config: dict[str, Any] = field(default_factory=dict)
+    gas: int = 1
+    clip: float = 0.0
+    zero: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    client: bool = False
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    steps: int = 9
+
+    @property
+    def sparseforge(self) -> sf.SparseForgeConfig:
+        """The `sparseforge` block, over short defaults."""
+        block = {"max_steps": 10, "distillation": None, **self.config}
+        block["schedule"] = {**SCHEDULE, **self.config.get("schedule", {})}
+        block["curvature"] = {"first_probes": 2, **self.config.get("curvature", {})}
+        return sf.SparseForgeConfig.from_dict(block)
+
+    def deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed JSON."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
+            "gradient_accumulation_steps": self.gas,
+            "gradient_clipping": self.clip,
+            "zero_optimization": {"stage": self.stage, **self.zero},
+            **self.more,
+        }
+        if self.client:
+            config["zero_allow_untested_optimizer"] = True
+            config["zero_force_ds_cpu_optimizer"] = False
+        else:
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": self.lr, "torch_adam": True}}
+        if self.dtype != "fp32":
+            config[self.dtype] = {"enabled": True, **config.get(self.dtype, {})}
+        return config
+
+
+def batch_at(number: int) -> dict[str, Tensor]:
+    """The global micro-batch `number`: (GLOBAL_BATCH, LENGTH) token ids and equal labels."""
+    generator = torch.Generator().manual_seed(1000 + number)
+    ids = torch.randint(3, 40, (GLOBAL_BATCH, LENGTH), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def my_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's rows."""
+    size = GLOBAL_BATCH // dist.get_world_size()
+    rank = dist.get_rank()
+    return {key: value[rank * size : (rank + 1) * size] for key, value in batch.items()}
+
+
+def build_engine(case: Case, model: Any = None, groups: Any = None) -> Any:
+    """A DeepSpeed engine over the case's model, which is the same on every rank."""
+    import deepspeed
+
+    model = sf.prepare(MODELS[case.model]() if model is None else model, case.sparseforge)
+    groups = sf.param_groups(model, case.sparseforge, weight_decay=case.weight_decay) if groups is None else groups
+    optimizer = torch.optim.AdamW(groups, lr=case.lr) if case.client else None
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, optimizer=optimizer, config=case.deepspeed()
+    )
+    return engine
+
+
+def build(case: Case, model: Any = None) -> tuple[Any, sf.SparseForge]:
+    """Engine and forge."""
+    engine = build_engine(case, model)
+    return engine, sf.SparseForge(engine, case.sparseforge)
+
+
+def train_step(engine: Any, case: Case, step: int) -> float:
+    """All micro-batches of optimizer step `step` (from 0) and engine.step; the mean loss over ranks."""
+    losses = []
+    for micro in range(case.gas):
+        loss = engine(**my_part(batch_at(step * case.gas + micro))).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().float())
+    mean = torch.stack(losses).mean()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def probe_of(engine: Any, case: Case, step: int) -> Callable[[], Tensor]:
+    """The closure for `forge.step` after optimizer step `step`."""
+    batch = my_part(batch_at(step * case.gas))
+    return lambda: engine(**batch).loss
+
+
+def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
+    """`dense`, `mask` or `curvature` of every prunable weight, whole and flat. Collective."""
+    result = {}
+    for name, shard in forge._shards.items():
+        numel = forge._weight[name].numel
+        full = torch.zeros(numel)
+        full[shard.start : shard.stop] = forge._publication.of(shard, key).detach().cpu()
+        if not forge._layout.replicated:
+            dist.all_reduce(full)
+        result[name] = full
+    return result
+
+
+def published(engine: Any) -> dict[str, Tensor]:
+    """The model's weights as the next forward sees them, whole. Collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train `case.steps` steps; losses, masks and curvature after every update, and the final state. Collective."""
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    record: dict[str, Any] = {"losses": [], "updates": [], "metrics": []}
+    for step in range(case.steps):
+        record["losses"].append(train_step(engine, case, step))
+        if forge.step(probe_of(engine, case, step)):
+            update = {"step": step + 1, "mask": gathered(forge, "mask"), "dense": gathered(forge, "dense")}
+            if case.sparseforge.importance != "magnitude":
+                update["curvature"] = gathered(forge, "curvature")
+            record["updates"].append(update)
+            record["metrics"].append(dict(forge.metrics))
+    record["cut"] = forge._edges.any_cut
+    record["mask"], record["dense"] = gathered(forge, "mask"), gathered(forge, "dense")
+    record["published"] = published(engine)
+    return record
+
+
+def run_all(cases: list[Case]) -> list[dict[str, Any]]:
+    """`run` for each case; only rank 0 returns the tensors."""
+    records = [run(case) for case in cases]
+    return records if dist.get_rank() == 0 else []

@@ -1,0 +1,113 @@
+"""fp16 overflow: a training step that DeepSpeed skips is no step of ours, and an overflowing probe changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.zero.case import Case, batch_at, build, gathered, my_part, published, train_step
+
+STAGES = [0, 1, 2, 3]
+
+
+def fp16(stage: int, importance: str = "fisher", **scale: Any) -> Case:
+    return Case(stage=stage, dtype="fp16", config={"importance": importance}, more={"fp16": scale})
+
+
+def overflow_in_training(stage: int) -> dict[str, Any]:
+    """The first loss scale is far too large, so that DeepSpeed skips steps until it has come down.
+
+    At stage 0 DeepSpeed 0.19 does not multiply the loss by its scale, so there the loss itself is too large at first.
+    """
+    case = fp16(stage, initial_scale_power=32 if stage else 4, hysteresis=1, loss_scale_window=1000)
+    engine, forge = build(case)
+    seen = []
+    for step in range(40):
+        before = published(engine)
+        engine.backward(engine(**my_part(batch_at(step))).loss * (1e30 if stage == 0 and step in (0, 1, 4, 5) else 1.0))
+        engine.step()
+        skipped = engine.skipped_steps
+        count = forge.step_count
+        updated = forge.step(lambda step=step: engine(**my_part(batch_at(step))).loss)
+        same = all(torch.equal(value, before[name]) for name, value in published(engine).items())
+        seen.append((skipped, count, forge.step_count, updated, same))
+        if forge.step_count == 9:
+            break
+    forge.finish()
+    return {"seen": seen, "mask": gathered(forge, "mask")}
+
+
+def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:
+    """A probe whose loss is beyond fp16: no update; the next one is fine and updates."""
+    case = fp16(stage, importance, initial_scale_power=4)
+    engine, forge = build(case)
+    result: dict[str, Any] = {"updated": []}
+    for step in range(4):
+        train_step(engine, case, step)
+        before, scale = published(engine), forge._layout.loss_scale
+        factor = 1e30 if step == 1 else 1.0
+        batch = my_part(batch_at(step))
+        result["updated"].append(forge.step(lambda factor=factor, batch=batch: engine(**batch).loss * factor))
+        if step == 1:
+            result["refreshes"] = forge.refreshes
+            result["same"] = all(torch.equal(value, before[name]) for name, value in published(engine).items())
+            result["mask_one"] = all((mask == 1).all().item() for mask in gathered(forge, "mask").values())
+            result["curvature_zero"] = all((c == 0).all().item() for c in gathered(forge, "curvature").values())
+            result["scale_kept"] = forge._layout.loss_scale == scale
+    result["count"] = forge.step_count
+    result["finite"] = all(curvature.isfinite().all() for curvature in gathered(forge, "curvature").values())
+    return result
+
+
+def never_a_probe(stage: int) -> None:
+    """Every probe overflows: the run must not freeze a mask that was never formed."""
+    case = fp16(stage, initial_scale_power=4)
+    engine, forge = build(case)
+    for step in range(case.steps):
+        train_step(engine, case, step)
+        batch = my_part(batch_at(step))
+        forge.step(lambda batch=batch: engine(**batch).loss * 1e30)
+
+
+def all_in_training() -> list[dict[str, Any]]:
+    return [overflow_in_training(stage) for stage in STAGES]
+
+
+def all_in_probe() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{importance} {stage}", overflow_in_probe(stage, importance))
+        for stage in STAGES
+        for importance in ("fisher", "hutchinson")
+    ]
+
+
+def test_a_skipped_step_is_no_step() -> None:
+    for stage, result in zip(STAGES, run_distributed(all_in_training, 2)[0], strict=True):
+        skipped_before = 0
+        applied = 0
+        for skipped, count_before, count, updated, same in result["seen"]:
+            if skipped > skipped_before:
+                assert (count, updated, same) == (count_before, False, True), stage
+            else:
+                applied += 1
+                assert count == count_before + 1 == applied, stage
+                assert updated == (count in (2, 4, 6, 7)), stage
+            skipped_before = skipped
+        assert skipped_before > 3 and applied == 9, stage
+        assert all(set(mask.unique().tolist()) == {0.0, 1.0} for mask in result["mask"].values())
+
+
+def test_an_overflowing_probe_changes_nothing_and_the_next_one_counts() -> None:
+    for where, result in run_distributed(all_in_probe, 2)[0]:
+        assert result["updated"] == [False, False, False, True], where
+        assert result["refreshes"] == 0 and result["count"] == 4, where
+        for key in ("same", "mask_one", "curvature_zero", "scale_kept", "finite"):
+            assert result[key], (where, key)
+
+
+def test_a_mask_without_any_curvature_is_not_frozen() -> None:
+    with pytest.raises(RuntimeError, match=r"never refreshed.*overflowed"):
+        run_distributed(never_a_probe, 1, 2)

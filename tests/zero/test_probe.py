@@ -1,0 +1,241 @@
+"""A probe leaves no trace, and what it measures is what the equations say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparseforge_ds.estimate import ESTIMATORS
+from sparseforge_ds.mask.curvature import counter_key, rademacher
+from sparseforge_ds.model.families import prunable_weights
+from tests import tiny_models
+from tests.distributed import run_distributed
+from tests.reference import ReferenceForge
+from tests.zero.case import MODELS, Case, batch_at, build, my_part, probe_of, published, train_step
+
+KINDS = ("hutchinson", "fisher", "gauss_newton", "wanda")
+NOTHING_HAPPENS = {"max_steps": 1000, "schedule": {"update_every": 50, "hardening": [0.1, 0.3]}}
+SCHEDULER = {
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-3, "warmup_num_steps": 5}}
+}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+NO_CPU_ADAM = {"zero_force_ds_cpu_optimizer": False}
+
+
+def traced(stage: int, dtype: str, **more: Any) -> Case:
+    settings = {**SCHEDULER, **more.pop("more", {})}
+    return Case(stage, dtype, config=NOTHING_HAPPENS, gas=2, clip=0.2, steps=3, more=settings, **more)
+
+
+CASES: dict[str, Case] = {
+    f"{stage}-{dtype}": traced(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16", "fp16")
+}
+CASES["1-bf16-fp32-accumulation"] = traced(1, "bf16", more={"data_types": {"grad_accum_dtype": "fp32"}})
+CASES["2-fp16-offload"] = traced(2, "fp16", zero=OFFLOAD, more=NO_CPU_ADAM)
+CASES["3-bf16-offload"] = traced(3, "bf16", zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, more=NO_CPU_ADAM)
+CASES["3-fp32-small-sub-groups"] = traced(3, "fp32", zero={"sub_group_size": 300})
+
+
+def model_with_dropout() -> Any:
+    return tiny_models.tiny_gpt2(
+        n_embd=20, n_layer=1, n_head=2, vocab_size=40, n_positions=16, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2
+    )
+
+
+def everything(engine: Any, forge: Any) -> dict[str, Any]:
+    """All that a probe could have touched."""
+    optimizer = engine.optimizer
+    state = {f"weight {name}": value for name, value in published(engine).items()}
+    for index, flat in enumerate(forge._layout.flats):
+        state[f"master {index}"] = flat.detach().clone()
+        for key, value in engine.basic_optimizer.state[flat].items():
+            state[f"{key} {index}"] = value.clone() if isinstance(value, Tensor) else value
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    state["scaler"] = dict(getattr(scaler, "__dict__", {}))
+    state["gradients"] = [name for name, p in engine.module.named_parameters() if p.grad is not None]
+    names = ("clip_grad", "overflow", "_global_grad_norm", "micro_step_id", "cur_iter")
+    state |= {name: getattr(optimizer, name, None) for name in names}
+    buffer = getattr(optimizer, "averaged_gradients", None)
+    state["averaged"] = None if buffer is None else {k: v is not None for k, v in buffer.items()}
+    names = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "_is_gradient_accumulation_boundary")
+    state |= {name: getattr(engine, name) for name in names}
+    state["lr"] = engine.get_lr(), engine.lr_scheduler.state_dict()
+    state["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in engine.basic_optimizer.param_groups]
+    state["training"] = engine.module.training
+    state["rng"] = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    return state
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [key for key in before if not same(before[key], after[key])]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+    return bool(left == right)
+
+
+def train(case: Case, probing: bool) -> tuple[list[float], dict[str, Any], list[str]]:
+    torch.manual_seed(3 + dist.get_rank())
+    engine, forge = build(case, model_with_dropout())
+    torch.manual_seed(5 + dist.get_rank())
+    estimators = [
+        ESTIMATORS[kind](forge._estimator.on, replace(case.sparseforge, importance=kind)) for kind in KINDS
+    ]
+    losses, problems = [], []
+    for step in range(case.steps):
+        losses.append(train_step(engine, case, step))
+        forge.step(probe_of(engine, case, step))
+        if probing:
+            before = everything(engine, forge)
+            closure = probe_of(engine, case, step + 7)
+            for kind, estimator in zip(KINDS, estimators, strict=True):
+                assert estimator.refresh(closure, step, 1) is not None
+                problems += [f"step {step} {kind}: {key}" for key in differences(before, everything(engine, forge))]
+            forge.soft_to_hard_gap(closure)
+            forge.histograms()
+            problems += [f"step {step} gap: {key}" for key in differences(before, everything(engine, forge))]
+    return losses, everything(engine, forge), problems
+
+
+def with_and_without(cases: dict[str, Case]) -> dict[str, list[str]]:
+    result = {}
+    for name, case in cases.items():
+        plain, probed = train(case, False), train(case, True)
+        later = [f"later: {key}" for key in differences(plain[1], probed[1])]
+        result[name] = probed[2] + later + ([] if plain[0] == probed[0] else [f"losses {plain[0]} {probed[0]}"])
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_probe_leaves_no_trace(stage: int) -> None:
+    cases = {name: case for name, case in CASES.items() if case.stage == stage}
+    for rank in run_distributed(with_and_without, 2, cases):
+        assert rank == {name: [] for name in cases}
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, kind: str, checkpointing: bool | None = None, probes: int = 1) -> dict[str, Tensor]:
+    """One refresh before the first step, whole weights; `checkpointing` is use_reentrant, None for none."""
+    model = MODELS[case.model]()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    engine, forge = build(case, model)
+    estimator = ESTIMATORS[kind](forge._estimator.on, replace(case.sparseforge, importance=kind))
+    sample = estimator.refresh(probe_of(engine, case, 0), 0, probes)
+    result = {}
+    for name, shard in forge._shards.items():
+        full = torch.zeros(forge._weight[name].numel)
+        full[shard.start : shard.stop] = sample[name]
+        if not forge._layout.replicated:
+            dist.all_reduce(full)
+        result[name] = full
+    return result
+
+
+def measure_all(requests: list[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
+    return [measure(*request) for request in requests]
+
+
+def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Relative distance, all weights together."""
+    square = sum((mine[n].double() - theirs[n].double()).square().sum() for n in theirs)
+    return float((square / sum(t.double().square().sum() for t in theirs.values())).sqrt())
+
+
+def exact_samples(case: Case) -> dict[str, Tensor]:
+    """v (H D v) / D by double backward, D the RMS of each matrix: a step is as long as its matrix is large."""
+    model = MODELS[case.model]()
+    names = [weight.name for weight in prunable_weights(model, case.sparseforge)]
+    weights = [model.get_parameter(name) for name in names]
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = model(**batch_at(0)).loss
+        gradients = torch.autograd.grad(loss, weights, create_graph=True)
+        vectors = [
+            rademacher(counter_key(0, 0, 0, name), 0, weight.numel(), weight.device).view_as(weight)
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        sizes = [weight.detach().square().mean().sqrt() for weight in weights]
+        steps = [vector * size for vector, size in zip(vectors, sizes, strict=True)]
+        products = torch.autograd.grad(gradients, weights, grad_outputs=steps)
+    return {n: (v * hv / r).flatten() for n, v, hv, r in zip(names, vectors, products, sizes, strict=True)}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradient_difference_is_the_exact_hessian_vector_product(world_size: int) -> None:
+    stages = [0, 1, 2, 3] if world_size == 3 else [0, 3]
+    cases = [Case(stage=stage, model=model, clip=0.01, gas=2) for stage in stages for model in ("llama", "gpt2")]
+    found = run_distributed(measure_all, world_size, [(case, "hutchinson") for case in cases])[0]
+    for case, mine in zip(cases, found, strict=True):
+        assert apart(mine, exact_samples(case)) < 1e-3, (case.stage, case.model)
+
+
+def test_squared_gradients_are_the_explicit_per_token_ones() -> None:
+    requests = [
+        (Case(stage=stage, model=model, clip=0.01, gas=2), kind, None, 2)
+        for stage in (0, 1, 2, 3)
+        for model, kind in (("llama", "fisher"), ("gpt2", "gauss_newton"), ("gpt2", "wanda"))
+    ]
+    for (case, kind, *_), mine in zip(requests, run_distributed(measure_all, 3, requests)[0], strict=True):
+        model = MODELS[case.model]()
+        axes = {weight.name: weight.input_axis for weight in prunable_weights(model, case.sparseforge)}
+        reference = ReferenceForge(model, axes, case.sparseforge.to_dict(), lr=0.0)
+        assert apart(mine, reference.curvature_sample(kind, [batch_at(0)], 2)) < 1e-5, (case.stage, kind)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_activation_checkpointing_gives_the_same_curvature(stage: int) -> None:
+    requests = [
+        (Case(stage=stage), kind, how) for kind in ("fisher", "hutchinson", "wanda") for how in (None, False, True)
+    ]
+    found = run_distributed(measure_all, 2, requests)[0]
+    for i in range(0, len(requests), 3):
+        for j in (1, 2):
+            assert apart(found[i + j], found[i]) < (1e-3 if requests[i][1] == "hutchinson" else 1e-6), requests[i + j]
+
+
+def lower_precision_scale(stage: int) -> list[float]:
+    """fp16 gradients are unscaled: curvature is that of fp32, as a number and not just up to a factor."""
+    exact = measure(Case(stage=stage), "fisher")
+    return [apart(measure(Case(stage=stage, dtype=dtype), "fisher"), exact) for dtype in ("bf16", "fp16")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_curvature_of_low_precision_is_that_of_fp32(stage: int) -> None:
+    bf16, fp16 = run_distributed(lower_precision_scale, 2, stage)[0]
+    assert bf16 < 0.1 and fp16 < 0.02
+
+
+def bad_probes() -> list[str]:
+    engine, forge = build(Case(config={"schedule": {"update_every": 1}}))
+    messages = []
+    for probe in (None, lambda: 3.0, lambda: engine(**my_part(batch_at(0))).loss.detach()):
+        engine_, forge_ = build(Case(config={"schedule": {"update_every": 1}}))
+        train_step(engine_, Case(), 0)
+        try:
+            forge_.step(probe)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_probe_that_is_none_is_named() -> None:
+    messages = run_distributed(bad_probes, 1)[0]
+    assert len(messages) == 3
+    assert all("lambda: engine(**batch).loss" in message for message in messages)

@@ -1,0 +1,147 @@
+"""k steps, save, load, k steps equals 2k steps bit for bit; a checkpoint that does not fit is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.zero.case import Case, build, build_engine, gathered, probe_of, published, train_step
+
+SAVES = (1, 2, 5, 8)
+"""Before any update, heating, inside hardening (3 to 7), frozen."""
+STEPS = 10
+LOW_RANK = {"low_rank": {"k": 4}}
+CASES: dict[str, Case] = {
+    f"{stage}-{dtype}": Case(stage=stage, dtype=dtype, gas=2, clip=0.5)
+    for stage in (0, 1, 2, 3)
+    for dtype in ("fp32", "bf16")
+}
+CASES["2-fp16"] = Case(stage=2, dtype="fp16")
+CASES["3-low-rank"] = Case(stage=3, config=LOW_RANK)
+CASES["1-low-rank-bf16"] = Case(stage=1, dtype="bf16", config=LOW_RANK)
+CASES["0-low-rank-conv1d"] = Case(stage=0, model="gpt2", config=LOW_RANK)
+CASES["2-ragged-hutchinson"] = Case(stage=2, config={"exclude": ["*.k_proj.weight"], "importance": "hutchinson"})
+CASES["1-fp32-accumulation"] = Case(stage=1, dtype="bf16", more={"data_types": {"grad_accum_dtype": "fp32"}})
+CASES["3-offload"] = Case(
+    stage=3,
+    dtype="bf16",
+    zero={"offload_optimizer": {"device": "cpu"}},
+    more={"zero_force_ds_cpu_optimizer": False},
+)
+CASES["3-magnitude"] = Case(stage=3, config={"importance": "magnitude"})
+
+
+def one_step(engine: Any, forge: Any, case: Case, step: int) -> tuple[float, dict[str, float] | None]:
+    loss = train_step(engine, case, step)
+    updated = forge.step(probe_of(engine, case, step))
+    metrics = {name: value for name, value in forge.metrics.items() if name != "mask/flip_rate"}
+    return loss, metrics if updated else None
+
+
+def state_of(engine: Any, forge: Any) -> dict[str, Any]:
+    keys = ["dense", "mask"] + (["curvature"] if forge._estimator is not None else [])
+    state = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
+    state |= {f"published {name}": value for name, value in published(engine).items()}
+    for index, flat in enumerate(forge._layout.flats):
+        for key, value in engine.basic_optimizer.state[flat].items():
+            state[f"{key} {index}"] = torch.as_tensor(value).clone()
+    return state
+
+
+def unbroken(case: Case, folder: str) -> tuple[list[Any], dict[str, Any]]:
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    seen = []
+    for step in range(STEPS):
+        seen.append(one_step(engine, forge, case, step))
+        if step + 1 in SAVES:
+            engine.save_checkpoint(folder, tag=f"step{step + 1}", client_state={"sparseforge": forge.state_dict()})
+    return seen, state_of(engine, forge)
+
+
+def resumed(case: Case, folder: str, save: int) -> tuple[list[Any], dict[str, Any]]:
+    torch.manual_seed(99)
+    engine, forge = build(case)
+    _, client_state = engine.load_checkpoint(folder, tag=f"step{save}")
+    forge.load_state_dict(client_state["sparseforge"])
+    forge.start(None)
+    assert forge.step_count == save
+    return [one_step(engine, forge, case, step) for step in range(save, STEPS)], state_of(engine, forge)
+
+
+def compare(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
+    result: dict[str, list[str]] = {}
+    for name, case in cases.items():
+        inside = str(Path(folder, name))
+        seen, state = unbroken(case, inside)
+        problems = result[name] = []
+        for save in SAVES:
+            seen_again, state_again = resumed(case, inside, save)
+            if seen_again != seen[save:]:
+                problems.append(f"after {save}: {seen_again} is not {seen[save:]}")
+            assert state.keys() == state_again.keys()
+            problems += [f"after {save}: {key}" for key in state if not torch.equal(state[key], state_again[key])]
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_is_bit_for_bit(stage: int, tmp_path: Path) -> None:
+    cases = {name: case for name, case in CASES.items() if case.stage == stage}
+    for rank in run_distributed(compare, 2, cases, str(tmp_path)):
+        assert rank == {name: [] for name in cases}
+
+
+def foreign(stage: int, folder: str) -> dict[str, str]:
+    """What a checkpoint of another kind of run says."""
+    case = Case(stage=stage)
+    engine, forge = build(case)
+    for step in range(3):
+        one_step(engine, forge, case, step)
+    engine.save_checkpoint(folder, tag="ours", client_state={"sparseforge": forge.state_dict()})
+    plain = build_engine(case)
+    train_step(plain, case, 0)
+    plain.save_checkpoint(folder, tag="plain")
+    good = forge.state_dict()
+
+    def refusal(other: Case, tag: str, state: dict[str, Any], **how: Any) -> str:
+        engine, forge = build(other)
+        try:
+            engine.load_checkpoint(folder, tag=tag, **how)
+            forge.load_state_dict(state)
+        except ValueError as error:
+            return str(error)
+        return "accepted"
+
+    monitored = Case(stage=stage, config={"monitor": {"gap_every": 3}})
+    return {
+        "pattern": refusal(Case(stage=stage, config={"pattern": "1:4"}), "ours", good),
+        "schedule": refusal(Case(stage=stage, config={"schedule": {"mask_rate": 0.5}}), "ours", good),
+        "max_steps": refusal(Case(stage=stage, config={"max_steps": 20}), "ours", good),
+        "weights": refusal(case, "ours", {**good, "weights": good["weights"][:-1]}),
+        "version": refusal(case, "ours", {**good, "version": 0}),
+        "magnitude": refusal(case, "ours", {**good, "config": {**good["config"], "importance": "magnitude"}}),
+        "plain": refusal(case, "plain", good),
+        "module only": refusal(case, "ours", good, load_module_only=True),
+        "no optimizer": refusal(case, "ours", good, load_optimizer_states=False),
+        "monitor": refusal(monitored, "ours", good),
+        "same": refusal(case, "ours", good),
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> None:
+    said = run_distributed(foreign, 2, stage, str(tmp_path))[0]
+    assert "sparseforge.pattern = 2:4" in said["pattern"] and "1:4" in said["pattern"]
+    assert "sparseforge.schedule.mask_rate = 0.4" in said["schedule"]
+    assert "sparseforge.max_steps = 10" in said["max_steps"] and "20" in said["max_steps"]
+    assert "weights" in said["weights"]
+    assert "version 0" in said["version"]
+    assert "sparseforge.importance = magnitude" in said["magnitude"]
+    assert "holds no curvature, dense, mask" in said["plain"]
+    assert "optimizer states" in said["module only"]
+    assert "optimizer states" in said["no optimizer"]
+    assert said["monitor"] == said["same"] == "accepted"
