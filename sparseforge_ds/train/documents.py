@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -129,14 +130,16 @@ def _stream(dataset: str, text_field: str) -> Iterator[str]:
 
     name, _, config = dataset.partition(":")
     try:
-        records = datasets.load_dataset(name, config or None, split="train", streaming=True)
-        for row, record in enumerate(records):
-            yield _text(record, text_field, f"{dataset}, row {row}")
-    except (OSError, datasets.exceptions.DatasetsError) as error:
+        records = iter(datasets.load_dataset(name, config or None, split="train", streaming=True))
+        first = next(records, None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"--dataset {dataset}: neither a local file or folder nor a readable hub dataset ({error}); "
-            "check the name and the network, or download it and give the files"
+            "check the name and the network, name one of its configurations as owner/name:config, "
+            "or download it and give the files"
         ) from error
+    for row, record in enumerate(itertools.chain([first] if first is not None else [], records)):
+        yield _text(record, text_field, f"{dataset}, row {row}")
 
 
 def _text(record: dict[str, Any], text_field: str, where: str) -> str:

@@ -54,7 +54,12 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
             engine.backward(loss)
             engine.step()
             losses += parts
-            updated = forge.step(probe=Probe(shop, batches.position, -1))
+            try:
+                updated = forge.step(probe=Probe(shop, batches.position, -1))
+            except RuntimeError as error:
+                if torch.isfinite(losses).all():
+                    raise
+                raise AgreedError(_diverged(f"the loss is {float(losses[0])}", before, rate(before))) from error
         step = forge.step_count
 
         losses /= batches.layout.accumulation
@@ -62,11 +67,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
         total, cross_entropy, kl = (losses / shop.ranks.world_size).tolist()
         failures = 0 if math.isfinite(total) else failures + 1
         if failures == PATIENCE:
-            raise AgreedError(
-                f"the loss has been {total} for {PATIENCE} steps in a row, at step {step} with learning rate "
-                f"{rate(before):.3g}; lower --learning_rate or raise --warmup, and continue from the last checkpoint "
-                "with --resume"
-            )
+            raise AgreedError(_diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before)))
         if step == before:  # loss scaling skipped the step
             continue
 
@@ -153,6 +154,13 @@ def _look_closer(shop: Workshop, monitor: Monitor, step: int) -> None:
         token_BS = shop.batches.at(shop.batches.position).to(shop.device)
         gap = shop.forge.soft_to_hard_gap(lambda: _cross_entropy(shop, token_BS))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})
+
+
+def _diverged(what: str, step: int, rate: float) -> str:
+    return (
+        f"{what}, at step {step} with learning rate {rate:.3g}; lower --learning_rate or raise --warmup, and continue "
+        "from the last checkpoint with --resume"
+    )
 
 
 def _grad_norm(engine: Any) -> float:

@@ -118,8 +118,8 @@ class Loaded:
         """
         if self.missing:
             raise ValueError(
-                f"{self.name}: the files hold no {', '.join(self.missing[:3])}{' and others' * (len(self.missing) > 3)}; "
-                "config.json and weights do not belong together"
+                f"{self.name}: the files hold no {', '.join(self.missing[:3])}{' and others' * (len(self.missing) > 3)}"
+                "; config.json and weights do not belong together"
             )
 
 

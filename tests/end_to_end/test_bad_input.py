@@ -219,12 +219,17 @@ def test_a_checkpoint_of_other_data(resumable):
     assert "trained on other data (seed 0, here 5)" in resumable.refused("--resume")
 
 
-def test_a_loss_that_stays_infinite(inputs):
+def spoil_final_norm(inputs):
+    """A model whose every logit is NaN."""
     model = tiny_llama(vocab_size=BYTE_VOCABULARY)
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     shutil.rmtree(inputs.model)
     write_model(inputs.model, model)
+
+
+def test_a_loss_that_stays_infinite(inputs):
+    spoil_final_norm(inputs)
     inputs.content["sparseforge"] = {
         "max_steps": 40,
         "importance": "magnitude",
@@ -232,6 +237,14 @@ def test_a_loss_that_stays_infinite(inputs):
     }
     message = inputs.refused()
     assert "the loss has been nan for 10 steps in a row" in message and "lower --learning_rate" in message
+    assert list((inputs.run / "checkpoints").iterdir()) == []
+
+
+def test_an_infinite_loss_when_curvature_is_due(inputs):
+    spoil_final_norm(inputs)
+    inputs.content = deepspeed_json(stage=0, batch=8)  # the one stage that applies such a step in fp32
+    message = inputs.refused()
+    assert "the loss is nan" in message and "lower --learning_rate" in message
     assert list((inputs.run / "checkpoints").iterdir()) == []
 
 

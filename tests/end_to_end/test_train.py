@@ -163,14 +163,17 @@ def test_a_complete_run_has_nothing_to_resume(tmp_path):
 
 
 def test_world_size_and_accumulation_do_not_change_the_run(tmp_path):
-    """The same global batches: losses agree to rounding on one rank, on two, and accumulated."""
+    """The same global batches: losses agree to rounding on one rank, on two, and accumulated.
+
+    The importance is one that needs no probe, because a probe is one micro-batch, which accumulation makes smaller.
+    """
     losses = []
     for name, ranks, accumulation in (("one", 1, 1), ("two", 2, 1), ("accumulated", 2, 2)):
-        content = deepspeed_json(batch=8)
+        content = deepspeed_json(batch=8, importance="magnitude")
         content["gradient_accumulation_steps"] = accumulation
         train(*flags_of(tmp_path, content, output_dir=tmp_path / name, max_steps=8), ranks=ranks)
         losses.append(json.loads((tmp_path / name / "result.json").read_text())["last_step"]["loss/total"])
-    assert losses[1:] == [pytest.approx(losses[0], rel=2e-3)] * 2
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-4)] * 2
 
 
 def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):

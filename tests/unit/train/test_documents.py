@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sparseforge_ds.train.documents import find_documents
+from sparseforge_ds.train.documents import _stream, find_documents
 
 TEXTS = ["one", "two\nlines", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s"]
 
@@ -108,3 +108,19 @@ def test_a_bad_line_far_down_names_its_number(tmp_path):
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no .txt, .jsonl"):
         find_documents(str(tmp_path), "text")
+
+
+def test_a_stream_of_datasets_is_read_lazily(files):
+    """The reader of hub datasets, on a folder that `datasets` streams in the same way."""
+    (files / "only").mkdir()
+    (files / "b.jsonl").rename(files / "only" / "train.jsonl")
+    assert list(_stream(str(files / "only"), "text")) == TEXTS
+    with pytest.raises(ValueError, match="no field 'body'"):
+        next(_stream(str(files / "only"), "body"))
+
+
+def test_a_hub_dataset_that_cannot_be_had_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="--dataset owner/name: neither a local file or folder nor a readable hub"):
+        next(iter(find_documents("owner/name", "text")))
