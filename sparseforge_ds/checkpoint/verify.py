@@ -85,6 +85,7 @@ def check_weight(weight: Tensor, name: str, pattern: Pattern, input_axis: int) -
     shape = tuple(weight.shape)
     group_GM = pattern.to_groups(weight.reshape(-1), shape, input_axis)
     nonzero_G = torch.count_nonzero(group_GM, dim=1)
+    finite = bool(torch.isfinite(weight.sum(dtype=torch.float32)))  # a single pass; only if it is not, count
     return WeightReport(
         name=name,
         shape=shape,
@@ -92,7 +93,7 @@ def check_weight(weight: Tensor, name: str, pattern: Pattern, input_axis: int) -
         nonzeros=int(nonzero_G.sum()),
         violations=int((nonzero_G > pattern.kept).sum()),
         negative_zeros=int(((weight == 0) & torch.signbit(weight)).sum()),
-        nonfinite=int((~torch.isfinite(weight)).sum()),
+        nonfinite=0 if finite else int((~torch.isfinite(weight)).sum()),
     )
 
 
