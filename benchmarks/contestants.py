@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
-import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
@@ -129,15 +128,14 @@ def build(arguments: argparse.Namespace, config: sf.SparseForgeConfig, phases: P
     return Contestant(engine, forge, teacher, config, phases)
 
 
-def memory(base: int | None = None) -> int:
-    """Bytes that this process holds now or, with a `base` from before, how much it grew above that.
+def memory(base: int | None = None) -> int | None:
+    """Bytes allocated on the accelerator now or, with a `base` from before, the peak since then above it.
 
-    On an accelerator it is the peak of allocated memory since the base was taken; on a CPU the resident memory, which
-    includes what the allocator keeps.
+    None on a CPU: its resident memory is what the allocator keeps, which the run that is built first pays for.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        return psutil.Process().memory_info().rss - (base or 0)
+        return None
     if base is None:
         accelerator.reset_peak_memory_stats()
         return accelerator.memory_allocated()

@@ -64,6 +64,7 @@ def test_bytes_are_those_of_the_tensors(cost: tuple[str, dict[str, Any]]) -> Non
     held = result["extra_bytes_per_weight_and_rank"]
     for key in ("dense", "mask", "curvature"):
         assert held[key] == pytest.approx(2.0, rel=1e-3)  # fp32 on two ranks
+    assert result["extra_peak_memory_per_weight_and_rank"] is None  # on a CPU
     assert held["total_times_ranks"] == pytest.approx(2 * (6.0 + held["cached"]))
 
 
