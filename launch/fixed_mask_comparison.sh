@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Soft mask against fixed masks on one model and one text: same tokens, same data order, same teacher, same learning rate.
+#
+#     bash launch/fixed_mask_comparison.sh MODEL TRAIN_TEXT HELDOUT_TEXT [STEPS] [SEED]
+#
+# Prints held-out perplexity of the dense model, of one-shot magnitude and Wanda 2:4, of both fixed masks retrained, and
+# of SparseForge with the default settings of ds_configs/zero3.json. A fixed mask is the same trainer with hardening at
+# step 0. One-shot Wanda is that trainer stopped after a single step whose learning rate is too small to matter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if [ $# -lt 3 ]; then
+    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+model=$1 text=$2 heldout=$3 steps=${4:-400} seed=${5:-0}
+source launch/install.sh
+
+gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
+ranks=$gpus
+if [ "$gpus" -eq 0 ]; then
+    ranks=2
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+folder=runs/fixed_mask_comparison_seed$seed
+rm -rf "$folder"
+mkdir -p "$folder"
+
+perplexity() { # name, model and flags
+    local name=$1
+    shift
+    python -m sparseforge_ds.evaluate.perplexity "$@" --text "$heldout" --json "$folder/$name.json" >/dev/null
+    python - "$name" "$folder/$name.json" <<'PYTHON' | tee -a "$folder/table.txt"
+import json
+import sys
+
+print(f"{sys.argv[1]:<20} {json.load(open(sys.argv[2]))['perplexity']:9.3f}", flush=True)
+PYTHON
+}
+
+train() { # name, preset, steps and flags
+    local name=$1 preset=$2
+    shift 2
+    python -c '
+import json, sys
+content = json.load(open("ds_configs/zero3.json"))
+content["sparseforge"]["preset"] = sys.argv[1]
+json.dump(content, open(sys.argv[2], "w"))' "$preset" "$folder/$name.ds.json"
+    deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
+        --deepspeed "$folder/$name.ds.json" --model "$model" --dataset "$text" --seed "$seed" \
+        --output_dir "$folder/$name" "$@" >"$folder/$name.log" 2>&1 || { tail -n 20 "$folder/$name.log" >&2; exit 1; }
+    python -m sparseforge_ds.checkpoint.export "$folder/$name" "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
+    python -m sparseforge_ds.checkpoint.verify "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
+    perplexity "$name" "$folder/${name}_2to4"
+}
+
+echo "held-out perplexity per token, seed $seed, $steps steps"
+perplexity dense "$model"
+perplexity one_shot_magnitude "$model" --one_shot 2:4
+train one_shot_wanda fixed_wanda --max_steps 1 --learning_rate 1e-12
+train fixed_magnitude fixed_magnitude --max_steps "$steps"
+train fixed_wanda fixed_wanda --max_steps "$steps"
+train sparseforge default --max_steps "$steps"
