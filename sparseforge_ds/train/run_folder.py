@@ -25,6 +25,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from sparseforge_ds.train.arguments import flags
+from sparseforge_ds.train.banner import memory_per_rank, readable_bytes
 from sparseforge_ds.train.plan import Plan
 
 _PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
@@ -49,7 +50,7 @@ def check_folder(plan: Plan) -> None:
     """Refuse a folder that holds another run, or nothing to resume.
 
     Raises:
-        ValueError: a fresh run would overwrite checkpoints, or the run to resume is not this one.
+        ValueError: a fresh run would overwrite checkpoints, the run to resume is not this one, or the disk is too full.
         OSError: the folder cannot be written.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +66,25 @@ def check_folder(plan: Plan) -> None:
     probe = plan.folder / f".writable.{os.getpid()}"
     probe.touch()
     probe.unlink()
+    needed, free = room_for_checkpoints(plan), shutil.disk_usage(plan.folder).free
+    if needed > free:
+        raise ValueError(
+            f"--output_dir {plan.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
+            f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"
+        )
+
+
+def room_for_checkpoints(plan: Plan) -> float:
+    """Bytes of the checkpoints that this run will have on disk at once, the one being written included."""
+    arguments = plan.arguments
+    written = -(-plan.config.max_steps // arguments.save_every) if arguments.save_every else 1
+    at_once = min(written, arguments.keep_checkpoints + 1) if arguments.keep_checkpoints else written
+    if arguments.resume:
+        at_once = 1  # the others are there already
+    memory = memory_per_rank(plan)
+    ranks = plan.world_size if plan.stage >= 1 else 1
+    states = sum(memory.get(name, 0) for name in ("master", "moments", "dense", "mask", "curvature")) * ranks
+    return at_once * (states + (memory["weights"] if plan.stage < 3 else 0))
 
 
 def write_folder(plan: Plan) -> None:

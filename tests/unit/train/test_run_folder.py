@@ -1,0 +1,117 @@
+"""What a run writes about itself, and in which folders it may run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.train.plan import make_plan
+from sparseforge_ds.train.run_folder import check_folder, room_for_checkpoints, write_folder, write_json
+from tests import tiny_folders
+
+
+@pytest.fixture
+def plan(tmp_path):
+    model = tiny_folders.write_model(tmp_path / "model")
+    text = tiny_folders.write_text(tmp_path / "text.jsonl")
+
+    def build(stage=3, world_size=2, block=None, **flags):
+        path = tiny_folders.write_json(tmp_path / "ds.json", tiny_folders.deepspeed_json(stage, **(block or {})))
+        given = {"model": str(model), "dataset": str(text), "seq_length": 32, "output_dir": str(tmp_path / "run")}
+        return make_plan(RunArguments(deepspeed=str(path), **{**given, **flags}), world_size)
+
+    return build
+
+
+def test_the_folder_describes_the_run(plan, tmp_path):
+    first = plan()
+    check_folder(first)
+    write_folder(first)
+    run = tmp_path / "run"
+    record = json.loads((run / "sparseforge.json").read_text())
+    assert set(record) == {"config", "weights", "coverage", "model_type", "run", "low_rank", "versions"}
+    assert SparseForgeConfig.from_dict(record["config"]) == first.config
+    assert record["weights"][0] == {
+        "name": "model.layers.0.self_attn.q_proj.weight",
+        "shape": [32, 32],
+        "input_axis": -1,
+    }
+    assert record["coverage"]["masked"] == first.coverage.masked
+    assert record["run"]["seq_length"] == 32 and "local_rank" not in record["run"]
+    assert record["versions"]["torch"]
+    assert json.loads((run / "ds_config.json").read_text()) == json.loads(json.dumps(first.deepspeed))
+    configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (run / "model", first.model.folder)]
+    assert [config.pop("_name_or_path") for config in configs]
+    assert configs[0] == configs[1]
+    assert AutoTokenizer.from_pretrained(run / "model")("ab")["input_ids"] == first.tokenizer("ab")["input_ids"]
+    assert sorted(path.name for path in run.iterdir()) == ["ds_config.json", "model", "sparseforge.json"]
+
+
+def test_low_rank_is_recorded(plan, tmp_path):
+    write_folder_of = plan(block={"low_rank": {"k": 8}})
+    check_folder(write_folder_of)
+    write_folder(write_folder_of)
+    assert json.loads((tmp_path / "run" / "sparseforge.json").read_text())["low_rank"] == {"k": 8}
+
+
+def test_a_folder_is_written_again_by_a_resumed_run(plan):
+    check_folder(plan())
+    write_folder(plan())
+    resumed = plan(resume=True, log_every=1, block={"monitor": {"gap_every": 5}})
+    check_folder(resumed)
+    write_folder(resumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 100}, "sparseforge.max_steps was 8, is 100.*same JSON and --max_steps"),
+        ({"block": {"importance": "magnitude"}}, 'sparseforge.importance was "fisher", is "magnitude"'),
+    ],
+)
+def test_another_run_is_not_resumed(plan, changes, message):
+    check_folder(plan())
+    write_folder(plan())
+    with pytest.raises(ValueError, match=message):
+        check_folder(plan(resume=True, **changes))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_damaged_description_is_named(plan, tmp_path, content):
+    check_folder(plan())
+    write_folder(plan())
+    (tmp_path / "run" / "sparseforge.json").write_text(content)
+    with pytest.raises(ValueError, match="sparseforge.json is damaged or of another version"):
+        check_folder(plan(resume=True))
+
+
+def test_a_file_where_the_folder_should_be(plan, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(OSError, match="run"):
+        check_folder(plan())
+
+
+def test_room_is_checked_before_work_starts(plan, tmp_path, monkeypatch):
+    every = plan(stage=3, max_steps=100, save_every=10, keep_checkpoints=0)
+    total, masked = every.coverage.total, every.coverage.masked
+    one = 12 * total + 12 * masked
+    assert room_for_checkpoints(every) == 10 * one
+    assert room_for_checkpoints(plan(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * one
+    assert room_for_checkpoints(plan(max_steps=100, save_every=0)) == one
+    assert room_for_checkpoints(plan(max_steps=100, save_every=10, resume=True)) == one
+    assert room_for_checkpoints(plan(stage=2, save_every=0)) == one + 4 * total
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):
+        check_folder(every)
+
+
+def test_a_json_file_is_whole_or_absent(tmp_path):
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert list(tmp_path.iterdir()) == []
