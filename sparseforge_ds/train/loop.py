@@ -82,8 +82,10 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
             save(shop, checkpoints, step)
             saved = step
 
+    if failures:
+        raise AgreedError(_diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1)))
     forge.finish()
-    if saved != max_steps and not failures:
+    if saved != max_steps:
         save(shop, checkpoints, max_steps)
     return {
         "steps": forge.step_count,
