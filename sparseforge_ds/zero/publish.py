@@ -138,9 +138,9 @@ class Publication:
         self._gradients.clear()
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Take our tensors aside: torch would cast them to the master's dtype."""
+        """Take the tensors aside: torch would cast ours, and moments of fp32 weights, to the master's dtype."""
         self._loading = {
-            key: {name: state[name] for name in STATE_KEYS if name in state}
+            key: {name: value for name, value in state.items() if isinstance(value, Tensor)}
             for key, state in state_dict["state"].items()
             if isinstance(state, dict)
         }
@@ -166,4 +166,7 @@ class Publication:
                         f"engine {flat.numel()}: use the world size, ZeRO stage and patterns of the saved run"
                     )
                 optimizer.state[flat][name] = loaded[name].to(device=flat.device, dtype=torch.float32)
+            for name in set(loaded) - expected:
+                if optimizer.state[flat][name].dtype != loaded[name].dtype:
+                    optimizer.state[flat][name] = loaded[name].to(device=flat.device)
         self._loading = {}
