@@ -267,7 +267,7 @@ class ReferenceForge:
         self.refreshes += 1
 
     def curvature_sample(self, kind: str, batches: list[Batch], probes: int) -> dict[str, Tensor]:
-        """(numel,) fp64 by weight name, the mean of `probes` samples; `batches` are the parts of a probe, one a rank."""
+        """(numel,) fp64 by weight name, the mean of `probes` samples; `batches` are parts of a probe, one a rank."""
         if kind == "wanda":
             return self._mean_square_inputs(batches)
         total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}

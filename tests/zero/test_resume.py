@@ -32,6 +32,10 @@ CASES["3-offload"] = Case(
     zero={"offload_optimizer": {"device": "cpu"}},
     more={"zero_force_ds_cpu_optimizer": False},
 )
+# Masters and moments in bf16: our states stay fp32 beside them, through torch's cast of loaded state as well.
+BF16_MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+CASES["2-bf16-masters"] = Case(stage=2, dtype="bf16", more=BF16_MASTERS)
+CASES["3-bf16-masters"] = Case(stage=3, dtype="bf16", more=BF16_MASTERS)
 CASES["3-magnitude"] = Case(stage=3, config={"importance": "magnitude"})
 
 

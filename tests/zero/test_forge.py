@@ -1,0 +1,335 @@
+"""What a user of `SparseForge` can do wrong, and what must hold when nothing is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import sparseforge_ds as sf
+from sparseforge_ds.model.low_rank import branches, low_rank_start
+from tests.distributed import run_distributed
+from tests.reference import groups_of, kept_of
+from tests.zero.case import (
+    MODELS,
+    Case,
+    batch_at,
+    build,
+    build_engine,
+    gathered,
+    my_part,
+    probe_of,
+    published,
+    train_step,
+)
+
+# -- frozen -----------------------------------------------------------------------------------------------------------
+
+FROZEN: dict[str, Case] = {
+    "1:4 stage 0": Case(stage=0, config={"pattern": "1:4", "importance": "magnitude"}),
+    "2:4 stage 1 bf16": Case(stage=1, dtype="bf16", config={"exclude": ["*.k_proj.weight"]}),
+    "block stage 2": Case(stage=2, model="llama_tiles", config={"pattern": "block16:0.25"}),
+    "conv1d stage 3 bf16": Case(stage=3, dtype="bf16", model="gpt2"),
+    "fixed stage 3": Case(stage=3, config={"schedule": {"hardening": [0.0, 0.0]}}),
+}
+
+
+def train_frozen(case: Case) -> list[str]:
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    problems: list[str] = []
+    chosen: dict[str, torch.Tensor] = {}
+    for step in range(11):
+        train_step(engine, case, step)
+        updated = forge.step(probe_of(engine, case, step))
+        if forge.dials.phase != "frozen":
+            continue
+        assert updated == (forge.step_count == forge.schedule.freeze_step)
+        weights = published(engine)
+        for weight in forge.weights:
+            value = weights[weight.name]
+            group_GM = value.flatten()[
+                torch.tensor(groups_of(case.sparseforge.pattern, weight.shape, weight.input_axis))
+            ]
+            if (group_GM != 0).sum(1).unique().tolist() != [kept_of(case.sparseforge.pattern)]:
+                problems.append(f"step {step + 1}: {weight.name} has other than N non-zeros in a group")
+            if (value.signbit() & (value == 0)).any():
+                problems.append(f"step {step + 1}: {weight.name} has a -0.0")
+            if not torch.equal(chosen.setdefault(weight.name, value != 0), value != 0):
+                problems.append(f"step {step + 1}: the mask of {weight.name} moved")
+    forge.finish()
+    return problems
+
+
+def train_all_frozen() -> dict[str, list[str]]:
+    return {name: train_frozen(case) for name, case in FROZEN.items()}
+
+
+def test_frozen_weights_are_exactly_n_of_m_and_stay_so() -> None:
+    assert run_distributed(train_all_frozen, 3)[0] == {name: [] for name in FROZEN}
+
+
+# -- use --------------------------------------------------------------------------------------------------------------
+
+
+def message_of(action: Any) -> str:
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def misuses() -> dict[str, str]:
+    said = {}
+    case = Case(stage=2)
+
+    engine, forge = build(case)
+    train_step(engine, case, 0)
+    train_step(engine, case, 1)
+    said["missed step"] = message_of(lambda: forge.step(probe_of(engine, case, 1)))
+
+    engine, forge = build(Case(stage=2, config={"schedule": {"hardening": [0.0, 0.0]}}))
+    said["start without probe"] = message_of(lambda: forge.start(None))
+    train_step(engine, case, 0)
+    said["never started"] = message_of(lambda: forge.step(probe_of(engine, case, 0)))
+
+    engine, forge = build(case)
+    said["finish early"] = message_of(forge.finish)
+    accumulating = Case(stage=2, gas=2)
+    engine, forge = build(accumulating)
+    engine.backward(engine(**my_part(batch_at(0))).loss)
+    engine.step()
+    said["accumulating"] = str((forge.step(None), forge.step_count))
+
+    model = MODELS["llama"]()
+    everything = [{"params": list(model.parameters())}]
+    engine = build_engine(case, model, everything)
+    said["one group"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
+    model = MODELS["llama"]()
+    halves = [
+        {"params": [p for n, p in model.named_parameters() if ("layers" in n and p.dim() > 1) is yes]}
+        for yes in (True, False)
+    ]
+    unmarked = build_engine(case, model, halves)
+    said["unmarked"] = message_of(lambda: sf.SparseForge(unmarked, case.sparseforge))
+    model = MODELS["llama"]()
+    few = [{"params": [p for n, p in model.named_parameters() if "q_proj" in n], "sparseforge": "prunable"}]
+    partial = build_engine(case, model, few)
+    said["left out"] = message_of(lambda: sf.SparseForge(partial, case.sparseforge))
+    return said
+
+
+def test_misuse_is_named() -> None:
+    said = run_distributed(misuses, 1)[0]
+    assert (
+        said["missed step"].startswith("RuntimeError: 2 optimizer steps") and "every engine.step" in said["missed step"]
+    )
+    assert said["start without probe"].startswith("ValueError") and "probe" in said["start without probe"]
+    assert said["never started"].startswith("RuntimeError") and "forge.start(probe)" in said["never started"]
+    assert "never refreshed" in said["finish early"] and "layers.0.self_attn.q_proj.weight" in said["finish early"]
+    assert said["accumulating"] == "(False, 0)"
+    for key in ("one group", "unmarked", "left out"):
+        assert said[key].startswith("ValueError") and "param_groups(model, config)" in said[key], said[key]
+
+
+def unused_layer(case: Case, in_training: bool) -> str:
+    """One layer takes no part in the probe's loss; with `in_training` it has had gradients before."""
+    engine, forge = build(case)
+    up_proj = engine.module.model.layers[0].mlp.up_proj
+
+    def without_up(*_: Any) -> Any:
+        return torch.ones_like
+
+    handle = None
+    try:
+        for step in range(case.steps):
+            if handle is None and not in_training:
+                handle = up_proj.register_forward_hook(lambda _m, _a, output: output.detach())
+            train_step(engine, case, step)
+            closure = probe_of(engine, case, step)
+
+            def probe(closure: Any = closure) -> Any:
+                cut = up_proj.register_forward_hook(lambda _m, _a, output: output.detach())
+                try:
+                    return closure()
+                finally:
+                    cut.remove()
+
+            forge.step(probe)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+UNUSED = [
+    (Case(stage=stage, config={"importance": kind, "curvature": {"per_token": kind == "fisher"}}, steps=3), in_training)
+    for stage in (0, 2, 3)
+    for kind in ("fisher", "hutchinson")
+    for in_training in (True, False)
+]
+
+
+def unused_all() -> list[str]:
+    return [unused_layer(*arguments) for arguments in UNUSED]
+
+
+def test_a_layer_without_curvature_stops_the_run() -> None:
+    for (case, in_training), said in zip(UNUSED, run_distributed(unused_all, 2)[0], strict=True):
+        where = (case.stage, case.sparseforge.importance, in_training, said)
+        assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def reports(stage: int, dtype: str) -> dict[str, Any]:
+    case = Case(stage=stage, dtype=dtype, config={"exclude": ["*.k_proj.weight"]})
+    engine, forge = build(case)
+    result: dict[str, Any] = {"gaps": [], "same": []}
+    for step in range(8):
+        before = published(engine)
+        result["gaps"].append(forge.soft_to_hard_gap(probe_of(engine, case, step)))
+        result["same"].append(all(torch.equal(v, before[n]) for n, v in published(engine).items()))
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+        if step == 3:
+            result["histograms"] = forge.histograms(8)
+            result["masks"], result["metrics"] = gathered(forge, "mask"), dict(forge.metrics)
+            result["curvature"] = gathered(forge, "curvature")
+    result["coverage"] = forge.coverage
+    result["total"] = sum(value.numel() for value in published(engine).values())
+    return result
+
+
+def all_reports() -> list[dict[str, Any]]:
+    return [reports(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
+
+
+def test_reports() -> None:
+    ranks = run_distributed(all_reports, 3)
+    for i, found in enumerate(ranks[0]):
+        assert all(found["same"]), i
+        assert all(rank[i]["gaps"] == found["gaps"] for rank in ranks)
+        assert abs(found["gaps"][4]) > 1e-5 and found["gaps"][7] == 0.0, found["gaps"]
+        masks = torch.cat(list(found["masks"].values()))
+        assert found["metrics"]["mask/undecided"] == pytest.approx((masks * (1 - masks)).mean().item(), rel=1e-5)
+        assert found["metrics"]["mask/kept"] == pytest.approx(masks.mean().item(), rel=1e-5)
+        correction = 1 - 0.9**2
+        curvature = torch.cat(list(found["curvature"].values())).mean().item() / correction
+        assert found["metrics"]["curvature/mean"] == pytest.approx(curvature, rel=1e-4)
+        for name, mask in found["masks"].items():
+            counts, edges = found["histograms"][f"mask/{name}"]
+            assert counts == torch.histc(mask, 8, 0, 1).int().tolist()
+            assert len(edges) == 9 and sum(counts) == mask.numel()
+            assert sum(found["histograms"][f"curvature_log10/{name}"][0]) == mask.numel()
+        # 20 x 20 for q and o, 10 x 20 for k and v, three of 28 x 20; k is prunable but excluded.
+        covered = found["coverage"]
+        assert (covered.masked, covered.prunable, covered.weights) == (2680, 2880, 6)
+        assert covered.total == found["total"]
+        assert covered.of_prunable == pytest.approx(100 * 2680 / 2880)
+
+
+# -- SLoRB ------------------------------------------------------------------------------------------------------------
+
+
+def switch_on(case: Case) -> list[str]:
+    """At its step every B is the mean of what m_eff removes from each run, and it trains from then on."""
+    import deepspeed
+
+    engine, forge = build(case)
+    at = forge._branch_step
+    problems = []
+    for step in range(case.steps):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+        layers = branches(engine.module)
+        if any(layer.enabled != (step + 1 >= at) for layer in layers.values()):
+            problems.append(f"step {step + 1}: enabled at the wrong time")
+        if step + 1 == at or step + 1 == case.steps:
+            dense, weights = gathered(forge, "dense"), published(engine)
+            for weight in forge.weights:
+                removed = dense[weight.name].view(weight.shape) - weights[weight.name].float()
+                if weight.input_axis == -2:
+                    removed = removed.t()
+                expected = low_rank_start(removed, case.sparseforge.low_rank.k)
+                low_rank = layers[weight.name].low_rank_b
+                with deepspeed.zero.GatheredParameters([low_rank]):
+                    close = torch.allclose(low_rank.float(), expected, atol=1e-6 if case.dtype == "fp32" else 2e-3)
+                if close != (step + 1 == at):
+                    problems.append(
+                        f"step {step + 1}: B of {weight.name} {'differs' if step + 1 == at else 'did not train'}"
+                    )
+                if step + 1 == at and not expected.any():
+                    problems.append(f"nothing is removed from {weight.name}")
+    return problems
+
+
+LOW_RANK: dict[str, Case] = {
+    f"stage {stage} {dtype} {model} {start}": Case(
+        stage=stage, dtype=dtype, model=model, config={"low_rank": {"k": 4, "start": start}}
+    )
+    for stage, dtype, model, start in (
+        (0, "fp32", "llama", None),
+        (0, "bf16", "gpt2", 0.5),
+        (1, "bf16", "llama", 0.4),
+        (2, "fp32", "gpt2", 0.5),
+        (3, "fp32", "llama", 0.6),
+        (3, "bf16", "gpt2", 0.8),
+    )
+}
+
+
+def switch_on_all() -> dict[str, list[str]]:
+    return {name: switch_on(case) for name, case in LOW_RANK.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_low_rank_starts_from_what_the_mask_removes(world_size: int) -> None:
+    for rank in run_distributed(switch_on_all, world_size):
+        assert rank == {name: [] for name in LOW_RANK}
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    said = {}
+    cases = {
+        "unmanaged": Case(stage=2, more={"managed_gradient_accumulation": False}),
+        "autocast": Case(stage=1, more={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+        "fine": Case(stage=2),
+    }
+    for name, case in cases.items():
+        engine = build_engine(case)
+        said[name] = message_of(lambda engine=engine, case=case: sf.SparseForge(engine, case.sparseforge))
+    # These need an optimizer that compiles for minutes, a disk, or a GPU to come up: the settings on an engine without.
+    offload = Case(stage=3, zero={"offload_optimizer": {"device": "cpu"}}, more={"zero_force_ds_cpu_optimizer": False})
+    for name, key, value in (("partial", "ratio", 0.5), ("nvme", "device", "nvme"), ("super", "super_offload", True)):
+        engine = build_engine(offload)
+        setattr(engine._config.zero_config.offload_optimizer, key, value)
+        said[name] = message_of(lambda engine=engine: sf.SparseForge(engine, offload.sparseforge))
+    engine = build_engine(cases["fine"])
+    engine._config.zero_config.zero_quantized_weights = True
+    said["quantized"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
+    engine = build_engine(cases["fine"])
+    engine.basic_optimizer.param_groups[0]["use_muon"] = True
+    said["muon"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
+    return said
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    said = run_distributed(refusals, 1)[0]
+    for name, words in {
+        "quantized": ["zero_quantized_weights", "set it to false"],
+        "unmanaged": ["managed_gradient_accumulation", "set it to true"],
+        "autocast": ["torch_autocast", "bf16"],
+        "partial": ["ratio = 0.5", "set 1.0"],
+        "nvme": ['"nvme"', 'set "cpu"'],
+        "super": ["super_offload", "set it to false"],
+        "muon": ["Muon", "use AdamW"],
+    }.items():
+        assert said[name].startswith("ValueError: cannot train a mask"), said[name]
+        assert [word for word in words if word not in said[name]] == [], said[name]
+    assert said["fine"] == "no error"

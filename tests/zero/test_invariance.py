@@ -1,0 +1,64 @@
+"""The same run gives the same masks on 1, 2, 3 and 4 ranks and at every ZeRO stage, whatever measures importance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.zero.case import Case, run_all
+
+# k_proj stays dense, so that ranks of every ZeRO stage cut groups. Where beta is 1, a flipped target moves a mask by
+# mask_rate: equal masks are equal targets.
+EXCLUDE = {"exclude": ["*.k_proj.weight"], "schedule": {"blend": [0.0, 0.2], "hardening": [0.6, 0.9]}}
+IMPORTANCES: dict[str, dict[str, Any]] = {
+    "fisher": {},
+    "gauss_newton": {},
+    "wanda": {},
+    "magnitude": {},
+    # As in test_parity: a large radius, so that fp32 rounding does not decide about weights of no curvature.
+    "hutchinson": {"curvature": {"radius": 0.1, "damping": 0.05}},
+}
+
+
+def cases(stage: int) -> list[Case]:
+    return [Case(stage=stage, config={"importance": i, **EXCLUDE, **more}, steps=7) for i, more in IMPORTANCES.items()]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    return run_distributed(run_all, 1, cases(0))[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(1, [1, 3]), (2, [0, 1, 2, 3]), (3, [1, 2, 3]), (4, [0, 2, 3])], ids=str
+)
+def test_masks_do_not_depend_on_ranks_or_stage(
+    alone: list[dict[str, Any]], world_size: int, stages: list[int]
+) -> None:
+    found = run_distributed(run_all, world_size, [case for stage in stages for case in cases(stage)])[0]
+    records = iter(found)
+    for stage in stages:
+        for importance, expected in zip(IMPORTANCES, alone, strict=True):
+            record, where = next(records), f"{importance}, stage {stage}, world {world_size}"
+            assert len(record["updates"]) == len(expected["updates"]) == 3
+            for mine, theirs in zip(record["updates"], expected["updates"], strict=True):
+                for name, mask in mine["mask"].items():
+                    apart = (mask - theirs["mask"][name]).abs().max().item()
+                    assert apart < 1e-5, (where, mine["step"], name, apart)
+            for key in ("mask/undecided", "mask/kept", "mask/flip_rate", "curvature/mean", "curvature/signal"):
+                if key in expected["metrics"][-1]:
+                    assert record["metrics"][-1][key] == pytest.approx(expected["metrics"][-1][key], rel=1e-4), where
+            assert record["metrics"][0].keys() == expected["metrics"][0].keys()
+    if world_size == 3:
+        assert all(record["cut"] for record in found)
+
+
+def test_another_run_has_other_masks() -> None:
+    """Guards the test above."""
+    one, other = run_distributed(run_all, 1, [cases(0)[0], Case(steps=7, config=EXCLUDE, lr=1e-1)])[0]
+    masks, others = one["updates"][-1]["mask"], other["updates"][-1]["mask"]
+    apart = [(mask - others[name]).abs().max() for name, mask in masks.items()]
+    assert torch.stack(apart).min() > 0.1
