@@ -194,7 +194,7 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def prunable_weights(model: LlamaForCausalLM) -> list[nn.Parameter]:
+def prunable_weights(model: LlamaForCausalLM) -> list[Tensor]:
     """The (O, I) matrices inside the decoder layers; embedding, head and norms stay dense."""
     return [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
 

@@ -1,4 +1,4 @@
-"""2:4 sparse large language models, trained on DeepSpeed without losing their quality (SparseForge, arXiv 2605.06402)."""
+"""2:4 sparse large language models, trained on DeepSpeed (SparseForge, arXiv 2605.06402)."""
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.forge import SparseForge

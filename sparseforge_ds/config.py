@@ -64,7 +64,9 @@ class ScheduleConfig:
         _require(decay is None or 0 < decay <= 1, "schedule.temperature_decay", decay, "use null or 0 < gamma <= 1")
         for name in ("blend", "mid_penalty_ramp", "hardening"):
             start, stop = getattr(self, name)
-            _require(0 <= start <= stop <= 1, f"schedule.{name}", [start, stop], "use fractions 0 <= start <= stop <= 1")
+            _require(
+                0 <= start <= stop <= 1, f"schedule.{name}", [start, stop], "use fractions 0 <= start <= stop <= 1"
+            )
         for name in ("mid_penalty", "penalty_rate"):
             _require(getattr(self, name) >= 0, f"schedule.{name}", getattr(self, name), "use a value >= 0")
         _require(0 < self.mask_rate <= 1, "schedule.mask_rate", self.mask_rate, "use 0 < alpha <= 1")
@@ -109,7 +111,9 @@ class LowRankConfig:
 
     def __post_init__(self) -> None:
         _require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
-        _require(self.start is None or 0 <= self.start <= 1, "low_rank.start", self.start, "use null or 0 <= start <= 1")
+        _require(
+            self.start is None or 0 <= self.start <= 1, "low_rank.start", self.start, "use null or 0 <= start <= 1"
+        )
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class SparseForgeConfig:
     preset: str = "default"
     """Named starting point (see PRESETS); keys given beside it override it."""
     max_steps: int = 400
-    """Optimizer steps of the whole run, the unit of every fraction below; `--max_steps` of the launcher overrides it."""
+    """Optimizer steps of the whole run, the unit of every fraction below; the launcher's `--max_steps` wins."""
     pattern: str = "2:4"
     """n:m or block<size>[:density]."""
     importance: Importance = "fisher"
@@ -239,7 +243,9 @@ class SparseForgeConfig:
         try:
             content = json.loads(path.read_text())
         except FileNotFoundError:
-            raise ValueError(f"{path}: no such file; give the DeepSpeed JSON, for example ds_configs/zero3.json") from None
+            raise ValueError(
+                f"{path}: no such file; give the DeepSpeed JSON, for example ds_configs/zero3.json"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
             raise ValueError(f"{path}: not a readable JSON file ({error})") from None
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):

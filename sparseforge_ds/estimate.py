@@ -56,6 +56,8 @@ class Shards:
         self, layout: Layout, publication: Publication, matrices: Matrices, edges: Edges, modules: dict[str, nn.Module]
     ) -> None:
         """`modules` holds the linear layer of each weight that has one, by weight name."""
+        # GPT-2's Conv1D is the linear layer that is no nn.Linear, and stores its weight as (in, out).
+        self.input_first = {name for name, module in modules.items() if not isinstance(module, nn.Linear)}
         self.layout = layout
         self.publication = publication
         self.matrices = matrices
@@ -71,9 +73,7 @@ class Shards:
             for name, shard in self.shards.items()
         }
 
-    def add_gradient(
-        self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]
-    ) -> None:
+    def add_gradient(self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]) -> None:
         """Call add(shard, its gradient) for the shards of `names` in one master partition."""
         for name in names:
             shard = self.shards[name]
@@ -92,33 +92,42 @@ class Hutchinson:
 
     def refresh(self, closure: Closure, step: int, probes: int) -> Diagonal | None:
         """See `Estimator`; 2 * `probes` forward-backward passes."""
-        on, layout = self.on, self.on.layout
+        on = self.on
         total = on.zeros()
         radii = self._radii()
-        names = set(on.shards)
         try:
             for probe in range(probes):
                 keys = {name: counter_key(self.seed, step, probe, name) for name in on.shards}
                 difference = on.zeros()
                 for side in (1.0, -1.0):
-                    on.publication.write_masters()
-                    for name, shard in on.shards.items():
-                        master = layout.flats[shard.flat].data
-                        shard.of(master).add_(self._sign(keys[name], shard, master.device) * (side * radii[name]))
-                    layout.push()
-
-                    def add(shard: Shard, gradient: Tensor, side: float = side, into: Diagonal = difference) -> None:
-                        into[shard.name].add_(gradient, alpha=side)
-
-                    if not on.probe.gradients(closure, lambda index, g, add=add: on.add_gradient(index, g, names, add)):
+                    self._displace(keys, {name: side * radius for name, radius in radii.items()})
+                    if not self._add_gradient(closure, side, difference):
                         return None
                 for name, shard in on.shards.items():
                     sign = self._sign(keys[name], shard, difference[name].device)
                     total[name].add_(hutchinson_sample(difference[name], sign, radii[name]), alpha=1 / probes)
         finally:
             on.publication.write_masters()
-            layout.push()
+            on.layout.push()
         return total
+
+    def _displace(self, keys: dict[str, int], radii: dict[str, float]) -> None:
+        """Let the next forward see w + r v."""
+        on, layout = self.on, self.on.layout
+        on.publication.write_masters()
+        for name, shard in on.shards.items():
+            master = layout.flats[shard.flat].data
+            shard.of(master).add_(self._sign(keys[name], shard, master.device) * radii[name])
+        layout.push()
+
+    def _add_gradient(self, closure: Closure, factor: float, into: Diagonal) -> bool:
+        """into += factor * gradient; False on an fp16 overflow."""
+
+        def add(shard: Shard, gradient: Tensor) -> None:
+            into[shard.name].add_(gradient, alpha=factor)
+
+        names = set(self.on.shards)
+        return self.on.probe.gradients(closure, lambda flat, g: self.on.add_gradient(flat, g, names, add))
 
     @staticmethod
     def _sign(key: int, shard: Shard, device: torch.device) -> Tensor:
@@ -160,9 +169,8 @@ class SquaredGradients:
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
             shard = on.shards[name]
-            full = token_fisher(grad_TO.float() / layout.loss_scale, input_TI)
-            transposed = full.shape != shard.shape  # Conv1D stores (in, out)
-            if transposed or on.modules[name].__class__.__name__.endswith("Conv1D"):
+            full = token_fisher(grad_TO, input_TI, layout.loss_scale)
+            if name in on.input_first:
                 full = full.t()
             mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1))
             # The loss is a mean over this rank's T tokens: (T g)^2 summed over tokens, / T for the mean, / ranks.
@@ -228,8 +236,7 @@ class InputNorms:
         diagonal = {}
         for name, shard in on.shards.items():
             index = torch.arange(shard.start, shard.stop, device=vector.device)
-            last = not on.modules[name].__class__.__name__.endswith("Conv1D")
-            inputs = index % shard.shape[-1] if last else index // shard.shape[-1]
+            inputs = index // shard.shape[-1] if name in on.input_first else index % shard.shape[-1]
             diagonal[name] = columns[name][inputs].to(layout.flats[shard.flat].device)
         return diagonal
 

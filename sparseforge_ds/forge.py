@@ -14,24 +14,30 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from sparseforge_ds.compensate import switch_on_branches
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.estimate import ESTIMATORS, Shards
+from sparseforge_ds.health import CURVATURE_DECADES, Health, histogram_counts
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.curvature import accumulate
 from sparseforge_ds.mask.gate import gate, move_mask
 from sparseforge_ds.mask.importance import MOMENTS, scalings, score_moments, standardized_score
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.mask.quench import disagreement, effective_mask, publish
+from sparseforge_ds.mask.quench import effective_mask, publish
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.zero.edges import Edges, Missing, Piece
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe
-from sparseforge_ds.zero.publish import GROUP_KEY, Publication
+from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.shard import Layout, Shard
 
 STATE_VERSION = 1
+
+
+class ForgeError(RuntimeError):
+    """The run cannot go on as it is: a call is missing, or a mask would be formed without its curvature."""
 
 
 class SparseForge:
@@ -66,7 +72,7 @@ class SparseForge:
         """Of the last mask update, reduced over all ranks."""
         self._weight = {weight.name: weight for weight in self.weights}
         self._layout = Layout(engine)
-        self._shards = self._prunable_shards()
+        self._shards = self._layout.wholly(weight.name for weight in self.weights)
         self._layout.check(self._shards)
         spans = {weight.name: self.pattern.span(weight.shape, weight.input_axis) for weight in self.weights}
         self._edges = Edges(self._layout, self._shards, spans)
@@ -77,7 +83,7 @@ class SparseForge:
         shards = Shards(self._layout, self._publication, self._matrices, self._edges, self._linear_layers())
         self._estimator = build(shards, config) if build is not None else None
         self._mask_edges: Missing = {}
-        self._targets: dict[str, Tensor] = {}
+        self._health = Health(self._matrices, self.pattern)
         self._hard_now = False
         self._ready = self.schedule.freeze_step > 0
         self._exchange_mask_edges()  # hardening may begin before the first update
@@ -111,15 +117,15 @@ class SparseForge:
             Whether masks were updated.
 
         Raises:
-            RuntimeError: an engine step was not followed by this call, or the curvature of a weight is missing.
+            ForgeError: an engine step was not followed by this call, or the curvature of a weight is missing.
         """
         begun, self._publication.steps_begun = self._publication.steps_begun, 0
         if begun == 0:
             return False  # accumulating, or an fp16 overflow skipped the step
         if begun > 1:
-            raise RuntimeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
+            raise ForgeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
         if not self._ready:
-            raise RuntimeError("hardening ends at step 0: call forge.start(probe) before the first engine.step")
+            raise ForgeError("hardening ends at step 0: call forge.start(probe) before the first engine.step")
         self.step_count += 1
         updated = False
         if self.schedule.is_update(self.step_count):
@@ -138,12 +144,12 @@ class SparseForge:
     def finish(self) -> None:
         """At the end of a run: raises if the mask of some weight was formed without its curvature, or never frozen."""
         if self._estimator is not None and not self.refreshes:
-            raise RuntimeError(
+            raise ForgeError(
                 f"the curvature of {len(self.weights)} weights was never refreshed, {self.weights[0].name} among them: "
                 "every probe overflowed or none was due; use bf16, or lower schedule.update_every"
             )
         if self.step_count < self.schedule.freeze_step:
-            raise RuntimeError(
+            raise ForgeError(
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
             )
 
@@ -167,22 +173,20 @@ class SparseForge:
         return gap.item() / self._layout.world_size
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts and bin edges of every mask, and of every curvature in decades of its own mean. Collective."""
-        columns = 2 * bins
-        table = torch.zeros(len(self._shards), columns, dtype=torch.float64, device=self._layout.device)
+        """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
+        table = torch.zeros(len(self._shards), 2 * bins, dtype=torch.float64, device=self._layout.device)
         for row, shard in enumerate(self._shards.values()):
-            table[row, :bins] = torch.histc(self._publication.of(shard, "mask"), bins, 0.0, 1.0)
-            if self._estimator is not None:
-                relative = self._publication.of(shard, "curvature").abs().clamp(min=1e-30).log10()
-                table[row, bins:] = torch.histc(relative.clamp(-20.0, 5.0), bins, -20.0, 5.0)
-        counts = self._matrices.reduce(table).tolist()
+            _, curvature = self._dense_and_curvature(shard)
+            table[row] = histogram_counts(self._publication.of(shard, "mask"), curvature, bins)
+        counts = self._matrices.reduce(table).long().tolist()
+        low, high = CURVATURE_DECADES
         mask_edges = [i / bins for i in range(bins + 1)]
-        curvature_edges = [-20.0 + 25.0 * i / bins for i in range(bins + 1)]
+        curvature_edges = [low + (high - low) * i / bins for i in range(bins + 1)]
         result = {}
         for name, row_counts in zip(self._shards, counts, strict=True):
-            result[f"mask/{name}"] = ([int(count) for count in row_counts[:bins]], mask_edges)
+            result[f"mask/{name}"] = (row_counts[:bins], mask_edges)
             if self._estimator is not None:
-                result[f"curvature_log10/{name}"] = ([int(count) for count in row_counts[bins:]], curvature_edges)
+                result[f"curvature_log10/{name}"] = (row_counts[bins:], curvature_edges)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,35 +223,12 @@ class SparseForge:
         self.step_count, self.refreshes = int(state["step"]), int(state["refreshes"])
         self._publication.steps_begun = 0
         self._ready = True
-        self._targets = {}
+        self._health.forget_targets()
         for name, branch in branches(self.engine.module).items():
             branch.enabled = self.step_count >= self._branch_step and name in self._shards
         self._exchange_mask_edges()
 
     # -- attaching ----------------------------------------------------------------------------------------------------
-
-    def _prunable_shards(self) -> dict[str, Shard]:
-        shards = {}
-        for weight in self.weights:
-            if weight.name not in self._layout.shards:
-                raise ValueError(
-                    f"{weight.name} is not in the engine's optimizer; build it with "
-                    "deepspeed.initialize(model_parameters=sparseforge_ds.param_groups(model, config))"
-                )
-            shards[weight.name] = self._layout.shards[weight.name]
-        flats = {shard.flat for shard in shards.values()}
-        for name, shard in self._layout.shards.items():
-            if shard.flat in flats and name not in shards:
-                raise ValueError(
-                    f"{name} is not prunable but shares a partition with weights that are; build the optimizer with "
-                    "deepspeed.initialize(model_parameters=sparseforge_ds.param_groups(model, config))"
-                )
-        if not any(group.get(GROUP_KEY) for group in self._layout.inner.param_groups):
-            raise ValueError(
-                "no param group of the optimizer is marked as prunable; build it with "
-                "deepspeed.initialize(model_parameters=sparseforge_ds.param_groups(model, config))"
-            )
-        return shards
 
     def _linear_layers(self) -> dict[str, nn.Module]:
         layers = {weight.name: self.engine.module.get_submodule(weight.module) for weight in self.weights}
@@ -263,12 +244,12 @@ class SparseForge:
             mask = effective_mask(mask, self._hard(shard, mask), x)
         publish(dense, mask, out)
 
-    def _published(self, shard: Shard) -> Tensor:
-        """(numel of the shard,) fp32 m_eff W at the present step."""
+    def _removed(self, shard: Shard) -> Tensor:
+        """(numel of the shard,) fp32 (1 - m_eff) W at the present step."""
         dense, mask = self._publication.of(shard, "dense"), self._publication.of(shard, "mask")
-        out = torch.empty_like(dense)
-        self._publish_shard(shard, dense, mask, out)
-        return out
+        published = torch.empty_like(dense)
+        self._publish_shard(shard, dense, mask, published)
+        return dense - published
 
     def _hard(self, shard: Shard, mask: Tensor) -> Tensor:
         """(numel of the shard,) bool: the top N of the mask in every group, cut groups included."""
@@ -298,21 +279,21 @@ class SparseForge:
             return
         if probe is None:
             raise ValueError(
-                f'importance "{self.config.importance}" needs a probe: call forge.step(probe=lambda: engine(**batch).loss)'
+                f'importance "{self.config.importance}" needs a probe: '
+                "call forge.step(probe=lambda: engine(**batch).loss)"
             )
         part = self.config.curvature
         with torch.enable_grad():
-            sample = self._estimator.refresh(probe, self.step_count, part.probes if self.refreshes else part.first_probes)
+            sample = self._estimator.refresh(
+                probe, self.step_count, part.probes if self.refreshes else part.first_probes
+            )
         if sample is None:
             return  # fp16 overflow: keep the average as it is
-        agreement = torch.zeros(3, dtype=torch.float64, device=self._layout.device)
         for name, shard in self._shards.items():
             average = self._publication.of(shard, "curvature")
-            for i, product in enumerate((sample[name] * average, sample[name].square(), average.square())):
-                agreement[i] += product.sum(dtype=torch.float64).to(agreement.device)
+            self._health.add_refresh(average, sample[name])
             accumulate(average, sample[name], part.decay)
         self.refreshes += 1
-        self._agreement = agreement
 
     @torch.no_grad()
     def _move_masks(self, fix: bool = False) -> None:
@@ -323,33 +304,32 @@ class SparseForge:
             dense, curvature = self._dense_and_curvature(shard)
             for part in self._matrices.parts[name]:
                 inside = slice(part.start, part.stop)
-                moments[part.row] += score_moments(
-                    dense[inside], None if curvature is None else curvature[inside]
-                ).to(moments.device)
+                moments[part.row] += score_moments(dense[inside], None if curvature is None else curvature[inside]).to(
+                    moments.device
+                )
         self._matrices.reduce(moments)
         scaling = scalings(moments, self.config.curvature.damping)
         missing = self._edges.exchange(
             lambda piece: self._score(self._shards[piece.name], scaling, piece.start, piece.stop)
         )
-        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._layout.device)
         for name, shard in self._shards.items():
             if not shard.numel:
                 continue
             weight = self._weight[name]
             mask = self._publication.of(shard, "mask")
             score = self._score(shard, scaling, shard.start, shard.stop)
-            score_GM = self.pattern.to_groups(
-                self._edges.widen(name, score, missing), weight.shape, weight.input_axis
-            )
+            score_GM = self.pattern.to_groups(self._edges.widen(name, score, missing), weight.shape, weight.input_axis)
             chosen = gate(score_GM, self.pattern.kept, dials.temperature, self.config.threshold)
             soft, target = (
                 self._edges.own(name, self.pattern.from_groups(value_GM, weight.shape, weight.input_axis))
                 for value_GM in chosen
             )
             mask.copy_(target if fix else move_mask(mask, soft, target, dials))
-            sums += self._sums(shard, mask, target).to(sums.device)
+            self._health.add_update(weight, shard, mask, target, self._dense_and_curvature(shard)[1])
         self._exchange_mask_edges()
-        self._report(moments, sums)
+        self._require_curvature(moments[:, 1].tolist())
+        correction = None if self._estimator is None else 1 - self.config.curvature.decay**self.refreshes
+        self.metrics = self._health.report(correction)
 
     def _dense_and_curvature(self, shard: Shard) -> tuple[Tensor, Tensor | None]:
         dense = self._publication.of(shard, "dense")
@@ -363,9 +343,7 @@ class SparseForge:
             inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
             if inside.start < inside.stop:
                 row = scaling[part.row].to(dense.device)
-                scores.append(
-                    standardized_score(dense[inside], None if curvature is None else curvature[inside], row)
-                )
+                scores.append(standardized_score(dense[inside], None if curvature is None else curvature[inside], row))
         return scores[0] if len(scores) == 1 else torch.cat(scores)
 
     @torch.no_grad()
@@ -379,76 +357,19 @@ class SparseForge:
 
     def _require_refreshed(self) -> None:
         if self._estimator is not None and not self.refreshes:
-            raise RuntimeError(
+            raise ForgeError(
                 f"the mask is due to freeze at step {self.step_count}, but the curvature of {self.weights[0].name} and "
                 f"{len(self.weights) - 1} others was never refreshed: every probe overflowed; use bf16 or fp32"
             )
 
-    # -- metrics ------------------------------------------------------------------------------------------------------
-
-    def _sums(self, shard: Shard, mask: Tensor, target: Tensor) -> Tensor:
-        """This shard's contribution to every metric, in the order of _SUMS."""
-        weight = self._weight[shard.name]
-        packed = _pack(target)
-        before = self._targets.get(shard.name)
-        flips = torch.zeros((), dtype=torch.float64, device=mask.device)
-        if before is not None:
-            flips = _count_bits(packed ^ before)
-        self._targets[shard.name] = packed
-        mask_GM = self.pattern.to_groups(mask, weight.shape, weight.input_axis) if self._whole(shard) else None
-        if mask_GM is None:
-            groups = disagreeing = torch.zeros((), dtype=torch.float64, device=mask.device)
-        else:
-            disagreeing = disagreement(mask_GM, top_n(mask_GM, self.pattern.kept))
-            groups = torch.full_like(disagreeing, mask_GM.shape[0])
-        count = torch.full_like(flips, shard.numel)
-        curvature = None if self._estimator is None else self._publication.of(shard, "curvature")
-        return torch.stack(
-            [
-                count,
-                (mask * (1 - mask)).sum(dtype=torch.float64),
-                mask.sum(dtype=torch.float64),
-                flips,
-                count if before is not None else torch.zeros_like(count),
-                disagreeing,
-                groups,
-                flips * 0 if curvature is None else curvature.sum(dtype=torch.float64),
-                flips * 0 if curvature is None else (curvature < 0).sum(dtype=torch.float64),
-            ]
-        )
-
-    def _whole(self, shard: Shard) -> bool:
-        """Whether no group of the shard is cut; cut groups are left out of the disagreement share."""
-        return not self._edges.prefix[shard.name] and not self._edges.suffix[shard.name]
-
-    def _report(self, moments: Tensor, sums: Tensor) -> None:
-        """Reduce and read the metrics, one host sync, and stop if a matrix has no usable curvature."""
-        values = dict(zip(_SUMS, self._matrices.reduce(sums[None])[0].tolist(), strict=True))
-        if self._estimator is not None:
-            self._require_curvature(moments[:, 1].tolist())
-        count = values["count"]
-        self.metrics = {
-            "mask/undecided": values["undecided"] / count,
-            "mask/kept": values["kept"] / count,
-            "mask/disagreement": values["disagreeing"] / max(values["groups"], 1),
-        }
-        if values["compared"]:
-            self.metrics["mask/flip_rate"] = values["flips"] / values["compared"]
-        if self._estimator is not None:
-            correction = 1 - self.config.curvature.decay**self.refreshes
-            self.metrics["curvature/mean"] = values["curvature"] / count / correction
-            self.metrics["curvature/negative_share"] = values["negative"] / count
-            product, new, old = self._matrices.reduce(self._agreement[None].clone())[0].tolist()
-            if new > 0 and old > 0:
-                self.metrics["curvature/signal"] = product / math.sqrt(new * old)
-
     def _require_curvature(self, sums: list[float]) -> None:
+        """Stop when some matrix has no curvature to speak of; `sums` are the totals of max(H, 0)."""
         bad = [name for name, total in zip(self._matrices.names, sums, strict=True) if not 0 < total < math.inf]
         if bad:
-            raise RuntimeError(
-                f"no usable curvature for {len(bad)} of {len(sums)} matrices at step {self.step_count}: {', '.join(bad[:5])}"
-                f"{' ...' if len(bad) > 5 else ''}. Their layers took no part in the probe's loss, or it is not finite; "
-                "use all of the model in the probe, or exclude these weights"
+            raise ForgeError(
+                f"no usable curvature for {len(bad)} of {len(sums)} matrices at step {self.step_count}: "
+                f"{', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. Their layers took no part in the probe's loss, "
+                "or it is not finite; use all of the model in the probe, or exclude these weights"
             )
 
     # -- SLoRB --------------------------------------------------------------------------------------------------------
@@ -460,42 +381,12 @@ class SparseForge:
             return -1
         return self.schedule.hardening[0] if part.start is None else round(part.start * self.config.max_steps)
 
-    @torch.no_grad()
     def _switch_on_branches(self, step: int) -> bool:
-        """At its step: start every B from what the mask removes now (eq. 13) and switch the branches on."""
+        """At its step: start every B from what the mask removes now, and switch the branches on."""
         if step != self._branch_step:
             return False
-        for name, branch in branches(self.engine.module).items():
-            shard, weight = self._shards[name], self._weight[name]
-            dense, published = self._publication.of(shard, "dense"), self._published(shard)
-            inputs, outputs = weight.shape[weight.input_axis], weight.numel // weight.shape[weight.input_axis]
-            index = torch.arange(shard.start, shard.stop, device=dense.device)
-            last = weight.input_axis == -1
-            row, column = (index // inputs, index % inputs) if last else (index % outputs, index // outputs)
-            runs = torch.zeros(outputs * (inputs // branch.k), device=dense.device)
-            runs.index_add_(0, row * (inputs // branch.k) + column // branch.k, (dense - published) / branch.k)
-            runs = runs.to(self._layout.device)
-            if not self._layout.replicated:
-                dist.all_reduce(runs)
-            own = self._layout.shards[f"{weight.module}.low_rank_b"]
-            own.of(self._layout.flats[own.flat].data).copy_(runs[own.start : own.stop])
-            branch.enabled = True
+        switch_on_branches(self.engine.module, self._layout, self._weight, self._removed)
         return True
-
-
-_SUMS = ("count", "undecided", "kept", "flips", "compared", "disagreeing", "groups", "curvature", "negative")
-
-
-def _pack(bits: Tensor) -> Tensor:
-    """(n,) bool -> (ceil(n / 8),) uint8."""
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
-    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(dim=1, dtype=torch.uint8)
-
-
-def _count_bits(packed: Tensor) -> Tensor:
-    """() fp64: bits set."""
-    ones = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
-    return ones.sum(dtype=torch.float64)
 
 
 def _without_monitor(config: dict[str, Any]) -> dict[str, Any]:

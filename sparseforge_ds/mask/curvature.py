@@ -91,17 +91,25 @@ def hutchinson_sample(difference: Tensor, sign: Tensor, radius: Tensor | float) 
     return difference * sign / (2 * radius)
 
 
-def token_fisher(grad_TO: Tensor, input_TI: Tensor) -> Tensor:
+def token_fisher(grad_TO: Tensor, input_TI: Tensor, loss_scale: float = 1.0) -> Tensor:
     """Sum over tokens of squared per-token gradients of a linear layer: (dL/dy)^2^T x^2, a weight-shaped matmul.
 
+    Squares are formed in fp32. On an accelerator the matmul of a 16-bit layer takes them in bf16, whose range they
+    need and whose rounding (2^-8) is far below the noise of the estimate: fp32 would miss the tensor cores.
+
     Args:
-        grad_TO: (T, out) dL/dy.
+        grad_TO: (T, out) dL/dy, times the loss scale.
         input_TI: (T, in) x.
+        loss_scale: what the loss was multiplied by.
 
     Returns:
         (out, in) fp32.
     """
-    return grad_TO.float().square_().t() @ input_TI.float().square_()
+    grad_square_OT = (grad_TO.float() / loss_scale).square().t()
+    input_square_TI = input_TI.float().square()
+    if input_TI.device.type != "cpu" and input_TI.dtype in (torch.bfloat16, torch.float16):
+        return (grad_square_OT.bfloat16() @ input_square_TI.bfloat16()).float()
+    return grad_square_OT @ input_square_TI
 
 
 def accumulate(average: Tensor, sample: Tensor, decay: float) -> None:

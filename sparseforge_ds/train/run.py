@@ -16,6 +16,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import get_default_build_root
 
+from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.train.arguments import RunArguments, parse_arguments
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
@@ -86,7 +87,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """The launcher's whole body: run, and turn what went wrong into one line and exit code 1 on every rank."""
     try:
         run(_parse(command_line))
-    except AgreedError as error:  # every rank has it
+    except (AgreedError, ForgeError) as error:  # every rank has it
         return _fail(error, os.environ.get("RANK", "0") == "0")
     except InstantError as error:  # found before the processes met: on every rank, so each machine says it once
         return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0")

@@ -85,7 +85,7 @@ def _corpus(root: Path) -> tuple[tuple[str, str], ...]:
 
 def _source_files(root: Path) -> list[tuple[str, Path]]:
     """(relative name with forward slashes, path) of the library's sources, sorted by name."""
-    files = []
+    files: list[tuple[str, Path]] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         paths = [Path(folder, name) for name in names if name.endswith(".py")]

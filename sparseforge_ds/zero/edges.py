@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sparseforge_ds.zero.shard import Layout, Shard
 
-
 Missing = dict[str, tuple[Tensor, Tensor]]
 """(prefix, suffix) that a shard lacks, by weight name."""
 
@@ -54,7 +53,9 @@ class Edges:
         if not layout.replicated:
             for name in shards:
                 self._plan(name, spans[name])
-        cut = torch.tensor([any(self.prefix.values()) or any(self.suffix.values())], device=layout.device, dtype=torch.int)
+        cut = torch.tensor(
+            [any(self.prefix.values()) or any(self.suffix.values())], device=layout.device, dtype=torch.int
+        )
         dist.all_reduce(cut, op=dist.ReduceOp.MAX)
         self.any_cut = bool(cut.item())
         """Whether some rank holds a part of a group: the same answer on every rank."""

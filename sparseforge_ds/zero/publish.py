@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from sparseforge_ds.zero.shard import Layout, Shard
 
-GROUP_KEY = "sparseforge"
-"""Key of the optimizer's param groups that hold prunable weights."""
 STATE_KEYS = ("dense", "mask", "curvature")
 """Our tensors in the state of a master partition, fp32, laid out like it; padding is 0."""
 
@@ -162,8 +160,8 @@ class Publication:
             for name in expected:
                 if loaded[name].numel() != flat.numel():
                     raise ValueError(
-                        f"the checkpoint's {name} of master partition {index} has {loaded[name].numel()} elements, this "
-                        f"engine {flat.numel()}: use the world size, ZeRO stage and patterns of the saved run"
+                        f"the checkpoint's {name} of master partition {index} has {loaded[name].numel()} elements, "
+                        f"this engine {flat.numel()}: use the world size, ZeRO stage and patterns of the saved run"
                     )
                 optimizer.state[flat][name] = loaded[name].to(device=flat.device, dtype=torch.float32)
             for name in set(loaded) - expected:

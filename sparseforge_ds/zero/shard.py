@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.nn import Parameter
+
+GROUP_KEY = "sparseforge"
+"""Key of the optimizer's param groups that hold prunable weights."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +65,19 @@ class Layout:
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
         self.shards: dict[str, Shard] = {}
-        self.low_precision: dict[str, Parameter] = {}
+        self.low_precision: dict[str, Any] = {}
         self._read()
         self.index_of: dict[int, int] = {id(flat): index for index, flat in enumerate(self.flats)}
 
     @property
     def replicated(self) -> bool:
         """Whether every rank holds every element (stage 0)."""
-        return not isinstance(
-            self.optimizer, (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer, BF16_Optimizer)
-        )
+        return not isinstance(self.optimizer, (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer, BF16_Optimizer))
 
     @property
     def loss_scale(self) -> float:
         """What gradients are multiplied by during a backward pass; 1 without fp16."""
-        scale = getattr(self.optimizer, "loss_scale", None)
-        scale = getattr(self.optimizer, "cur_scale", 1.0) if scale is None else scale
-        return float(scale)
+        return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     def _read(self) -> None:
         optimizer = self.optimizer
@@ -114,8 +114,8 @@ class Layout:
                 self.flats.append(parameter)
         else:
             raise ValueError(
-                f"DeepSpeed optimizer {type(optimizer).__name__} has a layout that is not supported; use ZeRO stage 0 to "
-                "3 with fp32, fp16 or bf16"
+                f"DeepSpeed optimizer {type(optimizer).__name__} has a layout that is not supported; use ZeRO stage "
+                "0 to 3 with fp32, fp16 or bf16"
             )
 
     def _add_run(self, group: Iterable[Parameter], offsets: list[int], index: int) -> None:
@@ -125,12 +125,36 @@ class Layout:
         for parameter, offset in zip(group, offsets, strict=True):
             start = min(max(first - offset, 0), parameter.numel())
             stop = max(min(first + size - offset, parameter.numel()), start)
-            self._add(parameter, tuple(parameter.shape), start, stop, index, max(offset - first, 0) if stop > start else 0)
+            self._add(
+                parameter, tuple(parameter.shape), start, stop, index, max(offset - first, 0) if stop > start else 0
+            )
 
     def _add(self, parameter: Parameter, shape: tuple[int, ...], start: int, stop: int, flat: int, offset: int) -> None:
         name = self._name_of[id(parameter)]
         self.shards[name] = Shard(name, shape, start, stop, flat, offset)
         self.low_precision[name] = parameter
+
+    def wholly(self, names: Iterable[str]) -> dict[str, Shard]:
+        """Shards of the named weights, which must have master partitions of their own.
+
+        Raises:
+            ValueError: some weight is missing from the optimizer, or shares a partition with others.
+        """
+        cure = (
+            "build the optimizer with deepspeed.initialize(model_parameters=sparseforge_ds.param_groups(model, config))"
+        )
+        chosen: dict[str, Shard] = {}
+        for name in names:
+            if name not in self.shards:
+                raise ValueError(f"{name} is not in the engine's optimizer; {cure}")
+            chosen[name] = self.shards[name]
+        flats = {shard.flat for shard in chosen.values()}
+        for name, shard in self.shards.items():
+            if shard.flat in flats and name not in chosen:
+                raise ValueError(f"{name} is not prunable but shares a partition with weights that are; {cure}")
+        if not any(group.get(GROUP_KEY) for group in self.inner.param_groups):
+            raise ValueError(f"no param group of the optimizer is marked as prunable; {cure}")
+        return chosen
 
     def check(self, names: Iterable[str]) -> None:
         """Compare the map with the low-precision weights, element by element.

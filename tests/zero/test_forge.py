@@ -124,10 +124,10 @@ def misuses() -> dict[str, str]:
 def test_misuse_is_named() -> None:
     said = run_distributed(misuses, 1)[0]
     assert (
-        said["missed step"].startswith("RuntimeError: 2 optimizer steps") and "every engine.step" in said["missed step"]
+        said["missed step"].startswith("ForgeError: 2 optimizer steps") and "every engine.step" in said["missed step"]
     )
     assert said["start without probe"].startswith("ValueError") and "probe" in said["start without probe"]
-    assert said["never started"].startswith("RuntimeError") and "forge.start(probe)" in said["never started"]
+    assert said["never started"].startswith("ForgeError") and "forge.start(probe)" in said["never started"]
     assert "never refreshed" in said["finish early"] and "layers.0.self_attn.q_proj.weight" in said["finish early"]
     assert said["accumulating"] == "(False, 0)"
     for key in ("one group", "unmarked", "left out"):
