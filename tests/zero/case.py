@@ -81,7 +81,8 @@ class Case:
         else:
             config["optimizer"] = {"type": "AdamW", "params": {"lr": self.lr, "torch_adam": True}}
         if self.dtype != "fp32":
-            config[self.dtype] = {"enabled": True, **config.get(self.dtype, {})}
+            unscaled = {"loss_scale": 1} if (self.dtype, self.stage) == ("fp16", 0) else {}  # refused with a scale
+            config[self.dtype] = {"enabled": True, **unscaled, **config.get(self.dtype, {})}
         return config
 
 

@@ -299,6 +299,7 @@ def refusals() -> dict[str, str]:
     cases = {
         "unmanaged": Case(stage=2, more={"managed_gradient_accumulation": False}),
         "autocast": Case(stage=1, more={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+        "unscaled": Case(stage=0, dtype="fp16", more={"fp16": {"loss_scale": 8}}),
         "fine": Case(stage=2),
     }
     for name, case in cases.items():
@@ -325,6 +326,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         "quantized": ["zero_quantized_weights", "set it to false"],
         "unmanaged": ["managed_gradient_accumulation", "set it to true"],
         "autocast": ["torch_autocast", "bf16"],
+        "unscaled": ["fp16 at ZeRO stage 0", '"loss_scale": 1'],
         "partial": ["ratio = 0.5", "set 1.0"],
         "nvme": ['"nvme"', 'set "cpu"'],
         "super": ["super_offload", "set it to false"],

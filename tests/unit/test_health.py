@@ -1,0 +1,85 @@
+"""Mask health on one process: every number against a literal computation."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from sparseforge_ds.health import CURVATURE_DECADES, Health, histogram_counts
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.shard import Shard
+
+WEIGHT = PrunableWeight("w", (4, 8), -1, "layer")
+
+
+def health_of(start: int, stop: int) -> tuple[Health, Shard]:
+    shard = Shard("w", WEIGHT.shape, start, stop, 0, 0)
+    layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True))
+    return Health(Matrices(layout, {"w": shard}), NM(2, 4)), shard
+
+
+def test_a_soft_mask() -> None:
+    health, shard = health_of(0, 32)
+    mask = torch.linspace(0, 1, 32)
+    health.add_update(WEIGHT, shard, mask, mask > 0.5, None)
+    metrics = health.report(None)
+    assert metrics["mask/undecided"] == pytest.approx(sum(m * (1 - m) for m in mask.tolist()) / 32)
+    assert metrics["mask/kept"] == pytest.approx(0.5)
+    # Groups 0..3 lie below one half, 4..7 above: 1[m > 1/2] keeps none or all of each, never two.
+    assert metrics["mask/disagreement"] == 1.0
+    assert "mask/flip_rate" not in metrics and "curvature/mean" not in metrics
+
+
+def test_flips_are_counted_between_updates_and_forgotten_after_a_load() -> None:
+    health, shard = health_of(0, 32)
+    mask = torch.ones(32)
+    target = torch.zeros(32, dtype=torch.bool)
+    for flipped, expected in ((0, None), (3, 3 / 32), (0, 0.0)):
+        target[:flipped] = ~target[:flipped]
+        health.add_update(WEIGHT, shard, mask, target, None)
+        assert health.report(None).get("mask/flip_rate") == expected
+    health.forget_targets()
+    health.add_update(WEIGHT, shard, mask, ~target, None)
+    assert "mask/flip_rate" not in health.report(None)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "groups"), [(0, 32, 8), (1, 32, 7), (0, 31, 7), (5, 7, 0), (2, 10, 1), (3, 6, 0), (4, 8, 1)]
+)
+def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> None:
+    health, shard = health_of(start, stop)
+    kept_two = torch.tensor([1.0, 0.9, 0.1, 0.0]).repeat(8)
+    health.add_update(WEIGHT, shard, kept_two[start:stop], kept_two[start:stop] > 0.5, None)
+    assert health._sums[6].item() == groups
+    assert health.report(None).get("mask/disagreement") == (0.0 if groups else None)
+
+
+def test_curvature_numbers() -> None:
+    health, shard = health_of(0, 32)
+    average, sample = torch.randn(32), torch.randn(32)
+    health.add_refresh(average, sample)
+    curvature = torch.tensor([-1.0, 3.0]).repeat(16)
+    health.add_update(WEIGHT, shard, torch.ones(32), torch.ones(32, dtype=torch.bool), curvature)
+    metrics = health.report(correction=0.5)
+    assert metrics["curvature/mean"] == pytest.approx(2.0)
+    assert metrics["curvature/negative_share"] == 0.5
+    expected = torch.nn.functional.cosine_similarity(average.double(), sample.double(), dim=0).item()
+    assert metrics["curvature/signal"] == pytest.approx(expected, rel=1e-5)
+    assert math.isnan(health._sums.sum()) is False and health._sums.abs().sum() == 0
+
+
+def test_histograms_count_every_element_once() -> None:
+    mask = torch.tensor([0.0, 0.04, 0.5, 1.0])
+    curvature = torch.tensor([0.0, -1.0, 1e-25, 1e9])
+    counts = histogram_counts(mask, curvature, bins=20)
+    assert counts[:20].tolist() == [2.0] + [0.0] * 9 + [1.0] + [0.0] * 8 + [1.0]
+    low, high = CURVATURE_DECADES
+    of_one = int((0 - low) / (high - low) * 20)
+    assert counts[20] == 2 and counts[20 + of_one] == 1 and counts[-1] == 1
+    assert histogram_counts(mask, None, bins=20)[20:].sum() == 0
