@@ -308,7 +308,8 @@ class SparseForge:
                     moments.device
                 )
         self._matrices.reduce(moments)
-        scaling = scalings(moments, self.config.curvature.damping)
+        # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
+        scaling = scalings(moments, self.config.curvature.damping).to(self._layout.flats[0].device)
         missing = self._edges.exchange(
             lambda piece: self._score(self._shards[piece.name], scaling, piece.start, piece.stop)
         )
@@ -342,7 +343,7 @@ class SparseForge:
         for part in self._matrices.parts[shard.name]:
             inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
             if inside.start < inside.stop:
-                row = scaling[part.row].to(dense.device)
+                row = scaling[part.row]
                 scores.append(standardized_score(dense[inside], None if curvature is None else curvature[inside], row))
         return scores[0] if len(scores) == 1 else torch.cat(scores)
 

@@ -7,8 +7,6 @@ the score is linear in that mean, so its first two moments follow from products 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,15 +14,6 @@ from sparseforge_ds.mask.runs import runs
 
 MOMENTS = 7
 """Columns of `score_moments`: count, H, H W^2, W^2, (H W^2)^2, H W^4, W^4."""
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What turns curvature and weight of one matrix into a standardized score."""
-
-    damping: float
-    mean: float
-    inverse_std: float
 
 
 def score_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
