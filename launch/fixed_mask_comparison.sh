@@ -3,13 +3,14 @@
 #
 #     bash launch/fixed_mask_comparison.sh MODEL TRAIN_TEXT HELDOUT_TEXT [STEPS] [SEED]
 #
-# Prints held-out perplexity of the dense model, of one-shot magnitude and Wanda 2:4, of both fixed masks retrained, and
-# of SparseForge with the default settings of ds_configs/zero3.json. A fixed mask is the same trainer with hardening at
-# step 0. One-shot Wanda is that trainer stopped after a single step whose learning rate is too small to matter.
+# Prints held-out perplexity of the dense model, of one-shot magnitude and Wanda 2:4, of both fixed masks retrained, of
+# SparseForge with the paper's literal choices (preset paper_no_low_rank), and with the defaults of ds_configs/zero3.json.
+# A fixed mask is the same trainer with hardening at step 0. One-shot Wanda is that trainer stopped after a single step
+# whose learning rate is too small to matter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 3 ]; then
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 model=$1 text=$2 heldout=$3 steps=${4:-400} seed=${5:-0}
@@ -59,4 +60,5 @@ perplexity one_shot_magnitude "$model" --one_shot 2:4
 train one_shot_wanda fixed_wanda --max_steps 1 --learning_rate 1e-12
 train fixed_magnitude fixed_magnitude --max_steps "$steps"
 train fixed_wanda fixed_wanda --max_steps "$steps"
+train sparseforge_paper paper_no_low_rank --max_steps "$steps"
 train sparseforge default --max_steps "$steps"
