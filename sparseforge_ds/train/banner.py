@@ -26,8 +26,17 @@ def banner(plan: Plan, packed: Packed) -> str:
         ("mask", f"importance {config.importance}, an update every {schedule.update_every} steps"),
         (
             "schedule",
-            f"steps 0-{hardening[0]} heating, to {hardening[1]} hardening, to {steps} frozen",
+            ", ".join(
+                f"{name} {start}-{stop}"
+                for name, start, stop in (
+                    ("heating", 0, hardening[0]),
+                    ("hardening", *hardening),
+                    ("frozen", hardening[1], steps),
+                )
+                if stop > start
+            ),
         ),
+        *_low_rank_line(plan),
         (
             "rate",
             f"{rate.peak:g} after {round(rate.warmup * steps)} warm-up steps, cosine to {rate.peak * rate.floor:g}",
@@ -48,6 +57,14 @@ def banner(plan: Plan, packed: Packed) -> str:
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
+
+
+def _low_rank_line(plan: Plan) -> list[tuple[str, str]]:
+    if plan.config.low_rank is None:
+        return []
+    parameters, flops = plan.low_rank_share
+    cost = f"{parameters:.1%} more parameters, {flops:.1%} more FLOPs in the pruned layers"
+    return [("low rank", f"SLoRB over runs of {plan.config.low_rank.k} inputs: {cost}")]
 
 
 def memory_per_rank(plan: Plan) -> dict[str, float]:

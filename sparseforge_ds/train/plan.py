@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights
-from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.low_rank import low_rank_share, prepare
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.deepspeed_config import (
     batch_arithmetic,
@@ -41,6 +41,8 @@ class Plan:
     documents: Documents
     weights: list[PrunableWeight]
     coverage: Coverage
+    low_rank_share: tuple[float, float]
+    """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
     world_size: int
 
     @property
@@ -134,6 +136,7 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
         documents=find_documents(arguments.dataset, arguments.text_field),
         weights=weights,
         coverage=coverage(empty, weights),
+        low_rank_share=low_rank_share(empty, weights),
         world_size=world_size,
     )
 

@@ -34,13 +34,16 @@ _PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
 def describe(plan: Plan) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
     low_rank = plan.config.low_rank
+    parameter_share, flop_share = plan.low_rank_share
     description = {
         "config": plan.config.to_dict(),
         "weights": [{"name": w.name, "shape": w.shape, "input_axis": w.input_axis} for w in plan.weights],
         "coverage": asdict(plan.coverage),
         "model_type": plan.model.config.model_type,
         "run": flags(plan.arguments),
-        "low_rank": None if low_rank is None else {"k": low_rank.k},
+        "low_rank": None
+        if low_rank is None
+        else {"k": low_rank.k, "parameter_share": parameter_share, "flop_share": flop_share},
         "versions": {name: _version(name) for name in _PACKAGES},
     }
     return dict(json.loads(json.dumps(description)))

@@ -59,7 +59,7 @@ def test_the_banner_says_what_will_happen(arguments):
     for part in (
         "llama",
         "2:4 in 14 weights: 100.0% of the prunable",
-        "steps 0-25 heating, to 75 hardening, to 100 frozen",
+        "heating 0-25, hardening 25-75, frozen 75-100",
         "0.001 after 3 warm-up steps, cosine to 0.0001",
         "4 x 32 tokens = 2 a rank x 1 accumulated x 2 ranks",
         "40 documents, 3,200 tokens; the run reads 12,800 (4.00 epochs)",
@@ -67,6 +67,16 @@ def test_the_banner_says_what_will_happen(arguments):
         "a rank before activations",
     ):
         assert part in text
+
+
+def test_the_banner_says_what_low_rank_branches_cost(arguments):
+    plan = make_plan(arguments(deepspeed_json(3, low_rank={"k": 8})), world_size=1)
+    parameters, flops = plan.low_rank_share
+    added = sum(weight.numel // 8 for weight in plan.weights)
+    assert parameters == pytest.approx(added / (plan.coverage.total - added))
+    text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
+    assert f"runs of 8 inputs: {parameters:.1%} more parameters, {flops:.1%} more FLOPs" in text
+    assert "SLoRB" not in banner(make_plan(arguments(), world_size=1), Packed("x", "key", "uint16", 3200, 40, 256))
 
 
 def test_memory_is_divided_as_zero_divides_it(arguments):
