@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,10 @@ def switch_on_branches(
         weights: the prunable weights by name.
         removed: gives (numel of the shard,) fp32 (1 - m_eff) W.
     """
-    for name, branch in branches(model).items():
+    added = branches(model)
+    for flat in {layout.shards[f"{weights[name].module}.low_rank_b"].flat for name in added}:
+        _forget_moments(layout.inner.state.get(layout.flats[flat], {}))
+    for name, branch in added.items():
         weight, shard = weights[name], layout.shards[name]
         inputs = weight.shape[weight.input_axis]
         outputs, runs = weight.numel // inputs, inputs // branch.k
@@ -44,3 +48,12 @@ def switch_on_branches(
         own = layout.shards[f"{weight.module}.low_rank_b"]
         own.of(layout.flats[own.flat].data).copy_(b[own.start : own.stop])
         branch.enabled = True
+
+
+def _forget_moments(state: dict[str, Any]) -> None:
+    """Let Adam begin anew: it has counted steps in which B had no gradient, and would take several times the rate."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            value.zero_()
+        elif key == "step":
+            state[key] = 0

@@ -107,7 +107,7 @@ class LowRankConfig:
     """Inputs that share one column of B; must divide the input axis of every prunable weight."""
     start: float | None = None
     """When the branch is switched on and B started from what the mask removes at that moment, as a fraction of
-    max_steps; null: when hardening begins."""
+    max_steps; null: when the mask is frozen, and all that it removes is known."""
 
     def __post_init__(self) -> None:
         _require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
@@ -193,6 +193,21 @@ class SparseForgeConfig:
             f"hardening ends at step {schedule.freeze_step} of {self.max_steps}, before the first mask update; "
             "lower update_every, move hardening later, or use hardening [0, 0] for a fixed mask",
         )
+        if self.low_rank is not None and self.low_rank.start is not None and schedule.freeze_step:
+            _require(
+                self.branch_step >= min(schedule.update_every, schedule.hardening[0] + 1),
+                "low_rank.start",
+                self.low_rank.start,
+                f"at step {self.branch_step} no mask has removed anything yet; use null or a later start",
+            )
+        untouched = [
+            key for key in PRESETS[self.preset] if getattr(self, key) == _default(key) != PRESETS[self.preset][key]
+        ]
+        if self.preset != "default" and len(untouched) == len(PRESETS[self.preset]):
+            raise ValueError(
+                f"SparseForgeConfig(preset={self.preset!r}) names a preset without applying it: "
+                f'write SparseForgeConfig.from_dict({{"preset": "{self.preset}"}})'
+            )
 
     @property
     def resolved_schedule(self) -> Schedule:
@@ -214,6 +229,15 @@ class SparseForgeConfig:
             mask_rate=part.mask_rate,
             hardening=steps(part.hardening),
         )
+
+    @property
+    def branch_step(self) -> int:
+        """The optimizer step at whose end SLoRB's branches are switched on; -1 without them."""
+        if self.low_rank is None:
+            return -1
+        if self.low_rank.start is None:
+            return self.resolved_schedule.freeze_step
+        return round(self.low_rank.start * self.max_steps)
 
     @property
     def parsed_pattern(self) -> Pattern:
@@ -269,7 +293,7 @@ _PAPER: dict[str, Any] = {
         "hardening": (0.1, 0.85),
     },
     "curvature": {"decay": 0.98},
-    "low_rank": {"k": 16},
+    "low_rank": {"k": 16, "start": 0.1},
     "distillation": {"temperature": 2.0},
 }
 
@@ -285,6 +309,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Named starting points; the default is what measured best (README, 'What the defaults are made of')."""
+
+
+def _default(key: str) -> Any:
+    """What a top-level key is when nothing is said."""
+    found = next(item for item in dataclasses.fields(SparseForgeConfig) if item.name == key)
+    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()
 
 
 def _require(condition: bool, key: str, value: object, cure: str) -> None:

@@ -52,19 +52,17 @@ class Estimator(Protocol):
 class Shards:
     """What every estimator needs to know of this rank."""
 
-    def __init__(
-        self, layout: Layout, publication: Publication, matrices: Matrices, edges: Edges, modules: dict[str, nn.Module]
-    ) -> None:
+    def __init__(self, probe: Probe, matrices: Matrices, edges: Edges, modules: dict[str, nn.Module]) -> None:
         """`modules` holds the linear layer of each weight that has one, by weight name."""
         # GPT-2's Conv1D is the linear layer that is no nn.Linear, and stores its weight as (in, out).
         self.input_first = {name for name, module in modules.items() if not isinstance(module, nn.Linear)}
-        self.layout = layout
-        self.publication = publication
+        self.probe = probe
+        self.layout: Layout = probe.layout
+        self.publication: Publication = probe.publication
         self.matrices = matrices
         self.ranges = edges.ranges
         self.modules = modules
         self.shards = edges.shards
-        self.probe = Probe(layout, publication)
 
     def zeros(self) -> Diagonal:
         """A diagonal of zeros, on the devices of the master partitions."""
@@ -98,14 +96,10 @@ class Hutchinson:
         try:
             for probe in range(probes):
                 keys = {name: counter_key(self.seed, step, probe, name) for name in on.shards}
-                difference = on.zeros()
                 for side in (1.0, -1.0):
                     self._displace(keys, {name: side * radius for name, radius in radii.items()})
-                    if not self._add_gradient(closure, side, difference):
+                    if not self._add_side(closure, keys, radii, side / probes, total):
                         return None
-                for name, shard in on.shards.items():
-                    sign = self._sign(keys[name], shard, difference[name].device)
-                    total[name].add_(hutchinson_sample(difference[name], sign, radii[name]), alpha=1 / probes)
         finally:
             on.publication.write_masters()
             on.layout.push()
@@ -120,11 +114,14 @@ class Hutchinson:
             shard.of(master).add_(self._sign(keys[name], shard, master.device) * radii[name])
         layout.push()
 
-    def _add_gradient(self, closure: Closure, factor: float, into: Diagonal) -> bool:
-        """into += factor * gradient; False on an fp16 overflow."""
+    def _add_side(
+        self, closure: Closure, keys: dict[str, int], radii: dict[str, float], factor: float, into: Diagonal
+    ) -> bool:
+        """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
 
         def add(shard: Shard, gradient: Tensor) -> None:
-            into[shard.name].add_(gradient, alpha=factor)
+            sign = self._sign(keys[shard.name], shard, gradient.device)
+            into[shard.name].add_(hutchinson_sample(gradient, sign, radii[shard.name]), alpha=factor)
 
         names = set(self.on.shards)
         return self.on.probe.gradients(closure, lambda flat, g: self.on.add_gradient(flat, g, names, add))
@@ -169,7 +166,7 @@ class SquaredGradients:
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
             shard = on.shards[name]
-            full = token_fisher(grad_TO, input_TI, layout.loss_scale)
+            full = token_fisher(grad_TO, input_TI, on.probe.backward_scale)
             if name in on.input_first:
                 full = full.t()
             mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1))

@@ -68,6 +68,8 @@ class SparseForge:
         """Optimizer steps that were applied."""
         self.refreshes = 0
         """Curvature refreshes so far, for the bias correction."""
+        self.lost_refreshes = 0
+        """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
         self.metrics: dict[str, float] = {}
         """Of the last mask update, reduced over all ranks."""
         self._weight = {weight.name: weight for weight in self.weights}
@@ -80,15 +82,13 @@ class SparseForge:
         build = ESTIMATORS[config.importance]
         self._publication = Publication(self._layout, self._shards, self._publish_shard, build is not None)
         self._probe = Probe(self._layout, self._publication)
-        shards = Shards(self._layout, self._publication, self._matrices, self._edges, self._linear_layers())
+        shards = Shards(self._probe, self._matrices, self._edges, self._linear_layers())
         self._estimator = build(shards, config) if build is not None else None
         self._mask_edges: Missing = {}
         self._health = Health(self._matrices, self.pattern)
         self._hard_now = False
         self._ready = self.schedule.freeze_step > 0
         self._exchange_mask_edges()  # hardening may begin before the first update
-        if self._ready:
-            self._switch_on_branches(0)
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -101,6 +101,7 @@ class SparseForge:
         if self._ready or self.step_count:
             return
         self._refresh_curvature(probe)
+        self._require_refreshed()
         self._move_masks(fix=True)
         self._ready = True
         self._switch_on_branches(0)
@@ -175,9 +176,11 @@ class SparseForge:
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
         table = torch.zeros(len(self._shards), 2 * bins, dtype=torch.float64, device=self._layout.device)
+        correction = 1 - self.config.curvature.decay ** max(self.refreshes, 1)
         for row, shard in enumerate(self._shards.values()):
             _, curvature = self._dense_and_curvature(shard)
-            table[row] = histogram_counts(self._publication.of(shard, "mask"), curvature, bins)
+            corrected = None if curvature is None else curvature / correction
+            table[row] = histogram_counts(self._publication.of(shard, "mask"), corrected, bins)
         counts = self._matrices.reduce(table).long().tolist()
         low, high = CURVATURE_DECADES
         mask_edges = [i / bins for i in range(bins + 1)]
@@ -225,7 +228,7 @@ class SparseForge:
         self._ready = True
         self._health.forget_targets()
         for name, branch in branches(self.engine.module).items():
-            branch.enabled = self.step_count >= self._branch_step and name in self._shards
+            branch.enabled = self.step_count >= self.config.branch_step and name in self._shards
         self._exchange_mask_edges()
 
     # -- attaching ----------------------------------------------------------------------------------------------------
@@ -288,7 +291,8 @@ class SparseForge:
                 probe, self.step_count, part.probes if self.refreshes else part.first_probes
             )
         if sample is None:
-            return  # fp16 overflow: keep the average as it is
+            self.lost_refreshes += 1
+            return  # keep the average as it is
         for name, shard in self._shards.items():
             average = self._publication.of(shard, "curvature")
             self._health.add_refresh(average, sample[name])
@@ -308,6 +312,7 @@ class SparseForge:
                     moments.device
                 )
         self._matrices.reduce(moments)
+        self._require_curvature(moments[:, 1].tolist())
         # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
         scaling = scalings(moments, self.config.curvature.damping).to(self._layout.flats[0].device)
         missing = self._edges.exchange(
@@ -328,9 +333,7 @@ class SparseForge:
             mask.copy_(target if fix else move_mask(mask, soft, target, dials))
             self._health.add_update(weight, shard, mask, target, self._dense_and_curvature(shard)[1])
         self._exchange_mask_edges()
-        self._require_curvature(moments[:, 1].tolist())
-        correction = None if self._estimator is None else 1 - self.config.curvature.decay**self.refreshes
-        self.metrics = self._health.report(correction)
+        self._report()
 
     def _dense_and_curvature(self, shard: Shard) -> tuple[Tensor, Tensor | None]:
         dense = self._publication.of(shard, "dense")
@@ -353,14 +356,27 @@ class SparseForge:
         self._require_refreshed()
         hard = {name: self._hard(shard, self._publication.of(shard, "mask")) for name, shard in self._shards.items()}
         for name, shard in self._shards.items():
-            self._publication.of(shard, "mask").copy_(hard[name])
+            mask = self._publication.of(shard, "mask")
+            mask.copy_(hard[name])
+            if shard.numel:
+                self._health.add_update(
+                    self._weight[name], shard, mask, hard[name], self._dense_and_curvature(shard)[1]
+                )
         self._exchange_mask_edges()
+        self._report()
+
+    def _report(self) -> None:
+        correction = None if self._estimator is None else 1 - self.config.curvature.decay**self.refreshes
+        self.metrics = self._health.report(correction)
+        if self.lost_refreshes:
+            self.metrics["curvature/lost_refreshes"] = float(self.lost_refreshes)
 
     def _require_refreshed(self) -> None:
         if self._estimator is not None and not self.refreshes:
             raise ForgeError(
                 f"the mask is due to freeze at step {self.step_count}, but the curvature of {self.weights[0].name} and "
-                f"{len(self.weights) - 1} others was never refreshed: every probe overflowed; use bf16 or fp32"
+                f"{len(self.weights) - 1} others was never refreshed: every probe overflowed; "
+                "use bf16, or lower fp16.initial_scale_power"
             )
 
     def _require_curvature(self, sums: list[float]) -> None:
@@ -375,16 +391,9 @@ class SparseForge:
 
     # -- SLoRB --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _branch_step(self) -> int:
-        part = self.config.low_rank
-        if part is None:
-            return -1
-        return self.schedule.hardening[0] if part.start is None else round(part.start * self.config.max_steps)
-
     def _switch_on_branches(self, step: int) -> bool:
         """At its step: start every B from what the mask removes now, and switch the branches on."""
-        if step != self._branch_step:
+        if step != self.config.branch_step:
             return False
         switch_on_branches(self.engine.module, self._layout, self._weight, self._removed)
         return True

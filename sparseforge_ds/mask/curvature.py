@@ -83,8 +83,10 @@ def hutchinson_sample(difference: Tensor, sign: Tensor, radius: Tensor | float) 
     With v Rademacher and g the gradient at w +- r v:  v (g(w + r v) - g(w - r v)) / 2r = v (H v) + O(r^2), whose mean
     over v is diag(H). Signed: clamping samples would bias the average upwards by the off-diagonal noise.
 
+    Linear in its first argument, so that the two sides can be added one after the other.
+
     Args:
-        difference: (n,) g(w + r v) - g(w - r v).
+        difference: (n,) g(w + r v) - g(w - r v), or one of the two with its sign.
         sign: (n,) v.
         radius: r of this weight.
     """

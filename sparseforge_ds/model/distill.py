@@ -78,26 +78,42 @@ def distillation_loss(
     return DistillationLoss(total, cross_entropy, kl)
 
 
+def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """() fp32 next-token cross-entropy without a teacher, a chunk of tokens at a time like `distillation_loss`.
+
+    Args:
+        logits_BSV: (B, S, V) in any floating dtype.
+        labels_BS: (B, S) token ids, the same ids as the inputs; -100 is ignored.
+        chunk_tokens: tokens whose fp32 log-probabilities exist at a time.
+    """
+    config = DistillationConfig(weight=0.0, task_weight=1.0, chunk_tokens=chunk_tokens)
+    next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+    total, _, _ = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        logits_BSV.flatten(0, 1), None, next_BS.reshape(-1), config
+    )
+    return total  # type: ignore[no-any-return]
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Equation 12 on flat tokens; never more than one fp32 [chunk, vocabulary] set of tensors."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, student_TV: Tensor, teacher_TV: Tensor, next_T: Tensor, config: DistillationConfig
+        ctx: FunctionCtx, student_TV: Tensor, teacher_TV: Tensor | None, next_T: Tensor, config: DistillationConfig
     ) -> tuple[Tensor, Tensor, Tensor]:
         exact = torch.promote_types(student_TV.dtype, torch.float32)
         kl_T = torch.empty(len(next_T), dtype=exact, device=student_TV.device)
         cross_entropy_T = torch.empty_like(kl_T)
         for chunk in _chunks(len(next_T), config.chunk_tokens):
             kl_T[chunk], cross_entropy_T[chunk] = _token_losses(
-                student_TV[chunk], teacher_TV[chunk], next_T[chunk], config.temperature, exact
+                student_TV[chunk], _part(teacher_TV, chunk), next_T[chunk], config.temperature, exact
             )
         trained_T = next_T != IGNORED
         tokens = trained_T.sum()
         kl = kl_T.where(trained_T, 0.0).sum() / tokens
         cross_entropy = cross_entropy_T.where(trained_T, 0.0).sum() / tokens
         total = config.task_weight * cross_entropy + config.weight * kl
-        ctx.save_for_backward(student_TV, teacher_TV, next_T, tokens)
+        ctx.save_for_backward(student_TV, teacher_TV, next_T, tokens)  # type: ignore[arg-type]
         ctx.config = config  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(cross_entropy, kl)
         return total, cross_entropy, kl
@@ -115,9 +131,13 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient_TV = torch.empty_like(student_TV)
         for chunk in _chunks(len(next_T), ctx.config.chunk_tokens):
             gradient_TV[chunk] = _token_gradients(
-                student_TV[chunk], teacher_TV[chunk], next_T[chunk], ctx.config, scale, exact
+                student_TV[chunk], _part(teacher_TV, chunk), next_T[chunk], ctx.config, scale, exact
             )
         return gradient_TV, None, None, None
+
+
+def _part(teacher_TV: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if teacher_TV is None else teacher_TV[chunk]
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:
@@ -130,15 +150,17 @@ def _tempered(logits_TV: Tensor, temperature: float, exact: torch.dtype) -> Tens
 
 
 def _token_losses(
-    student_TV: Tensor, teacher_TV: Tensor, next_T: Tensor, temperature: float, exact: torch.dtype
+    student_TV: Tensor, teacher_TV: Tensor | None, next_T: Tensor, temperature: float, exact: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """KL and cross-entropy of each token, both (T,); meaningless numbers where the label is ignored."""
+    """KL (0 without a teacher) and cross-entropy of each token, both (T,); meaningless where the label is ignored."""
     log_student_TV = F.log_softmax(_tempered(student_TV, temperature, exact), dim=-1, dtype=exact)
     target_T1 = next_T.where(next_T != IGNORED, 0)[:, None]
     if temperature == 1.0:
         cross_entropy_T = -log_student_TV.gather(1, target_T1)[:, 0]
     else:
         cross_entropy_T = student_TV.to(exact).logsumexp(-1) - student_TV.gather(1, target_T1)[:, 0]
+    if teacher_TV is None:
+        return torch.zeros_like(cross_entropy_T), cross_entropy_T
     log_teacher_TV = F.log_softmax(_tempered(teacher_TV, temperature, exact), dim=-1, dtype=exact)
     kl_T = log_student_TV.neg_().add_(log_teacher_TV).mul_(log_teacher_TV.exp_()).sum(-1)
     return kl_T * temperature**2, cross_entropy_T
@@ -146,7 +168,7 @@ def _token_losses(
 
 def _token_gradients(
     student_TV: Tensor,
-    teacher_TV: Tensor,
+    teacher_TV: Tensor | None,
     next_T: Tensor,
     config: DistillationConfig,
     scale: Tensor,
@@ -162,7 +184,8 @@ def _token_gradients(
         gradient_TV.mul_(kl_weight + task_weight)
     else:
         gradient_TV.mul_(kl_weight).add_(F.softmax(student_TV, dim=-1, dtype=exact), alpha=task_weight)
-    gradient_TV.sub_(F.softmax(_tempered(teacher_TV, temperature, exact), dim=-1, dtype=exact), alpha=kl_weight)
+    if teacher_TV is not None:
+        gradient_TV.sub_(F.softmax(_tempered(teacher_TV, temperature, exact), dim=-1, dtype=exact), alpha=kl_weight)
     ignored_T1 = (next_T == IGNORED)[:, None]
     target_T1 = next_T[:, None].masked_fill(ignored_T1, 0)
     gradient_TV.scatter_add_(1, target_T1, gradient_TV.new_full(target_T1.shape, -task_weight))

@@ -17,9 +17,9 @@ from sparseforge_ds.model.families import LOW_RANK, full_shape, prunable_weights
 def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: float = 0.0) -> list[dict[str, Any]]:
     """What to give to `deepspeed.initialize` as `model_parameters`.
 
-    Three groups, in this order, empty ones left out: `prunable` (marked with the key `sparseforge`, which travels
-    through every ZeRO stage) and `matrix` with `weight_decay`; `vector` (norms, biases, and SLoRB's B) without. Only
-    parameters that require a gradient; tied ones once.
+    Four groups, in this order, empty ones left out: `prunable` (marked with the key `sparseforge`, which travels
+    through every ZeRO stage) and `matrix` with `weight_decay`; `vector` (norms, biases) and `low_rank` (SLoRB's B,
+    whose moments start when it is switched on) without. Only parameters that require a gradient; tied ones once.
 
     Args:
         model: after `prepare`, before `deepspeed.initialize`; its parameters may be partitioned by ZeRO-3.
@@ -30,7 +30,7 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
         ValueError: a prunable weight is frozen, or `prunable_weights` cannot place the model.
     """
     names = {weight.name for weight in prunable_weights(model, config)}
-    prunable, matrix, vector = [], [], []
+    prunable, matrix, vector, low_rank = [], [], [], []
     for name, parameter in model.named_parameters():
         if name in names and not parameter.requires_grad:
             raise ValueError(
@@ -41,7 +41,9 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
             continue
         if name in names:
             prunable.append(parameter)
-        elif len(full_shape(parameter)) > 1 and name.rpartition(".")[2] != LOW_RANK:
+        elif name.rpartition(".")[2] == LOW_RANK:
+            low_rank.append(parameter)
+        elif len(full_shape(parameter)) > 1:
             matrix.append(parameter)
         else:
             vector.append(parameter)
@@ -49,5 +51,6 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
         {"name": "prunable", "params": prunable, "weight_decay": weight_decay, "sparseforge": "prunable"},
         {"name": "matrix", "params": matrix, "weight_decay": weight_decay},
         {"name": "vector", "params": vector, "weight_decay": 0.0},
+        {"name": "low_rank", "params": low_rank, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

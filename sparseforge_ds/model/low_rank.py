@@ -4,7 +4,7 @@
 
 P is a fixed sum over runs of `k` neighbouring inputs: no parameters and no matmul, a reshape and a sum. B, of shape
 (out, in / k), is learned. It starts at zero and switched off; the forge switches it on at its time, with B set by
-`low_rank_start` from what the mask removes at that moment, so that the output hardly moves.
+the rule of `low_rank_start` from what the mask removes at that moment, so that the output hardly moves.
 
 The layers here reuse the weight and bias `Parameter` objects of the layers they replace: parameter names, ZeRO-3
 partitions and masks do not notice. Shape suffixes: O outputs, I inputs, K runs of inputs.

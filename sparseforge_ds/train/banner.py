@@ -70,20 +70,23 @@ def _low_rank_line(plan: Plan) -> list[tuple[str, str]]:
 def memory_per_rank(plan: Plan) -> dict[str, float]:
     """Estimated bytes of model states on one rank, without activations and gathered weights.
 
-    ZeRO divides optimizer states from stage 1 on, gradients from stage 2 on and weights at stage 3. What an offload
-    option moves to the host is counted all the same: it is the host's memory of that rank then.
+    `refresh` is the new sample of the curvature, which lives during a mask update only. ZeRO divides optimizer states
+    from stage 1 on, gradients from stage 2 on and weights at stage 3. What an offload option moves to the host is
+    counted all the same: it is the host's memory of that rank then.
     """
     low, total, masked = _BYTES[str(plan.dtype)], plan.coverage.total, plan.coverage.masked
     ranks = plan.world_size
     states = ranks if plan.stage >= 1 else 1
     needs_master = plan.stage >= 1 or low < 4
     per_masked = {"dense": 4, "mask": 4, "curvature": 0 if plan.config.importance == "magnitude" else 4}
+    refresh = {"magnitude": 0, "wanda": 4, "hutchinson": 4, "fisher": 4, "gauss_newton": 4}[plan.config.importance]
     memory = {
         "weights": low * total / (ranks if plan.stage >= 3 else 1),
         "gradients": low * total / (ranks if plan.stage >= 2 else 1),
         "master": (4 if needs_master else 0) * total / states,
         "moments": 8 * total / states,
         **{name: size * masked / states for name, size in per_masked.items()},
+        "refresh": refresh * masked / states,
     }
     if plan.teacher is not None and plan.config.distillation is not None:
         partitioned = plan.config.distillation.hold == "zero3"

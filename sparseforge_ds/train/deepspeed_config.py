@@ -15,14 +15,16 @@ import torch
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.arguments import RunArguments
 
-# Top-level keys of DeepSpeed, to catch a misspelled one: DeepSpeed ignores it, and "zero_optimisation" trains stage 0.
+# Top-level keys of DeepSpeed 0.19: it ignores all others in silence, and "zero_optimisation" trains stage 0.
 _KEYS = tuple(
     re.findall(
         r"\w+",
         """
-        activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comms_config comms_logger
+        activation_checkpointing aio autotuning bf16 checkpoint comms_config comms_logger
         communication_data_type compile csv_monitor curriculum_learning data_efficiency data_types
-        dataloader_drop_last disable_allgather dump_state eigenvalue elasticity expert_parallel flops_profiler
+        dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity
+        expert_parallel flops_profiler seq_parallel_communication_data_type use_data_before_expert_parallelism
+        vocabulary_size
         fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
         hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula optimizer
         prescale_gradients progressive_layer_drop quantize_training scheduler sequence_parallel_size
@@ -59,10 +61,18 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
         raise ValueError(f"--deepspeed {path}: not a readable JSON file ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"--deepspeed {path}: not a JSON object with keys")
-    for key in set(content) - set(_KEYS):
-        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)
-        if near:
-            raise ValueError(f"--deepspeed {path}: unknown key {key!r}; did you mean {near[0]!r}?")
+    if "bfloat16" in content:  # DeepSpeed's other spelling
+        content.setdefault("bf16", content.pop("bfloat16"))
+    for key in sorted(set(content) - set(_KEYS)):
+        (near,) = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
+        raise ValueError(
+            f"--deepspeed {path}: unknown key {key!r}, which DeepSpeed would ignore; did you mean {near!r}?"
+        )
+    for key in ("bf16", "fp16", "zero_optimization", "optimizer", "sparseforge"):
+        if not isinstance(content.get(key, {}), dict):
+            raise ValueError(
+                f'--deepspeed {path}: {key} = {content[key]!r}: expected an object, like {{"enabled": true}}'
+            )
     if "scheduler" in content:
         raise ValueError(
             f'--deepspeed {path}: remove the "scheduler" block; '

@@ -14,7 +14,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
-from sparseforge_ds.model.distill import distillation_loss
+from sparseforge_ds.model.distill import distillation_loss, task_loss
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import Workshop
 from sparseforge_ds.train.monitoring import Monitor
@@ -41,7 +41,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
     scalars: dict[str, float] = {}
     saved, failures = first_step if plan.arguments.resume else None, 0
     if first_step == 0:
-        forge.start(probe=Probe(shop, 0, 1))
+        forge.start(probe=ProbeLoss(shop, 0, 1))
 
     while forge.step_count < max_steps:
         for group in engine.basic_optimizer.param_groups:
@@ -55,7 +55,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
             engine.step()
             losses += parts
             try:
-                updated = forge.step(probe=Probe(shop, batches.position, -1))
+                updated = forge.step(probe=ProbeLoss(shop, batches.position, -1))
             except RuntimeError as error:
                 if torch.isfinite(losses).all():
                     raise
@@ -71,9 +71,12 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
         if step == before:  # loss scaling skipped the step
             continue
 
-        scalars = {"loss/total": total, "train/learning_rate": rate(before), "train/grad_norm": _grad_norm(engine)}
+        scalars = {"loss/total": total, "loss/cross_entropy": cross_entropy, "train/learning_rate": rate(before)}
         if shop.teacher is not None:
-            scalars |= {"loss/cross_entropy": cross_entropy, "loss/kl": kl}
+            scalars["loss/kl"] = kl
+        norm = engine.get_global_grad_norm()
+        if norm is not None:  # stage 0 in fp32 without clipping computes none
+            scalars["train/grad_norm"] = float(norm)
         monitor.step(step, scalars, forge.dials)
         if updated:
             monitor.write(step, forge.metrics)
@@ -120,10 +123,10 @@ def _loss(shop: Workshop, token_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cross_entropy(shop: Workshop, token_BS: Tensor) -> Tensor:
-    return shop.engine(input_ids=token_BS, labels=token_BS, use_cache=False).loss  # type: ignore[no-any-return]
+    return task_loss(shop.engine(input_ids=token_BS, use_cache=False).logits, token_BS)
 
 
-class Probe:
+class ProbeLoss:
     """The task loss, which curvature is the curvature of, on another micro-batch for every probe of a refresh.
 
     Args:
@@ -163,8 +166,3 @@ def _diverged(what: str, step: int, rate: float) -> str:
         f"{what}, at step {step} with learning rate {rate:.3g}; lower --learning_rate or raise --warmup, and continue "
         "from the last checkpoint with --resume"
     )
-
-
-def _grad_norm(engine: Any) -> float:
-    norm = engine.get_global_grad_norm()
-    return float(norm) if norm is not None else math.nan

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,8 @@ def check_folder(plan: Plan) -> None:
             )
     else:
         _check_same_run(plan)
-    probe = plan.folder / f".writable.{os.getpid()}"
-    probe.touch()
-    probe.unlink()
+    with tempfile.TemporaryFile(dir=plan.folder):
+        pass  # writable, on every rank
     needed, free = room_for_checkpoints(plan), shutil.disk_usage(plan.folder).free
     if needed > free:
         raise ValueError(

@@ -32,6 +32,16 @@ class Probe:
         self.layout = layout
         self.publication = publication
 
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step, by which the engine divides every loss."""
+        return int(self.layout.engine.gradient_accumulation_steps())
+
+    @property
+    def backward_scale(self) -> float:
+        """What dL/dy is multiplied by during a probe's backward pass."""
+        return self.layout.loss_scale / self.accumulation
+
     def gradients(self, closure: Closure, harvest: Harvest) -> bool:
         """One forward and backward of `closure`; `harvest(flat, gradient)` sees every master partition's gradient.
 
@@ -48,14 +58,15 @@ class Probe:
         def on_gradient(index: int, gradient: Tensor) -> None:
             nonlocal harvested
             harvested = True
-            harvest(index, gradient)
+            harvest(index, gradient * self.accumulation if self.accumulation > 1 else gradient)
 
         with self._untraced():
             engine.set_gradient_accumulation_boundary(True)
             self._forget_gradients()
             loss = self._loss(closure)
-            # The engine divides by the accumulation steps; a probe is one micro-batch.
-            engine.backward(loss * engine.gradient_accumulation_steps())
+            # The engine divides by the accumulation steps, and so does not overflow where training does not; a probe
+            # is one micro-batch, so its gradient is multiplied back afterwards.
+            engine.backward(loss)
             self.publication.harvest = on_gradient
             try:
                 optimizer.step()
@@ -142,7 +153,8 @@ def reduce_to_shard(layout: Layout, shard: Shard, ranges: list[tuple[int, int]],
         (start, stop) == (min(rank * length, numel), min((rank + 1) * length, numel))
         for rank, (start, stop) in enumerate(ranges)
     ):
-        padded = torch.nn.functional.pad(full, (0, length * layout.world_size - numel))
+        missing = length * layout.world_size - numel
+        padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
         mine = full.new_empty(length)
         dist.reduce_scatter_tensor(mine, padded)
         return mine[: shard.numel]

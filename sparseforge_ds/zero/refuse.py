@@ -59,6 +59,20 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
             "zero_quantized_weights: a quantised gather need not keep exact zeros; set it to false",
         ),
         (
+            engine.autotp_size() > 1,
+            f"tensor_parallel.autotp_size = {engine.autotp_size()}: layers cut by tensor parallelism are not "
+            "supported; remove it",
+        ),
+        (
+            engine.sequence_parallel_size > 1,
+            f"sequence_parallel_size = {engine.sequence_parallel_size}: curvature is averaged over data-parallel ranks "
+            "only; remove it",
+        ),
+        (
+            engine.is_deepcompile_enabled(),
+            "compile.deepcompile: its passes have not been tried with published weights; set it to false",
+        ),
+        (
             bool(getattr(engine, "pipeline_parallelism", False)),
             "pipeline parallelism is not supported; use ZeRO stages 0 to 3",
         ),

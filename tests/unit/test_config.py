@@ -31,7 +31,7 @@ def test_given_keys_win_over_the_preset_and_leave_its_neighbours():
     config = build(preset="paper", schedule={"update_every": 7}, low_rank={"k": 32})
     assert config.schedule.update_every == 7
     assert config.schedule.hardening == tuple(PRESETS["paper"]["schedule"]["hardening"])
-    assert config.low_rank == LowRankConfig(k=32)
+    assert config.low_rank == LowRankConfig(k=32, start=0.1)
     assert build(preset="paper", low_rank=None).low_rank is None
     assert build(preset="paper_no_low_rank").low_rank is None
     assert build(preset="paper").threshold == "nth"
@@ -173,3 +173,22 @@ def test_an_unknown_override_is_an_error(tmp_path: Path):
     path.write_text('{"sparseforge": {}}')
     with pytest.raises(ValueError, match="sparseforge.steps"):
         SparseForgeConfig.from_json(path, steps=3)
+
+
+def test_a_preset_is_applied_by_from_dict_and_never_only_named() -> None:
+    with pytest.raises(ValueError, match="names a preset without applying it"):
+        SparseForgeConfig(preset="paper")
+    applied = SparseForgeConfig.from_dict({"preset": "paper"})
+    assert (applied.importance, applied.threshold) == ("hutchinson", "nth")
+    assert SparseForgeConfig.from_dict(applied.to_dict()) == applied
+
+
+def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
+    block = {"max_steps": 100, "low_rank": {"k": 4}}
+    assert SparseForgeConfig.from_dict(block).branch_step == 30
+    assert SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "start": 0.5}}).branch_step == 50
+    assert SparseForgeConfig.from_dict({"max_steps": 100}).branch_step == -1
+    fixed = {**block, "schedule": {"hardening": [0.0, 0.0]}}
+    assert SparseForgeConfig.from_dict(fixed).branch_step == 0
+    with pytest.raises(ValueError, match="no mask has removed anything yet"):
+        SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "start": 0.0}})

@@ -198,6 +198,8 @@ def reports(stage: int, dtype: str) -> dict[str, Any]:
             result["histograms"] = forge.histograms(8)
             result["masks"], result["metrics"] = gathered(forge, "mask"), dict(forge.metrics)
             result["curvature"] = gathered(forge, "curvature")
+        if step == 6:
+            result["projected"] = dict(forge.metrics)
     result["coverage"] = forge.coverage
     result["total"] = sum(value.numel() for value in published(engine).values())
     return result
@@ -216,6 +218,7 @@ def test_reports() -> None:
         masks = torch.cat(list(found["masks"].values()))
         assert found["metrics"]["mask/undecided"] == pytest.approx((masks * (1 - masks)).mean().item(), rel=1e-5)
         assert found["metrics"]["mask/kept"] == pytest.approx(masks.mean().item(), rel=1e-5)
+        assert found["projected"]["mask/undecided"] == 0.0 and found["projected"]["mask/kept"] == 0.5
         correction = 1 - 0.9**2
         curvature = torch.cat(list(found["curvature"].values())).mean().item() / correction
         assert found["metrics"]["curvature/mean"] == pytest.approx(curvature, rel=1e-4)
@@ -234,12 +237,16 @@ def test_reports() -> None:
 # -- SLoRB ------------------------------------------------------------------------------------------------------------
 
 
+def moments_of(forge: sf.SparseForge, name: str) -> dict[str, Any]:
+    return dict(forge._layout.inner.state[forge._layout.flats[forge._layout.shards[name].flat]])
+
+
 def switch_on(case: Case) -> list[str]:
     """At its step every B is the mean of what m_eff removes from each run, and it trains from then on."""
     import deepspeed
 
     engine, forge = build(case)
-    at = forge._branch_step
+    at = case.sparseforge.branch_step
     problems = []
     for step in range(case.steps):
         train_step(engine, case, step)
@@ -261,6 +268,11 @@ def switch_on(case: Case) -> list[str]:
                     problems.append(
                         f"step {step + 1}: B of {weight.name} {'differs' if step + 1 == at else 'did not train'}"
                     )
+                if step + 1 == at and any(
+                    value.any() if isinstance(value, torch.Tensor) else value
+                    for value in moments_of(forge, f"{weight.module}.low_rank_b").values()
+                ):
+                    problems.append(f"Adam has counted steps of {weight.name} before its branch was there")
                 if step + 1 == at and not expected.any():
                     problems.append(f"nothing is removed from {weight.name}")
     return problems

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from sparseforge_ds.forge import ForgeError
 from tests.distributed import run_distributed
 from tests.zero.case import Case, batch_at, build, gathered, my_part, published, train_step
 
@@ -67,6 +69,55 @@ def never_a_probe(stage: int) -> None:
         train_step(engine, case, step)
         batch = my_part(batch_at(step))
         forge.step(lambda batch=batch: engine(**batch).loss * 1e30)
+
+
+def accumulated_probe(stage: int) -> tuple[list[bool], dict[str, Any], dict[str, Any]]:
+    """With accumulation, a probe is as far from overflow as a micro-batch of training, and its curvature the same."""
+    plain, scaled = Case(stage=stage, gas=1), fp16(stage, initial_scale_power=12)
+    curvature = []
+    updated: list[bool] = []
+    for case in (plain, dataclasses.replace(scaled, gas=8)):
+        engine, forge = build(case)
+        largest = []
+        handle = engine.module.get_output_embeddings().register_full_backward_hook(
+            lambda _m, _i, output, largest=largest: largest.append(output[0].abs().max().item())
+        )
+        for _ in range(2):
+            train_step(engine, case, 0)
+            batch = my_part(batch_at(5))
+            trained = max(largest)
+            largest.clear()
+            updated.append(forge.step(lambda engine=engine, batch=batch: engine(**batch).loss))
+            if updated[-1]:
+                updated[-1] = max(largest) < 2 * trained
+        handle.remove()
+        curvature.append(gathered(forge, "curvature"))
+    return updated, curvature[0], curvature[1]
+
+
+def test_accumulation_does_not_make_probes_overflow() -> None:
+    for updated, plain, scaled in run_distributed(accumulated_probes, 2)[0]:
+        assert updated == [False, True, False, True]
+        for name, curvature in plain.items():
+            ratio = scaled[name].sum() / curvature.sum()
+            assert 0.5 < ratio < 2, (name, ratio)
+
+
+def accumulated_probes() -> list[Any]:
+    return [accumulated_probe(stage) for stage in STAGES]
+
+
+def start_overflows() -> None:
+    case = fp16(2, initial_scale_power=4)
+    case = dataclasses.replace(case, config={"importance": "fisher", "schedule": {"hardening": [0, 0]}})
+    engine, forge = build(case)
+    batch = my_part(batch_at(0))
+    forge.start(lambda: engine(**batch).loss * 1e30)
+
+
+def test_an_overflow_at_the_start_is_named() -> None:
+    with pytest.raises(ForgeError, match=r"every probe overflowed; use bf16, or lower fp16.initial_scale_power"):
+        run_distributed(start_overflows, 1)
 
 
 def all_in_training() -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.distill import Teacher, distillation_loss, teacher_ds_config
+from sparseforge_ds.model.distill import Teacher, distillation_loss, task_loss, teacher_ds_config
 from tests.tiny_models import tiny_llama, token_batch
 
 
@@ -326,3 +326,16 @@ def test_a_partitioned_model_cannot_be_replicated() -> None:
     model.lm_head.weight.ds_id = 0
     with pytest.raises(ValueError, match='"replicated", but the teacher was partitioned'):
         Teacher(model, REPLICATED, {})
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_the_task_loss_alone_is_cross_entropy(chunk: int) -> None:
+    student, _, labels = _case()
+    ours, theirs = (student.detach().clone().requires_grad_() for _ in range(2))
+    loss = task_loss(ours, labels, chunk)
+    expected = F.cross_entropy(theirs[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert theirs.grad is not None and theirs.grad.any()
+    torch.testing.assert_close(ours.grad, theirs.grad)

@@ -45,9 +45,10 @@ def test_low_rank_has_no_decay_and_no_mask() -> None:
     config = SparseForgeConfig(low_rank=LowRankConfig(k=4))
     model = prepare(tiny_llama(), config)
     groups = param_groups(model, config, weight_decay=0.1)
-    low_rank = [name for name in _names(model, groups[2]) if name.endswith("low_rank_b")]
-    assert len(low_rank) == len(groups[0]["params"]) == 14
-    assert not any("low_rank_b" in name for group in groups[:2] for name in _names(model, group))
+    assert [group["name"] for group in groups] == ["prunable", "matrix", "vector", "low_rank"]
+    assert all(name.endswith("low_rank_b") for name in _names(model, groups[3]))
+    assert len(groups[3]["params"]) == len(groups[0]["params"]) == 14 and groups[3]["weight_decay"] == 0.0
+    assert not any("low_rank_b" in name for group in groups[:3] for name in _names(model, group))
 
 
 def test_tied_parameters_come_once() -> None:

@@ -180,10 +180,15 @@ def test_the_file_must_be_there_and_be_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "near"), [("zero_optimisation", "zero_optimization"), ("train_batchsize", "train_batch_size")]
+    ("key", "near"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("train_batchsize", "train_batch_size"),
+        ("learning_rate", "curriculum_learning"),
+    ],
 )
 def test_a_misspelled_key_is_an_error(tmp_path, key, near):
-    with pytest.raises(ValueError, match=f"unknown key '{key}'; did you mean '{near}'"):
+    with pytest.raises(ValueError, match=f"unknown key '{key}', which DeepSpeed would ignore; did you mean '{near}'"):
         read_deepspeed_json(str(write_json(tmp_path / "a.json", {key: 1})))
 
 
