@@ -46,7 +46,7 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
             'torch_autocast with float16: its scaler may skip a step on one rank only; use "fp16" or "bf16"',
         ),
         (
-            engine.fp16_enabled() and zero.stage == 0 and engine.optimizer.loss_scale != 1,
+            engine.fp16_enabled() and zero.stage == 0 and engine.optimizer.loss_scale not in (None, 1),
             "fp16 at ZeRO stage 0: DeepSpeed divides the gradients by a loss scale that its backward never applied; "
             'use stage 1, bf16, or "fp16": {"loss_scale": 1}',
         ),

@@ -77,7 +77,8 @@ class Layout:
     @property
     def loss_scale(self) -> float:
         """What gradients are multiplied by during a backward pass; 1 without fp16."""
-        return float(getattr(self.optimizer, "loss_scale", 1.0))
+        scale = getattr(self.optimizer, "loss_scale", None)
+        return 1.0 if scale is None else float(scale)
 
     def _read(self) -> None:
         optimizer = self.optimizer

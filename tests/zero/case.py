@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import sparseforge_ds as sf
@@ -79,7 +80,7 @@ class Case:
             config["zero_allow_untested_optimizer"] = True
             config["zero_force_ds_cpu_optimizer"] = False
         else:
-            config["optimizer"] = {"type": "AdamW", "params": {"lr": self.lr, "torch_adam": True}}
+            config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": self.lr, "torch_adam": True}})
         if self.dtype != "fp32":
             unscaled = {"loss_scale": 1} if (self.dtype, self.stage) == ("fp16", 0) else {}  # refused with a scale
             config[self.dtype] = {"enabled": True, **unscaled, **config.get(self.dtype, {})}
@@ -97,7 +98,8 @@ def my_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's rows."""
     size = GLOBAL_BATCH // dist.get_world_size()
     rank = dist.get_rank()
-    return {key: value[rank * size : (rank + 1) * size] for key, value in batch.items()}
+    device = get_accelerator().current_device_name()
+    return {key: value[rank * size : (rank + 1) * size].to(device) for key, value in batch.items()}
 
 
 def build_engine(case: Case, model: Any = None, groups: Any = None) -> Any:
@@ -143,11 +145,11 @@ def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
     result = {}
     for name, shard in forge._shards.items():
         numel = forge._weight[name].numel
-        full = torch.zeros(numel)
-        full[shard.start : shard.stop] = forge._publication.of(shard, key).detach().cpu()
+        full = torch.zeros(numel, device=forge._layout.device)
+        full[shard.start : shard.stop] = forge._publication.of(shard, key).detach().to(full.device)
         if not forge._layout.replicated:
             dist.all_reduce(full)
-        result[name] = full
+        result[name] = full.cpu()
     return result
 
 

@@ -1,0 +1,79 @@
+"""DeepSpeed's own optimizers under the hooks: FusedAdam and DeepSpeedCPUAdam. The first start compiles them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.zero.case import Case, build, gathered, probe_of, published, train_step
+
+OWN: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
+PAIRS: dict[str, tuple[str, Case, Case]] = {
+    f"{name} {dtype} at stage {stage}": (
+        kind,
+        Case(stage=stage, dtype=dtype, zero=zero, more=OWN),
+        Case(stage=stage, dtype=dtype, zero=zero, lr=3e-3, more={"zero_force_ds_cpu_optimizer": False}),
+    )
+    for name, kind, stage, dtype, zero in (
+        ("fused", "FusedAdam", 0, "fp32", {}),
+        ("fused", "FusedAdam", 0, "bf16", {}),
+        ("fused", "FusedAdam", 1, "fp32", {}),
+        ("fused", "FusedAdam", 3, "bf16", {}),
+        ("offloaded", "DeepSpeedCPUAdam", 2, "fp32", {"offload_optimizer": {"device": "cpu"}}),
+        ("offloaded", "DeepSpeedCPUAdam", 3, "fp32", {"offload_optimizer": {"device": "cpu"}}),
+    )
+}
+
+
+def train(case: Case) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    engine, forge = build(case)
+    for step in range(case.steps):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+    forge.finish()
+    return type(engine.basic_optimizer).__name__, gathered(forge, "mask"), published(engine)
+
+
+def train_all() -> dict[str, Any]:
+    return {name: (train(own), train(torch_adam)) for name, (_, own, torch_adam) in PAIRS.items()}
+
+
+def test_masks_and_weights_are_those_of_torch_adamw() -> None:
+    for name, (own, torch_adam) in run_distributed(train_all, 2, timeout=900)[0].items():
+        assert own[0] == PAIRS[name][0] and torch_adam[0] == "AdamW"
+        for weight, mask in torch_adam[1].items():
+            assert set(own[1][weight].unique().tolist()) == {0.0, 1.0}, (name, weight)
+            assert (own[1][weight] == mask).float().mean() > (0.99 if "fp32" in name else 0.95), (name, weight)
+        for weight, value in torch_adam[2].items():
+            close = (own[2][weight] - value).abs() < (1e-4 if "fp32" in name else 2e-2)
+            assert close.float().mean() > 0.95, (name, weight, close.float().mean())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gpu_runs_the_whole_life_of_a_mask(stage: int) -> None:
+    assert run_distributed(on_a_gpu, 1, stage, device="cuda") == [[]]
+
+
+def on_a_gpu(stage: int) -> list[str]:
+    """Every importance and both patterns in bf16 with FusedAdam: exactly N of M at the end, histograms that add up."""
+    problems = []
+    for importance in ("fisher", "gauss_newton", "hutchinson", "wanda", "magnitude"):
+        for pattern in ("2:4", "1:4"):
+            case = Case(stage=stage, dtype="bf16", config={"importance": importance, "pattern": pattern}, more=OWN)
+            engine, forge = build(case)
+            for step in range(case.steps):
+                train_step(engine, case, step)
+                forge.step(probe_of(engine, case, step))
+            counts = forge.histograms(4)
+            for weight in forge.weights:
+                mask = gathered(forge, "mask")[weight.name]
+                kept = forge.pattern.to_groups(mask, weight.shape, weight.input_axis).sum(1)
+                if not torch.all(kept == forge.pattern.kept):
+                    problems.append(f"{importance} {pattern} {weight.name}: groups of {kept.unique().tolist()}")
+                if sum(counts[f"mask/{weight.name}"][0]) != weight.numel:
+                    problems.append(f"{importance} {pattern} {weight.name}: histogram")
+    return problems
