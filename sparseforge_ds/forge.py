@@ -243,9 +243,14 @@ class SparseForge:
         step = self.step_count + self._publication.in_step  # the one that publishes is counted by `step`, later
         x = 0.0 if self._hard_now else self.schedule.dials(step).x
         binary = step > self.schedule.freeze_step
-        if x < 1.0 and not binary:
+        if x < 1.0 and not binary and self._formed:
             mask = effective_mask(mask, self._hard(shard, mask), x)
         publish(dense, mask, out)
+
+    @property
+    def _formed(self) -> bool:
+        """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
+        return self.step_count >= self.schedule.update_every and (self._estimator is None or self.refreshes > 0)
 
     def _removed(self, shard: Shard) -> Tensor:
         """(numel of the shard,) fp32 (1 - m_eff) W at the present step."""

@@ -166,6 +166,7 @@ class ReferenceForge:
         self.target: dict[str, list[float]] = {}
         self.refreshes = 0
         self.step_count = 0
+        self.formed = False  # whether masks have moved: before that, a group of ones has no top n
         if step_at_init:
             for parameter in self.master.values():
                 parameter.grad = torch.zeros_like(parameter)
@@ -209,7 +210,7 @@ class ReferenceForge:
         """m_eff, eq. 10."""
         x = self._dials(step)["x"]
         mask = torch.tensor(self.mask[name], dtype=torch.float64)
-        if x == 1.0:
+        if x == 1.0 or not self.formed:
             return mask.float()
         return (x * mask + (1 - x) * torch.tensor(harden(self.mask[name], self.groups[name], self.n))).float()
 
@@ -254,6 +255,7 @@ class ReferenceForge:
                 self.config["curvature"]["damping"],
             )
             self.mask[name] = self.target[name] if fix else new
+        self.formed = True
 
     # -- curvature, eq. 2 ---------------------------------------------------------------------------------------------
 

@@ -181,6 +181,30 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
         assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
 
 
+# -- before the first update ------------------------------------------------------------------------------------------
+
+
+def untouched(stage: int) -> list[bool]:
+    """Whether the published weights are the dense ones after each step, hardening from step 0 on."""
+    case = Case(stage=stage, config={"schedule": {"hardening": [0.0, 0.6], "update_every": 3}})
+    engine, forge = build(case)
+    same = []
+    for step in range(4):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+        dense, weights = gathered(forge, "dense"), published(engine)
+        same.append(all(torch.equal(dense[name], weights[name].flatten()) for name in dense))
+    return same
+
+
+def untouched_all() -> list[list[bool]]:
+    return [untouched(stage) for stage in (0, 2, 3)]
+
+
+def test_a_mask_of_ones_is_no_tie_to_be_broken() -> None:
+    assert run_distributed(untouched_all, 3)[0] == [[True, True, False, False]] * 3
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
