@@ -77,8 +77,9 @@ def _tables(path: Path, config: SparseForgeConfig) -> list[dict[str, Any]]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
     assert all(parameter.numel() == 0 for parameter in model.parameters())
     inner = engine.basic_optimizer.param_groups
-    assert [g.get("sparseforge") for g in inner] == ["prunable", None, None]
-    assert [g["weight_decay"] for g in inner] == [0.1, 0.1, 0.0]
+    own_group = [None] if config.low_rank is not None else []
+    assert [g.get("sparseforge") for g in inner] == ["prunable", None, None, *own_group]
+    assert [g["weight_decay"] for g in inner] == [0.1, 0.1, 0.0, *(0.0 for _ in own_group)]
     return [before, _table(engine.module, config)]
 
 
