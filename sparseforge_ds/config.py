@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
+from sparseforge_ds.presets import PRESETS
 
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda"]
 Threshold = Literal["midpoint", "nth"]
@@ -279,36 +280,6 @@ class SparseForgeConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, every value resolved; `from_dict` of it gives an equal config."""
         return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
-
-
-# The paper's literal choices, as far as its text and its published recipe state them (arXiv 2605.06402, section 4).
-_PAPER: dict[str, Any] = {
-    "importance": "hutchinson",
-    "threshold": "nth",
-    "schedule": {
-        "update_every": 10,
-        "temperature_decay": 0.98,
-        "blend": (0.1, 0.85),
-        "mid_penalty_ramp": (0.0, 0.025),
-        "hardening": (0.1, 0.85),
-    },
-    "curvature": {"decay": 0.98},
-    "low_rank": {"k": 16, "start": 0.1},
-    "distillation": {"temperature": 2.0},
-}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "paper": _PAPER,
-    "paper_no_low_rank": {**_PAPER, "low_rank": None},
-    "fixed_magnitude": {"importance": "magnitude", "schedule": {"hardening": (0.0, 0.0)}},
-    "fixed_wanda": {
-        "importance": "wanda",
-        "schedule": {"hardening": (0.0, 0.0)},
-        "curvature": {"first_probes": 16},
-    },
-}
-"""Named starting points; the default is what measured best (README, 'What the defaults are made of')."""
 
 
 def _default(key: str) -> Any:

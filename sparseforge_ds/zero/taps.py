@@ -37,50 +37,43 @@ class _Tap(torch.autograd.Function):
 def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[None]:
     """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
 
-    def tapped(name: str) -> Callable[..., Tensor]:
-        def on_forward(_module: Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if not torch.is_grad_enabled() or not output.requires_grad:
-                return output  # the first, recording-free pass of re-entrant checkpointing
-            return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+    def tapped(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or not output.requires_grad:
+            return output  # the first, recording-free pass of re-entrant checkpointing
+        return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
 
-        return on_forward
-
-    handles = [module.register_forward_hook(tapped(name)) for name, module in modules.items()]
-    try:
+    with _on_forward(modules, tapped):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
     """While active, every forward of a module calls hook(name, x (T, in))."""
 
-    def seen(name: str) -> Callable[..., None]:
-        def on_forward(_module: Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
-            hook(name, args[0].detach().reshape(-1, args[0].shape[-1]))
+    def seen(name: str, args: tuple[Tensor, ...], _output: Tensor) -> None:
+        hook(name, args[0].detach().reshape(-1, args[0].shape[-1]))
 
-        return on_forward
-
-    handles = [module.register_forward_hook(seen(name)) for name, module in modules.items()]
-    try:
+    with _on_forward(modules, seen):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def captured_output(module: Module) -> Iterator[list[Tensor]]:
     """While active, collects the outputs of a module with their graph (the logits of an output embedding)."""
     outputs: list[Tensor] = []
-
-    def on_forward(_module: Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
-        outputs.append(output)
-
-    handle = module.register_forward_hook(on_forward)
-    try:
+    with _on_forward({"": module}, lambda _name, _args, output: outputs.append(output)):
         yield outputs
+
+
+@contextmanager
+def _on_forward(modules: dict[str, Module], hook: Callable[[str, tuple[Tensor, ...], Tensor], Any]) -> Iterator[None]:
+    """While active, hook(name, inputs, output) follows every forward; what it returns replaces the output."""
+    handles = [
+        module.register_forward_hook(lambda _module, args, output, name=name: hook(name, args, output))
+        for name, module in modules.items()
+    ]
+    try:
+        yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 # What each part may import besides itself and the standard library. A name stands for all below it.
 MAY_IMPORT: dict[str, set[str]] = {
     "mask": {"torch"},
-    "config": {"mask.pattern", "mask.anneal"},
+    "presets": set(),
+    "config": {"mask.pattern", "mask.anneal", "presets"},
     "zero": {"torch", "deepspeed", "mask.pattern"},
     "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern"},
     "estimate": {"torch", "config", "mask", "zero"},

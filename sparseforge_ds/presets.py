@@ -1,0 +1,34 @@
+"""Named starting points of the `sparseforge` block; keys given beside `preset` override them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# The paper's literal choices, as far as its text and its published recipe state them (arXiv 2605.06402, section 4).
+_PAPER: dict[str, Any] = {
+    "importance": "hutchinson",
+    "threshold": "nth",
+    "schedule": {
+        "update_every": 10,
+        "temperature_decay": 0.98,
+        "blend": (0.1, 0.85),
+        "mid_penalty_ramp": (0.0, 0.025),
+        "hardening": (0.1, 0.85),
+    },
+    "curvature": {"decay": 0.98},
+    "low_rank": {"k": 16, "start": 0.1},
+    "distillation": {"temperature": 2.0},
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": _PAPER,
+    "paper_no_low_rank": {**_PAPER, "low_rank": None},
+    "fixed_magnitude": {"importance": "magnitude", "schedule": {"hardening": (0.0, 0.0)}},
+    "fixed_wanda": {
+        "importance": "wanda",
+        "schedule": {"hardening": (0.0, 0.0)},
+        "curvature": {"first_probes": 16},
+    },
+}
+"""Named starting points; the default is what measured best (README, 'What the defaults are made of')."""
