@@ -37,8 +37,8 @@ trained="$SECONDS"
 
 echo "demo: export, verification and evaluation"
 mkdir -p "$reports"
-python -m sparseforge_ds.checkpoint.export "$run" "$result"
-if ! python -m sparseforge_ds.checkpoint.verify "$result" --json "$reports/verify.json" >"$reports/verify.txt"; then
+python -m sparseforge_ds consolidate "$run" "$result"
+if ! python -m sparseforge_ds verify "$result" --json "$reports/verify.json" >"$reports/verify.txt"; then
     cat "$reports/verify.txt"
     exit 1
 fi

@@ -49,8 +49,8 @@ json.dump(content, open(sys.argv[2], "w"))' "$preset" "$folder/$name.ds.json"
     deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
         --deepspeed "$folder/$name.ds.json" --model "$model" --dataset "$text" --seed "$seed" \
         --output_dir "$folder/$name" "$@" >"$folder/$name.log" 2>&1 || { tail -n 20 "$folder/$name.log" >&2; exit 1; }
-    python -m sparseforge_ds.checkpoint.export "$folder/$name" "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
-    python -m sparseforge_ds.checkpoint.verify "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
+    python -m sparseforge_ds consolidate "$folder/$name" "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
+    python -m sparseforge_ds verify "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
     perplexity "$name" "$folder/${name}_2to4"
 }
 

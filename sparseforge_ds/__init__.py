@@ -1,10 +1,27 @@
 """2:4 sparse large language models, trained on DeepSpeed (SparseForge, arXiv 2605.06402)."""
 
-from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.forge import ForgeError, SparseForge
-from sparseforge_ds.model.distill import DistillationLoss, Teacher, distillation_loss
-from sparseforge_ds.model.groups import param_groups
-from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.forge import ForgeError, SparseForge
+    from sparseforge_ds.model.distill import DistillationLoss, Teacher, distillation_loss
+    from sparseforge_ds.model.groups import param_groups
+    from sparseforge_ds.model.low_rank import low_rank_share, prepare
+
+# Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
+_WHERE = {
+    "DistillationLoss": "model.distill",
+    "ForgeError": "forge",
+    "SparseForge": "forge",
+    "SparseForgeConfig": "config",
+    "Teacher": "model.distill",
+    "distillation_loss": "model.distill",
+    "low_rank_share": "model.low_rank",
+    "param_groups": "model.groups",
+    "prepare": "model.low_rank",
+}
 
 __all__ = [
     "DistillationLoss",
@@ -18,3 +35,9 @@ __all__ = [
     "prepare",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"sparseforge_ds.{_WHERE[name]}"), name)

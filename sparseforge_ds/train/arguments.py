@@ -26,7 +26,7 @@ examples:
       --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
 
 On a machine without an accelerator the deepspeed launcher starts one process; ask it for more with --num_gpus 2.
-The run folder holds everything of a run; `python -m sparseforge_ds.checkpoint.export RUN OUT` makes a model of it.
+The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
 """
 
 

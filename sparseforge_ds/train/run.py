@@ -113,7 +113,7 @@ def _farewell(folder: Path, result: dict[str, Any]) -> str:
     return (
         f"done: {result['steps']} steps, {result['tokens']:,} tokens in all, {result['seconds']:.0f} s\n"
         f"  tensorboard --logdir {folder / 'tensorboard'}\n"
-        f"  python -m sparseforge_ds.checkpoint.export {folder} {folder / 'export'}"
+        f"  sparseforge consolidate {folder} {folder / 'export'}"
     )
 
 

@@ -32,20 +32,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         "health",
         "compensate",
     },
-    "checkpoint": {"torch", "safetensors", "config", "mask", "model.families"},
+    "checkpoint": {"torch", "safetensors"},
+    "export": {"torch", "transformers", "tqdm", "config", "mask", "checkpoint", "model.families"},
+    "cli": {"torch", "config", "mask", "checkpoint", "export"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model.families"},
 }
 # One file of a part may need more than the part.
 ONE_FILE_MORE: dict[str, set[str]] = {
-    "checkpoint.export": {"tqdm"},
-    "checkpoint.verify": {"tqdm"},
     "evaluate.perplexity": {"tqdm"},
     "evaluate.pretrained": {"config", "model.families"},
     "evaluate.text": {"train.stdlib_text"},
     "evaluate.zero_shot": {"lm_eval"},
 }
 # Parts that may import everything: the way to run it, and the public names.
-FREE = {"train", "__init__"}
+FREE = {"train", "__init__", "__main__"}
 
 FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from sparseforge_ds.checkpoint import export as export_module
-from sparseforge_ds.checkpoint import verify
 from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export import verify
 from sparseforge_ds.model.families import LOW_RANK
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed
@@ -91,7 +91,7 @@ def exported(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("exported")
     for name, run in runs.items():
         dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[CASES[name][1].dtype]
-        assert export_module.main([str(run.folder), str(folder / name), "--dtype", dtype]) == 0
+        assert main(["consolidate", str(run.folder), str(folder / name), "--dtype", dtype]) == 0
     return {name: folder / name for name in runs}
 
 
@@ -135,7 +135,7 @@ def test_low_rank_branch_as_peft_adapter(runs: dict[str, Run], exported: dict[st
 @pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", *sorted(UNFINISHED)])
 def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
-    assert export_module.main([str(runs[name].folder), str(out), "--dtype", "float32"]) == 0
+    assert main(["consolidate", str(runs[name].folder), str(out), "--dtype", "float32"]) == 0
     state = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     checked = 0
     for key, mask in runs[name].mask.items():
@@ -155,7 +155,7 @@ def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path,
 def test_unfinished_run_is_said_to_be_so(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export_module.main([str(runs["stage2-unfinished"].folder), str(tmp_path / "out")]) == 0
+    assert main(["consolidate", str(runs["stage2-unfinished"].folder), str(tmp_path / "out")]) == 0
     assert "note: the run was not finished at step 5" in capsys.readouterr().out
 
 
@@ -168,7 +168,7 @@ def test_tied_head_is_stored_once(exported: dict[str, Path], name: str) -> None:
 def test_shards_hold_the_same_tensors(runs: dict[str, Run], exported: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [str(runs["stage3-bf16"].folder), str(out), "--dtype", "bfloat16", "--max_shard_size", "20KB"]
-    assert export_module.main(command) == 0
+    assert main(["consolidate", *command]) == 0
     files = sorted(out.glob("model-*.safetensors"))
     assert len(files) > 2 and not (out / "model.safetensors").exists()
     assert all(file.stat().st_size < 24_000 for file in files)
@@ -204,10 +204,10 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
         (str(tmp_path / "empty"), str(tmp_path / "x")): "holds no DeepSpeed checkpoint",
     }
     for command, message in cases.items():
-        assert export_module.main(list(command)) == 2, command
+        assert main(["consolidate", *command]) == 2, command
         assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "used"]
-    assert export_module.main([run, str(tmp_path / "empty")]) == 0
+    assert main(["consolidate", run, str(tmp_path / "empty")]) == 0
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
@@ -217,8 +217,8 @@ def test_full_disk_leaves_nothing_behind(runs: dict[str, Run], tmp_path: Path) -
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-from sparseforge_ds.checkpoint.export import main
-sys.exit(main([{str(runs["stage3-bf16"].folder)!r}, {str(tmp_path / "out")!r}]))
+from sparseforge_ds.cli.main import main
+sys.exit(main(["consolidate", {str(runs["stage3-bf16"].folder)!r}, {str(tmp_path / "out")!r}]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2, done.stderr
@@ -249,6 +249,6 @@ def test_inconsistent_checkpoints_are_refused(
         content["sparseforge"]["weights"][0] = ["q_proj"]
         message = "the client state lists a damaged weight"
     torch.save(content, file)
-    assert export_module.main([str(run), str(tmp_path / "out")]) == 2
+    assert main(["consolidate", str(run), str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -64,9 +64,7 @@ SETTINGS: dict[str, Case] = {
     "client-optimizer-3": Case(stage=3, client=True),
     "offload-1": Case(stage=1, zero=OFFLOAD, more=NO_CPU_ADAM),
     "offload-2": Case(stage=2, zero=OFFLOAD, more=NO_CPU_ADAM),
-    "offload-3": Case(
-        stage=3, zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, more=NO_CPU_ADAM
-    ),
+    "offload-3": Case(stage=3, zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, more=NO_CPU_ADAM),
     "client-offload-2": Case(stage=2, zero=OFFLOAD, client=True),
     "small-sub-groups": Case(stage=3, zero={"sub_group_size": 300}),
     "nothing-persistent": Case(stage=3, zero={"stage3_param_persistence_threshold": 0}),

@@ -93,9 +93,7 @@ def train(case: Case, probing: bool) -> tuple[list[float], dict[str, Any], list[
     torch.manual_seed(3 + dist.get_rank())
     engine, forge = build(case, model_with_dropout())
     torch.manual_seed(5 + dist.get_rank())
-    estimators = [
-        ESTIMATORS[kind](forge._estimator.on, replace(case.sparseforge, importance=kind)) for kind in KINDS
-    ]
+    estimators = [ESTIMATORS[kind](forge._estimator.on, replace(case.sparseforge, importance=kind)) for kind in KINDS]
     losses, problems = [], []
     for step in range(case.steps):
         losses.append(train_step(engine, case, step))

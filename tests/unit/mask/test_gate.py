@@ -91,9 +91,7 @@ def test_gate_and_move_are_the_literal_loop(threshold: str) -> None:
     weight, curvature, mask = (torch.rand(32, generator=generator) for _ in range(3))
     at = {"temperature": 0.3, "beta": 0.4, "mid_penalty": 0.7, "penalty_rate": 0.5, "mask_rate": 0.3}
     groups = [list(range(i, i + 4)) for i in range(0, 32, 4)]
-    expected, target = updated_mask(
-        mask.tolist(), weight.tolist(), curvature.tolist(), groups, 2, at, threshold, 1e-3
-    )
+    expected, target = updated_mask(mask.tolist(), weight.tolist(), curvature.tolist(), groups, 2, at, threshold, 1e-3)
     from sparseforge_ds.mask.importance import scalings, score_moments, standardized_score
 
     scaling = scalings(score_moments(weight, curvature)[None], 1e-3)[0]

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.verify import check_folder, check_weight, hash_tensor, main
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export.verify import check_folder, check_weight, hash_tensor
 from sparseforge_ds.mask.pattern import NM, Block, top_n
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
@@ -64,7 +65,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any], keep_hashes: 
 
 
 def test_a_good_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder), "--json", str(tmp_path / "report.json")]) == 0
+    assert main(["verify", str(folder), "--json", str(tmp_path / "report.json")]) == 0
     out = capsys.readouterr().out
     assert DOWN in out and "14 weights" in out and "0 violations" in out and out.endswith("OK\n")
     report = json.loads((tmp_path / "report.json").read_text())
@@ -75,12 +76,12 @@ def test_a_good_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_pattern_flag_instead_of_sparsity_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "sparsity.json").unlink()
-    assert main([str(folder)]) == 2
+    assert main(["verify", str(folder)]) == 2
     assert "give one, like --pattern 2:4" in capsys.readouterr().err
-    assert main([str(folder), "--pattern", "2:4"]) == 0
-    assert main([str(folder), "--pattern", "4:8"]) == 0
-    assert main([str(folder), "--pattern", "1:4"]) == 1
-    assert main([str(folder), "--pattern", "2:5"]) == 2
+    assert main(["verify", str(folder), "--pattern", "2:4"]) == 0
+    assert main(["verify", str(folder), "--pattern", "4:8"]) == 0
+    assert main(["verify", str(folder), "--pattern", "1:4"]) == 1
+    assert main(["verify", str(folder), "--pattern", "2:5"]) == 2
 
 
 def test_one_violation_in_one_group(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +91,7 @@ def test_one_violation_in_one_group(folder: Path, capsys: pytest.CaptureFixture[
     edit(folder, spoil)
     report = check_folder(folder)
     assert [(row.name, row.violations) for row in report.rows if row.violations] == [(DOWN, 1)]
-    assert main([str(folder)]) == 1
+    assert main(["verify", str(folder)]) == 1
     assert capsys.readouterr().out.endswith("NOT OK\n")
 
 
@@ -106,19 +107,19 @@ def test_odd_values(folder: Path, value: float, field: str) -> None:
     report = check_folder(folder)
     assert not report.ok and report.violations == 0
     assert [(row.name, getattr(row, field)) for row in report.rows if getattr(row, field)] == [(DOWN, 1)]
-    assert main([str(folder)]) == 1
+    assert main(["verify", str(folder)]) == 1
 
 
 def test_missing_and_changed_weights(folder: Path) -> None:
     edit(folder, lambda tensors: tensors.pop(DOWN))
     assert check_folder(folder).missing == [DOWN]
-    assert main([str(folder)]) == 1
+    assert main(["verify", str(folder)]) == 1
 
 
 def test_changed_bytes(folder: Path) -> None:
     edit(folder, lambda tensors: tensors["model.norm.weight"].add_(1), keep_hashes=True)
     assert check_folder(folder).changed == ["model.norm.weight"]
-    assert main([str(folder)]) == 1
+    assert main(["verify", str(folder)]) == 1
 
 
 def test_a_weight_that_sparsity_json_forgot_is_still_checked(folder: Path) -> None:
@@ -137,24 +138,24 @@ def test_quantization_config_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert main([str(folder)]) == 1
+    assert main(["verify", str(folder)]) == 1
     assert "quantization_config" in check_folder(folder).notes[0]
 
 
 def test_unreadable_folders(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none")]) == 2
+    assert main(["verify", str(tmp_path / "none")]) == 2
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-100])
-    assert main([str(folder)]) == 2
+    assert main(["verify", str(folder)]) == 2
     assert "model.safetensors: not a readable safetensors file" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(content)
     (folder / "sparsity.json").write_text("{")
-    assert main([str(folder)]) == 2
+    assert main(["verify", str(folder)]) == 2
     (folder / "sparsity.json").write_text('{"pattern": "2:4", "weights": [1]}')
-    assert main([str(folder)]) == 2
+    assert main(["verify", str(folder)]) == 2
     assert "weights is damaged" in capsys.readouterr().err
     (folder / "config.json").unlink()
-    assert main([str(folder)]) == 2
+    assert main(["verify", str(folder)]) == 2
 
 
 def test_conv1d_groups_run_along_the_first_axis(tmp_path: Path) -> None:

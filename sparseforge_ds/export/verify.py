@@ -1,6 +1,6 @@
 """Is every group of every prunable weight of an exported model in its pattern? The last line of every recipe.
 
-    python -m sparseforge_ds.checkpoint.verify OUT
+    python -m sparseforge_ds.export.verify OUT
 
 Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Prunable weights are those that
 `sparsity.json` lists and those that the family table names (without what the run excluded). A group is in order when
@@ -12,11 +12,8 @@ Exit code 0: all in order; 1: a violation; 2: the folder cannot be read.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,57 +172,3 @@ def _section(folder: Path, sparsity: dict[str, Any], key: str) -> dict[str, dict
     if not whole or (key == "weights" and any(entry.get("input_axis") not in (-1, -2) for entry in section.values())):
         raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
     return section
-
-
-def _print_table(report: FolderReport) -> None:
-    width = max((len(row.name) for row in report.rows), default=6)
-    print(f"{'weight':<{width}}  {'shape':>16}  {'groups':>12}  {'non-zeros':>14}  {'violations':>10}")
-    for row in report.rows:
-        shape = " x ".join(map(str, row.shape))
-        odd = f"  {row.negative_zeros} x -0.0" if row.negative_zeros else ""
-        odd += f"  {row.nonfinite} not finite" if row.nonfinite else ""
-        print(f"{row.name:<{width}}  {shape:>16}  {row.groups:>12,}  {row.nonzeros:>14,}  {row.violations:>10,}{odd}")
-    total = report.to_dict()
-    share = 100 * total["nonzeros"] / max(1, total["elements"])
-    print(
-        f"{report.pattern}: {total['weights']} weights, {total['groups']:,} groups, {total['nonzeros']:,} non-zeros "
-        f"({share:.2f}%), {total['violations']:,} violations"
-    )
-    for kind, entries in (
-        ("missing", report.missing),
-        ("not the exported bytes", report.changed),
-        ("note", report.notes),
-    ):
-        for entry in entries:
-            print(f"{kind}: {entry}")
-    print("OK" if report.ok else "NOT OK")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sparseforge_ds.checkpoint.verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", help="an exported Hugging Face folder")
-    parser.add_argument("--pattern", help="like 2:4 (default: what sparsity.json says)")
-    parser.add_argument("--json", metavar="FILE", help="also write the report to a file")
-    args = parser.parse_args(arguments)
-    try:
-        pattern = None if args.pattern is None else parse_pattern(args.pattern)
-        report = check_folder(args.model, pattern, sys.stderr.isatty())
-        if args.json:
-            try:
-                Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-            except OSError as error:
-                raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    _print_table(report)
-    return 0 if report.ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

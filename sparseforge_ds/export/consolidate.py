@@ -1,6 +1,6 @@
 """From a run to a 2:4 Hugging Face model, offline, one weight at a time.
 
-    python -m sparseforge_ds.checkpoint.export RUN OUT
+    sparseforge consolidate RUN OUT
 
 OUT is an ordinary folder (safetensors, config, tokenizer) that `AutoModelForCausalLM.from_pretrained` loads without
 this package, plus `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved config)
@@ -14,12 +14,11 @@ name, verified, and renamed at the end: OUT is never half a model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.adapter import write_adapter
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.checkpoint.source import Prunable, Source, open_source
 from sparseforge_ds.checkpoint.tensors import TensorSpec, parse_size, write_tensors
-from sparseforge_ds.checkpoint.verify import check_folder, check_weight
+from sparseforge_ds.export.adapter import write_adapter
+from sparseforge_ds.export.source import Prunable, Source
+from sparseforge_ds.export.verify import check_folder, check_weight
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import LOW_RANK
 
@@ -210,36 +209,3 @@ def _dtype(source: Source, dtype: str) -> torch.dtype:
     if dtype not in DTYPES:
         raise ValueError(f"{where} {dtype!r}: use one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 with one line on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sparseforge_ds.checkpoint.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", help="a run's output folder (its newest checkpoint), or one checkpoint folder")
-    parser.add_argument("out", help="folder to write; must not exist or be empty")
-    parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
-    parser.add_argument("--model", help="folder with config.json and tokenizer (default: the run's)")
-    args = parser.parse_args(arguments)
-    try:
-        sparsity = export(
-            open_source(args.source, args.model), args.out, args.dtype, args.max_shard_size, sys.stderr.isatty()
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if not sparsity["finished"]:
-        print(f"note: the run was not finished at step {sparsity['step']}: its mask is soft and was projected here")
-    groups = sum(entry["groups"] for entry in sparsity["weights"].values())
-    print(f"{args.out}: {len(sparsity['weights'])} weights, {groups:,} groups in {sparsity['pattern']}")
-    if sparsity["adapter"]:
-        print(f"{args.out}/{sparsity['adapter']}: low-rank branch, a PEFT LoRA adapter for this model")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The `sparseforge` command: one file per subcommand. `main` in main.py is its entry point."""

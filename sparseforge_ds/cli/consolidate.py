@@ -1,0 +1,48 @@
+"""`sparseforge consolidate`: the shards of a run become a Hugging Face model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+_EPILOG = """\
+example:
+  sparseforge consolidate runs/qwen3_14b models/qwen3_14b_2to4
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "consolidate",
+        help="the newest checkpoint of a run, whatever its ranks and ZeRO stage, as a Hugging Face folder",
+        description="Read the shards of a checkpoint, offline and one weight at a time, and write a Hugging Face "
+        "folder that plain transformers loads. OUT is there whole or not at all.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="RUN", help="a run folder (its newest checkpoint), or one checkpoint folder")
+    parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the run's)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Consolidate, and say what was made."""
+    from sparseforge_ds.export.consolidate import export
+    from sparseforge_ds.export.source import open_source
+
+    sparsity = export(
+        open_source(args.source, args.model), args.out, args.dtype, args.max_shard_size, sys.stderr.isatty()
+    )
+    if not sparsity["finished"]:
+        print(f"note: the run was not finished at step {sparsity['step']}: its mask is soft and was projected here")
+    groups = sum(entry["groups"] for entry in sparsity["weights"].values())
+    weights = len(sparsity["weights"])
+    print(f"{args.out}: {weights} weights in {sparsity['pattern']}, {groups:,} groups, verified")
+    if sparsity["adapter"]:
+        print(f"{args.out}/{sparsity['adapter']}: low-rank branch, a PEFT LoRA adapter for this model")
+    return 0

@@ -1,0 +1,75 @@
+"""`sparseforge verify`: is every group of every prunable weight in its pattern?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparseforge_ds.export.verify import FolderReport
+
+_EPILOG = """\
+exit code: 0 all in order; 1 a violation; 2 the folder cannot be read
+
+example:
+  sparseforge verify models/qwen3_14b_2to4 --json report.json
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "verify",
+        help="check every group of every prunable weight of a model folder",
+        description="Read the weights of a Hugging Face folder and count: groups out of pattern, -0.0, values that "
+        "are not finite, missing weights, bytes that are not the exported ones.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder")
+    parser.add_argument("--pattern", help="like 2:4 (default: what sparsity.json says)")
+    parser.add_argument("--json", metavar="FILE", help="also write the report to a file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, print the table, and say it in the exit code."""
+    from sparseforge_ds.export.verify import check_folder
+    from sparseforge_ds.mask.pattern import parse_pattern
+
+    pattern = None if args.pattern is None else parse_pattern(args.pattern)
+    report = check_folder(args.model, pattern, sys.stderr.isatty())
+    if args.json:
+        try:
+            Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+    _print_table(report)
+    return 0 if report.ok else 1
+
+
+def _print_table(report: FolderReport) -> None:
+    width = max((len(row.name) for row in report.rows), default=6)
+    print(f"{'weight':<{width}}  {'shape':>16}  {'groups':>12}  {'non-zeros':>14}  {'violations':>10}")
+    for row in report.rows:
+        shape = " x ".join(map(str, row.shape))
+        odd = f"  {row.negative_zeros} x -0.0" if row.negative_zeros else ""
+        odd += f"  {row.nonfinite} not finite" if row.nonfinite else ""
+        print(f"{row.name:<{width}}  {shape:>16}  {row.groups:>12,}  {row.nonzeros:>14,}  {row.violations:>10,}{odd}")
+    total = report.to_dict()
+    share = 100 * total["nonzeros"] / max(1, total["elements"])
+    print(
+        f"{report.pattern}: {total['weights']} weights, {total['groups']:,} groups, {total['nonzeros']:,} non-zeros "
+        f"({share:.2f}%), {total['violations']:,} violations"
+    )
+    for kind, entries in (
+        ("missing", report.missing),
+        ("not the exported bytes", report.changed),
+        ("note", report.notes),
+    ):
+        for entry in entries:
+            print(f"{kind}: {entry}")
+    print("OK" if report.ok else "NOT OK")
