@@ -1,7 +1,8 @@
-"""A Hugging Face folder of safetensors, written and read one tensor at a time.
+"""A Hugging Face folder of safetensors, laid out before there is any data, and read one tensor at a time.
 
-The writer puts the header of a file down first and then streams tensors behind it, so that memory does not depend on
-the size of a file. (`safetensors.torch.save_file` wants all tensors of a file at once.)
+`lay_out` says at which byte of which file every tensor is going to be. So tensors can be written in any order and by
+several threads, and memory does not depend on the size of a file. (`safetensors.torch.save_file` wants all tensors of a
+file at once.) Reading takes the bytes of one tensor into memory of its own; nothing stays mapped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,8 @@ _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -32,6 +34,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,50 @@ class TensorSpec:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file: its first bytes, and where its tensors begin."""
+
+    name: str
+    header: bytes
+    offsets: dict[str, int]
+    """Byte in the file at which each tensor begins."""
+    size: int
+    """Bytes of the whole file."""
+
+
+def lay_out(stem: str, specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[FileLayout]:
+    """`stem.safetensors`, or numbered files when there is more than `max_shard_bytes`; tensors in the given order."""
+    shards = _split(specs, max_shard_bytes)
+    count = len(shards)
+    files = []
+    for number, names in enumerate(shards, 1):
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offsets, end = {}, 0
+        for name in names:
+            spec = specs[name]
+            offsets[name], end = end, end + spec.nbytes
+            where = [offsets[name], end]
+            header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": where}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text
+        name = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05}-of-{count:05}.safetensors"
+        files.append(FileLayout(name, head, {key: len(head) + at for key, at in offsets.items()}, len(head) + end))
+    return files
+
+
+def write_index(folder: Path, stem: str, specs: Mapping[str, TensorSpec], files: list[FileLayout]) -> None:
+    """The index of several files; a single file has none."""
+    if len(files) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+        "weight_map": {name: file.name for file in files for name in file.offsets},
+    }
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
 def write_tensors(
     folder: Path,
     stem: str,
@@ -54,7 +101,7 @@ def write_tensors(
     tensors: Iterator[tuple[str, Tensor]],
     max_shard_bytes: int,
 ) -> dict[str, str]:
-    """Write `stem.safetensors`, or numbered files with an index when there is more than `max_shard_bytes`.
+    """Write the files of `lay_out` and their index, one tensor after the other.
 
     Args:
         specs: every tensor by name, in the order in which `tensors` yields them.
@@ -63,36 +110,36 @@ def write_tensors(
     Returns:
         sha256 of the bytes of each tensor, by name.
     """
-    shards = _split(specs, max_shard_bytes)
-    count = len(shards)
-    files = [
-        f"{stem}.safetensors" if count == 1 else f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)
-    ]
+    files = lay_out(stem, specs, max_shard_bytes)
     hashes: dict[str, str] = {}
-    for file, names in zip(files, shards, strict=True):
-        with open(folder / file, "wb") as out:
-            _write_header(out, {name: specs[name] for name in names})
-            for expected in names:
+    for file in files:
+        with open(folder / file.name, "wb") as out:
+            out.write(file.header)
+            for expected in file.offsets:
                 name, tensor = next(tensors)
-                assert (
-                    name == expected and tuple(tensor.shape) == specs[name].shape and tensor.dtype == specs[name].dtype
-                )
-                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                assert name == expected and TensorSpec(tuple(tensor.shape), tensor.dtype) == specs[name]
+                data = tensor_bytes(tensor)
                 hashes[name] = hashlib.sha256(data).hexdigest()
                 out.write(data)
             out.flush()
             os.fsync(out.fileno())
-    if count > 1:
-        index = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
-            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
-        }
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    write_index(folder, stem, specs, files)
     return hashes
 
 
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor as they are in a file; no copy where it is contiguous."""
+    view: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes."""
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+
+
 class TensorFolder:
-    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index).
+    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read.
 
     Raises:
         ValueError: there are none, a file is missing or damaged, or a tensor is not where the index says.
@@ -102,45 +149,73 @@ class TensorFolder:
         self.folder = Path(folder)
         index = self.folder / f"{stem}.safetensors.index.json"
         single = self.folder / f"{stem}.safetensors"
+        held: dict[str, dict[str, tuple[TensorSpec, int]]] = {}
         if index.is_file():
             files = read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
                 raise ValueError(f"{index}: has no weight_map")
+            for file in sorted(set(files.values())):
+                if Path(file).name != file:
+                    raise ValueError(f"{index}: refers to {file!r}, outside of its folder")
+                held[file] = self._header(self.folder / file)
         elif single.is_file():
-            files = dict.fromkeys(self._names(single), single.name)
+            held[single.name] = self._header(single)
+            files = dict.fromkeys(held[single.name], single.name)
         else:
             raise ValueError(f"{self.folder}: no {single.name} and no {index.name} in it; give an exported model")
-        self._files: dict[str, str] = files
-        for file in sorted(set(files.values())):
-            if Path(file).name != file:
-                raise ValueError(f"{index}: refers to {file!r}, outside of its folder")
-            held = set(self._names(self.folder / file))
-            for name in (name for name, where in files.items() if where == file):
-                if name not in held:
-                    raise ValueError(f"{self.folder / file}: does not hold {name}, which {index.name} promises")
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        """Shape of every tensor, in the order of the files."""
-        for name in files:
-            with self._open(self.folder / files[name]) as handle:
-                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+        self.files: dict[str, str] = files
+        """File of every tensor."""
+        self.specs: dict[str, TensorSpec] = {}
+        """Shape and dtype of every tensor, in the order of the files."""
+        self._start: dict[str, int] = {}
+        for name, file in files.items():
+            if name not in held[file]:
+                raise ValueError(f"{self.folder / file}: does not hold {name}, which {index.name} promises")
+            self.specs[name], self._start[name] = held[file][name]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+        return {name: spec.shape for name, spec in self.specs.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
-        if name not in self._files:
+        """One tensor, in memory of its own."""
+        if name not in self.specs:
             raise ValueError(f"{self.folder}: holds no tensor {name!r}")
-        with self._open(self.folder / self._files[name]) as handle:
-            tensor: Tensor = handle.get_tensor(name)
+        spec, path = self.specs[name], self.folder / self.files[name]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        data, done = tensor_bytes(tensor), 0
+        try:
+            with open(path, "rb", buffering=0) as file:
+                file.seek(self._start[name])
+                while done < len(data):
+                    count = file.readinto(data[done:])
+                    if not count:
+                        raise ValueError(f"{path}: became shorter while it was read")
+                    done += count
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from None
         return tensor
 
-    def _names(self, path: Path) -> list[str]:
-        with self._open(path) as handle:
-            return list(handle.keys())
-
-    def _open(self, path: Path) -> safe_open:
+    def _header(self, path: Path) -> dict[str, tuple[TensorSpec, int]]:
+        """Spec and first byte of every tensor of a file. The safetensors library judges whether it is one."""
         try:
-            return safe_open(path, framework="pt")
+            with safe_open(path, framework="pt"), open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+        header.pop("__metadata__", None)
+        held = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+            if entry["dtype"] not in _DTYPES:
+                raise ValueError(
+                    f"{path}: {name} is stored as {entry['dtype']}, which is not known here; known are "
+                    f"{', '.join(_DTYPES)}"
+                )
+            spec = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+            held[name] = (spec, 8 + length + entry["data_offsets"][0])
+        return held
 
 
 def parse_size(text: str) -> int:
@@ -167,15 +242,3 @@ def _split(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         size += spec.nbytes
     return shards
-
-
-def _write_header(out: BinaryIO, specs: Mapping[str, TensorSpec]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, spec in specs.items():
-        where = [offset, offset + spec.nbytes]
-        header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": where}
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    out.write(len(text).to_bytes(8, "little") + text)

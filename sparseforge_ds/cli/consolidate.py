@@ -32,12 +32,11 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Consolidate, and say what was made."""
-    from sparseforge_ds.export.consolidate import export
+    from sparseforge_ds.export.consolidate import consolidate
     from sparseforge_ds.export.source import open_source
 
-    sparsity = export(
-        open_source(args.source, args.model), args.out, args.dtype, args.max_shard_size, sys.stderr.isatty()
-    )
+    source = open_source(args.source, args.model, args.dtype)
+    sparsity = consolidate(source, args.out, args.max_shard_size, progress=sys.stderr.isatty())
     if not sparsity["finished"]:
         print(f"note: the run was not finished at step {sparsity['step']}: its mask is soft and was projected here")
     groups = sum(entry["groups"] for entry in sparsity["weights"].values())

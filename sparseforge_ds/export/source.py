@@ -1,85 +1,132 @@
-"""What an export starts from: a checkpoint with masks in it, and the config and tokenizer that belong to it."""
+"""What an export starts from: the tensors of the final model, one at a time, and all that belongs to them.
+
+    source = open_source("runs/qwen3")                       # a run or a checkpoint: masks are applied as it is read
+    source = open_source("models/qwen3_2to4")                # or a folder that consolidate wrote
+    for name in source.specs:
+        value = source.read(name)
+
+Both kinds check what they give out: a run's mask and masters against each other, a folder's bytes against the hashes in
+its `sparsity.json`.
+"""
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.folder import find_run, read_json
-from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.config import SparseForgeConfig
+import torch
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.mask.pattern import Pattern
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""What a model can be exported in, by the name that config.json uses."""
 
 
 @dataclass(frozen=True)
 class Prunable:
-    """A weight under a mask, as the checkpoint's client state lists it."""
+    """A weight that is in the pattern."""
 
     name: str
     shape: tuple[int, ...]
     input_axis: int
 
 
-@dataclass(frozen=True)
-class Source:
-    """What is exported: weights, and what belongs to them."""
+class Source(abc.ABC):
+    """Where final weights come from."""
 
-    checkpoint: Checkpoint
-    config: SparseForgeConfig
+    specs: dict[str, TensorSpec]
+    """Every tensor of the final model, in order, as it is stored."""
     prunable: dict[str, Prunable]
+    """Those of them that are in the pattern."""
+    pattern: Pattern
+    record: dict[str, Any]
+    """The head of `sparsity.json`: format, pattern, finished, step, source, dtype, coverage, config. Plain JSON."""
+    dtype: torch.dtype
+    """Of all parameters; buffers keep their own."""
     model_folder: Path
+    """Where the tokenizer and the other files of the model are."""
     model_config: dict[str, Any]
-    coverage: dict[str, Any]
+    """config.json, as the model was given it."""
+    branches: dict[str, tuple[int, int]]
+    """SLoRB: name of the module -> shape of its B, (out, in/k). Empty without."""
+    identity: dict[str, Any]
+    """Changes whenever the bytes of the source or what is made of them could: plain JSON, compared by value."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own.
+
+        Several threads may read at once.
+
+        Raises:
+            ValueError: it is damaged, inconsistent, or not finite in its dtype.
+        """
+
+    @abc.abstractmethod
+    def read_branch(self, name: str) -> Tensor:
+        """B of a module of `branches`, (out, in/k), in `dtype`."""
+
+    @abc.abstractmethod
+    def check_bytes(self, workers: int = 1) -> None:
+        """Compare the checksums of the files that `read` does not check by itself."""
 
 
-def open_source(path: str | Path, model_folder: str | Path | None = None) -> Source:
+def open_source(path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> Source:
     """Find and check everything that an export needs, before anything is written.
 
     Args:
-        path: a run's folder, or one of its checkpoints.
-        model_folder: where config.json and the tokenizer are; by default the run's `model`.
+        path: a run's folder, one of its checkpoints, or a Hugging Face folder that `consolidate` wrote.
+        model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself.
+        dtype: one of `DTYPES`, or auto: what config.json says.
 
     Raises:
         ValueError: something is missing, damaged, or does not fit together.
     """
-    checkpoint = Checkpoint(path)
-    checkpoint.check_bytes()
-    run = find_run(path)
-    state = checkpoint.client_state.get("sparseforge")
-    if state is None or not isinstance(state.get("config"), dict) or not isinstance(state.get("weights"), list):
-        raise ValueError(
-            f"{checkpoint.folder}: was not saved by SparseForge (its client state has no config and weights); "
-            'save with client_state={"sparseforge": forge.state_dict()}'
-        )
-    config = SparseForgeConfig.from_dict(state["config"])
-    prunable = {}
-    for entry in state["weights"]:
-        weight = _listed(checkpoint, entry)
-        if checkpoint.shapes.get(weight.name) != weight.shape:
-            held = checkpoint.shapes.get(weight.name, "missing")
-            raise ValueError(f"{checkpoint.folder}: {weight.name} is {held}, its client state says {weight.shape}")
-        if not {"mask", "dense"} <= set(checkpoint.states(weight.name)):
-            raise ValueError(
-                f"{checkpoint.folder}: {weight.name} has no mask yet; export after the first optimizer step"
-            )
-        if (why := config.parsed_pattern.misfit(weight.shape, weight.input_axis)) is not None:
-            raise ValueError(f"{checkpoint.folder}: {weight.name} cannot be {config.pattern}: {why}")
-        prunable[weight.name] = weight
-    if model_folder is None:
-        if run is None:
-            raise ValueError(f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model")
-        model_folder = run / "model"
-    model_config = read_json(Path(model_folder) / "config.json")
-    if "quantization_config" in model_config:
-        raise ValueError(f"{model_folder}/config.json: has a quantization_config, which the trained weights do not fit")
-    coverage = read_json(run / "sparseforge.json").get("coverage") if run else None
-    return Source(checkpoint, config, prunable, Path(model_folder), model_config, coverage or {})
+    from sparseforge_ds.export.folder_source import FolderSource
+    from sparseforge_ds.export.run_source import RunSource
+
+    path = Path(path)
+    if (path / "sparsity.json").is_file():
+        return FolderSource(path, model, dtype)
+    return RunSource(path, model, dtype)
 
 
-def _listed(checkpoint: Checkpoint, entry: object) -> Prunable:
-    """One entry of the client state's list of weights."""
-    if isinstance(entry, dict):
-        name, shape, input_axis = entry.get("name"), entry.get("shape"), entry.get("input_axis")
-        if isinstance(name, str) and isinstance(shape, (list, tuple)) and input_axis in (-1, -2):
-            return Prunable(name, tuple(shape), int(input_axis))
-    raise ValueError(f"{checkpoint.folder}: the client state lists a damaged weight, {entry!r}")
+def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -> torch.dtype:
+    """One of `DTYPES`, or what config.json says for auto.
+
+    Raises:
+        ValueError: neither.
+    """
+    if dtype == "auto":
+        where = f"{model_folder / 'config.json'}: dtype"
+        dtype = str(model_config.get("dtype", model_config.get("torch_dtype", "float32")))
+    else:
+        where = "--dtype"
+    if dtype not in DTYPES:
+        raise ValueError(f"{where} {dtype!r}: use one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """config.json of a dense model.
+
+    Raises:
+        ValueError: it cannot be read, or it describes quantized weights.
+    """
+    config = read_json(folder / "config.json")
+    if "quantization_config" in config:
+        raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
+    return config
+
+
+def require_finite(value: Tensor, name: str, where: Path) -> None:
+    """Raise unless every element of a floating-point tensor is finite."""
+    if not value.is_floating_point() or bool(torch.isfinite(value.sum(dtype=torch.float32))):
+        return  # one pass; the sum of finite values may overflow, so only then is every element looked at
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{where}: {name} is not finite in {value.dtype}; try --dtype float32")

@@ -12,7 +12,6 @@ Exit code 0: all in order; 1: a violation; 2: the folder cannot be read.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, PrunableWeight, prunable_names
@@ -128,11 +127,6 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, progress: b
     if "quantization_config" in config:
         notes.append("config.json has a quantization_config: other tools will misread the weights")
     return FolderReport(str(pattern), rows, missing + misfits, changed, notes)
-
-
-def hash_tensor(tensor: Tensor) -> str:
-    """sha256 of a tensor's bytes."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _prunable(

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.tensors import hash_tensor
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export.verify import check_folder, check_weight, hash_tensor
+from sparseforge_ds.export.verify import check_folder, check_weight
 from sparseforge_ds.mask.pattern import NM, Block, top_n
 from tests.tiny_models import tiny_gpt2, tiny_llama
 

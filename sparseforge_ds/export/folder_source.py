@@ -1,0 +1,128 @@
+"""A Hugging Face folder that `consolidate` wrote as the source of another export."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
+from sparseforge_ds.export.source import DTYPES, Prunable, Source, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.mask.pattern import parse_pattern
+
+_HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
+
+
+class FolderSource(Source):
+    """Final weights of an exported model, every one checked against its sha256 as it is read.
+
+    Args:
+        path: a folder with safetensors, config.json and sparsity.json.
+        model: where config.json and the tokenizer are; by default `path`.
+        dtype: one of `DTYPES`, or auto: as stored.
+
+    Raises:
+        ValueError: something is missing, damaged, or does not fit together.
+    """
+
+    def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
+        self.folder = Path(path)
+        self._sparsity = read_json(self.folder / "sparsity.json")
+        self.record = {key: self._entry(key) for key in _HEAD}
+        self.pattern = parse_pattern(str(self.record["pattern"]))
+        self.model_folder = self.folder if model is None else Path(model)
+        self.model_config = read_model_config(self.model_folder)
+        stored = self.record["dtype"]
+        if stored not in DTYPES:
+            raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored!r}; export again")
+        self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
+        self.record["dtype"] = str(self.dtype).removeprefix("torch.")
+        self._tensors = TensorFolder(self.folder)
+        weights, dense = self._section("weights"), self._section("dense")
+        self._listed = weights | dense
+        if set(self._listed) != set(self._tensors.specs):
+            odd = sorted(set(self._listed) ^ set(self._tensors.specs))[0]
+            raise ValueError(f"{self.folder}: {odd} is not in both sparsity.json and the safetensors; export again")
+        self.specs = {}
+        for name, spec in self._tensors.specs.items():
+            if list(spec.shape) != self._listed[name].get("shape"):
+                raise ValueError(f"{self.folder}: {name} has not the shape that sparsity.json gives it; export again")
+            self.specs[name] = TensorSpec(spec.shape, self.dtype if spec.dtype == DTYPES[stored] else spec.dtype)
+        self.prunable = {}
+        for name, entry in weights.items():
+            if entry.get("input_axis") not in (-1, -2):
+                raise ValueError(f"{self.folder / 'sparsity.json'}: weights is damaged; export again")
+            self.prunable[name] = Prunable(name, self.specs[name].shape, entry["input_axis"])
+        self._adapter = None
+        self.branches = {}
+        if self._sparsity.get("adapter"):
+            self._adapter = self._open_adapter(self.folder / "adapter")
+        self.identity = {
+            "version": importlib.metadata.version("sparseforge_ds"),
+            "record": self.record,
+            "model_config": self.model_config,
+            "hashes": {name: entry.get("sha256") for name, entry in self._listed.items()},
+            "adapter": self._sparsity.get("adapter_sha256"),
+        }
+
+    def read(self, name: str) -> Tensor:
+        """See `Source.read`."""
+        value = self._tensors.read(name)
+        if hash_tensor(value) != self._listed[name].get("sha256"):
+            raise ValueError(
+                f"{self.folder}: {name} has not the bytes that sparsity.json gives the sha256 of; the folder was "
+                "changed or damaged, export again"
+            )
+        if value.dtype != self.specs[name].dtype:
+            value = value.to(self.specs[name].dtype)
+            if name in self.prunable:
+                value += 0.0
+        require_finite(value, name, self.folder)
+        return value
+
+    def read_branch(self, name: str) -> Tensor:
+        """See `Source.read_branch`."""
+        assert self._adapter is not None
+        value = self._adapter.read(_branch_key(name)).to(self.dtype)
+        require_finite(value, _branch_key(name), self.folder)
+        return value
+
+    def check_bytes(self, workers: int = 1) -> None:
+        """Compare the adapter with its hash; weights are checked whenever they are read."""
+        expected = self._sparsity.get("adapter_sha256")
+        if expected is None:
+            return
+        path = self.folder / "adapter" / "adapter_model.safetensors"
+        with open(path, "rb") as file:
+            found = hashlib.sha256(file.read()).hexdigest()
+        if found != expected:
+            raise ValueError(f"{path}: has not the sha256 that sparsity.json gives; export again")
+
+    def _open_adapter(self, folder: Path) -> TensorFolder:
+        adapter = TensorFolder(folder, "adapter_model")
+        for key, spec in adapter.specs.items():
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+            if key == _branch_key(name):
+                if f"{name}.weight" not in self.prunable or len(spec.shape) != 2:
+                    raise ValueError(f"{folder}: {key} belongs to no weight of sparsity.json; export again")
+                self.branches[name] = (spec.shape[0], spec.shape[1])
+        return adapter
+
+    def _entry(self, key: str) -> Any:
+        if key not in self._sparsity:
+            raise ValueError(f"{self.folder / 'sparsity.json'}: has no {key}; it was not written by consolidate")
+        return self._sparsity[key]
+
+    def _section(self, key: str) -> dict[str, dict[str, Any]]:
+        section = self._entry(key)
+        if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+            raise ValueError(f"{self.folder / 'sparsity.json'}: {key} is damaged; export again")
+        return section
+
+
+def _branch_key(name: str) -> str:
+    return f"base_model.model.{name}.lora_B.weight"

@@ -1,0 +1,169 @@
+"""A run, or one checkpoint of it, as the source of an export.
+
+A prunable weight becomes mask * dense with exact +0.0. In a finished run the mask is binary and this is what the
+network trained with. The mask of an unfinished run is projected as training would do it at that moment: the N largest
+of each group stay, ties going to the lower index. Before the first mask update all members tie, and the N largest
+dense weights stay.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.folder import find_run, read_json
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.source import Prunable, Source, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.model.families import LOW_RANK
+
+
+class RunSource(Source):
+    """Final weights of a checkpoint with masks in it.
+
+    Args:
+        path: a run's folder, or one of its checkpoints.
+        model: where config.json and the tokenizer are; by default the run's `model`.
+        dtype: one of `DTYPES`, or auto.
+
+    Raises:
+        ValueError: something is missing, damaged, or does not fit together.
+    """
+
+    def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
+        self.checkpoint = checkpoint = Checkpoint(path)
+        state = _forge_state(checkpoint)
+        self.config = SparseForgeConfig.from_dict(state["config"])
+        self.pattern = self.config.parsed_pattern
+        self.step: int = state["step"]
+        masked = {weight.name: weight for weight in (self._listed(entry) for entry in state["weights"])}
+        run = find_run(path)
+        if model is None and run is None:
+            raise ValueError(f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model")
+        self.model_folder = Path(model) if model is not None else Path(run or path) / "model"
+        self.model_config = read_model_config(self.model_folder)
+        self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
+        shapes = checkpoint.shapes
+        self._origin = {name: name for name in shapes if name.rpartition(".")[2] != LOW_RANK}
+        if not self.model_config.get("tie_word_embeddings", False):
+            self._origin |= {alias: name for alias, name in checkpoint.aliases.items() if name in self._origin}
+        self.specs = {name: TensorSpec(shapes[real], self._stored(real)) for name, real in self._origin.items()}
+        self.prunable = {
+            name: Prunable(name, masked[real].shape, masked[real].input_axis)
+            for name, real in self._origin.items()
+            if real in masked
+        }
+        branches = {name.rpartition(".")[0]: s for name, s in shapes.items() if name.rpartition(".")[2] == LOW_RANK}
+        self.branches = {name: (shape[0], shape[1]) for name, shape in branches.items()}
+        schedule = self.config.resolved_schedule
+        self.finished = self.step >= schedule.freeze_step
+        magnitude = self.config.importance == "magnitude"
+        self.formed = self.step >= schedule.update_every and (magnitude or state.get("refreshes", 0) > 0)
+        """Whether masks have moved yet; while all are 1 they say nothing."""
+        coverage = read_json(run / "sparseforge.json").get("coverage") if run else None
+        self.record = {
+            "format": 1,
+            "pattern": str(self.pattern),
+            "finished": self.finished,
+            "step": self.step,
+            "source": {
+                "checkpoint": checkpoint.folder.name,
+                "zero_stage": checkpoint.stage,
+                "ranks": checkpoint.world_size,
+            },
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "coverage": coverage or {},
+            "config": self.config.to_dict(),
+        }
+        files = [file for file in sorted(checkpoint.folder.iterdir()) if file.is_file()]
+        self.identity = {
+            "version": importlib.metadata.version("sparseforge_ds"),
+            "record": self.record,
+            "model_config": self.model_config,
+            "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        }
+
+    def read(self, name: str) -> Tensor:
+        """See `Source.read`."""
+        real = self._origin[name]
+        value = self._sparse(self.prunable[name], real) if name in self.prunable else self.checkpoint.weight(real)
+        value = value.to(self.specs[name].dtype)
+        if name in self.prunable:
+            value += 0.0  # small negative values may have become -0.0
+        require_finite(value, name, self.checkpoint.folder)
+        return value
+
+    def read_branch(self, name: str) -> Tensor:
+        """See `Source.read_branch`."""
+        value = self.checkpoint.weight(f"{name}.{LOW_RANK}").to(self.dtype)
+        require_finite(value, f"{name}.{LOW_RANK}", self.checkpoint.folder)
+        return value
+
+    def check_bytes(self, workers: int = 1) -> None:
+        """See `Source.check_bytes`."""
+        self.checkpoint.check_bytes()
+
+    def _sparse(self, weight: Prunable, real: str) -> Tensor:
+        """hard(mask) * dense in fp32 (design eq. 11), dead members exactly +0.0, in the weight's full shape."""
+        pattern = self.pattern
+        dense = self.checkpoint.state(real, "dense").float()
+        mask = self.checkpoint.state(real, "mask").float()
+        mask_GM = pattern.to_groups(mask.reshape(-1), weight.shape, weight.input_axis)
+        dense_GM = pattern.to_groups(dense.reshape(-1), weight.shape, weight.input_axis)
+        if self.finished:
+            kept_GM = mask_GM == 1
+            if not bool((kept_GM | (mask_GM == 0)).all()) or not bool((kept_GM.sum(1) == pattern.kept).all()):
+                raise ValueError(
+                    f"{self.checkpoint.folder}: the mask of {real} is not binary and {pattern} although it was frozen "
+                    f"before step {self.step}; the checkpoint is inconsistent, use another one"
+                )
+        else:
+            kept_GM = top_n(mask_GM if self.formed else dense_GM.abs(), pattern.kept)
+        value_GM = torch.where(kept_GM, dense_GM, 0.0)
+        value = pattern.from_groups(value_GM, weight.shape, weight.input_axis).view(weight.shape)
+        if self.finished and not torch.equal(value, self.checkpoint.weight(real)):
+            raise ValueError(
+                f"{self.checkpoint.folder}: the master of {real} is not mask * dense although its mask is frozen; "
+                "the checkpoint is inconsistent, use another one"
+            )
+        return value
+
+    def _listed(self, entry: object) -> Prunable:
+        """One entry of the client state's list of weights, held against the checkpoint."""
+        folder = self.checkpoint.folder
+        if not isinstance(entry, dict):
+            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r}")
+        name, shape, input_axis = entry.get("name"), entry.get("shape"), entry.get("input_axis")
+        if not isinstance(name, str) or not isinstance(shape, (list, tuple)) or input_axis not in (-1, -2):
+            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r}")
+        weight = Prunable(name, tuple(shape), int(input_axis))
+        if self.checkpoint.shapes.get(name) != weight.shape:
+            held = self.checkpoint.shapes.get(name, "missing")
+            raise ValueError(f"{folder}: {name} is {held}, its client state says {weight.shape}")
+        if not {"mask", "dense"} <= set(self.checkpoint.states(name)):
+            raise ValueError(f"{folder}: {name} has no mask yet; export after the first optimizer step")
+        if (why := self.pattern.misfit(weight.shape, weight.input_axis)) is not None:
+            raise ValueError(f"{folder}: {name} cannot be {self.pattern}: {why}")
+        return weight
+
+    def _stored(self, name: str) -> torch.dtype:
+        """Parameters are stored in the exported dtype, buffers in their own."""
+        return self.checkpoint.trained_dtype(name) if name in self.checkpoint.buffers else self.dtype
+
+
+def _forge_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Our part of the client state, with a config, a list of weights and a step."""
+    state = checkpoint.client_state.get("sparseforge")
+    kinds = {"config": dict, "weights": list, "step": int}
+    if state is None or not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+        raise ValueError(
+            f"{checkpoint.folder}: was not saved by SparseForge (its client state has no config, weights and step); "
+            'save with client_state={"sparseforge": forge.state_dict()}'
+        )
+    return dict(state)
