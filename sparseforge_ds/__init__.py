@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.registration import register_with_transformers
+
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.forge import ForgeError, SparseForge
@@ -35,6 +37,8 @@ __all__ = [
     "prepare",
 ]
 __version__ = "0.1.0"
+
+register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:

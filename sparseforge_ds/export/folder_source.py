@@ -7,12 +7,13 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.export.source import DTYPES, Prunable, Source, choose_dtype, read_model_config, require_finite
-from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.mask.pattern import parse_pattern, top_n
 
 _HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
 
@@ -83,6 +84,16 @@ class FolderSource(Source):
                 value += 0.0
         require_finite(value, name, self.folder)
         return value
+
+    def read_mask(self, name: str) -> Tensor:
+        """See `Source.read_mask`; where fewer than N are not zero, the first zeros of the group count as kept."""
+        weight = self.prunable[name]
+        there = (self.read(name) != 0).to(torch.uint8)
+        there_GM = self.pattern.to_groups(there.reshape(-1), weight.shape, weight.input_axis)
+        if bool((there_GM.sum(1) > self.pattern.kept).any()):
+            raise ValueError(f"{self.folder}: {name} is not {self.pattern}; run `sparseforge verify` on the folder")
+        kept_GM = top_n(there_GM, self.pattern.kept)
+        return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
 
     def read_branch(self, name: str) -> Tensor:
         """See `Source.read_branch`."""

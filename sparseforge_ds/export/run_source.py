@@ -99,6 +99,12 @@ class RunSource(Source):
         require_finite(value, name, self.checkpoint.folder)
         return value
 
+    def read_mask(self, name: str) -> Tensor:
+        """See `Source.read_mask`."""
+        weight = self.prunable[name]
+        kept_GM, _ = self._kept(weight, self._origin[name])
+        return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
+
     def read_branch(self, name: str) -> Tensor:
         """See `Source.read_branch`."""
         value = self.checkpoint.weight(f"{name}.{LOW_RANK}").to(self.dtype)
@@ -109,24 +115,28 @@ class RunSource(Source):
         """See `Source.check_bytes`."""
         self.checkpoint.check_bytes()
 
-    def _sparse(self, weight: Prunable, real: str) -> Tensor:
-        """hard(mask) * dense in fp32 (design eq. 11), dead members exactly +0.0, in the weight's full shape."""
+    def _kept(self, weight: Prunable, real: str) -> tuple[Tensor, Tensor]:
+        """hard(mask) and the dense weight in fp32, both (G, M)."""
         pattern = self.pattern
         dense = self.checkpoint.state(real, "dense").float()
         mask = self.checkpoint.state(real, "mask").float()
         mask_GM = pattern.to_groups(mask.reshape(-1), weight.shape, weight.input_axis)
         dense_GM = pattern.to_groups(dense.reshape(-1), weight.shape, weight.input_axis)
-        if self.finished:
-            kept_GM = mask_GM == 1
-            if not bool((kept_GM | (mask_GM == 0)).all()) or not bool((kept_GM.sum(1) == pattern.kept).all()):
-                raise ValueError(
-                    f"{self.checkpoint.folder}: the mask of {real} is not binary and {pattern} although it was frozen "
-                    f"before step {self.step}; the checkpoint is inconsistent, use another one"
-                )
-        else:
-            kept_GM = top_n(mask_GM if self.formed else dense_GM.abs(), pattern.kept)
+        if not self.finished:
+            return top_n(mask_GM if self.formed else dense_GM.abs(), pattern.kept), dense_GM
+        kept_GM = mask_GM == 1
+        if not bool((kept_GM | (mask_GM == 0)).all()) or not bool((kept_GM.sum(1) == pattern.kept).all()):
+            raise ValueError(
+                f"{self.checkpoint.folder}: the mask of {real} is not binary and {pattern} although it was frozen "
+                f"before step {self.step}; the checkpoint is inconsistent, use another one"
+            )
+        return kept_GM, dense_GM
+
+    def _sparse(self, weight: Prunable, real: str) -> Tensor:
+        """hard(mask) * dense in fp32 (design eq. 11), dead members exactly +0.0, in the weight's full shape."""
+        kept_GM, dense_GM = self._kept(weight, real)
         value_GM = torch.where(kept_GM, dense_GM, 0.0)
-        value = pattern.from_groups(value_GM, weight.shape, weight.input_axis).view(weight.shape)
+        value = self.pattern.from_groups(value_GM, weight.shape, weight.input_axis).view(weight.shape)
         if self.finished and not torch.equal(value, self.checkpoint.weight(real)):
             raise ValueError(
                 f"{self.checkpoint.folder}: the master of {real} is not mask * dense although its mask is frozen; "

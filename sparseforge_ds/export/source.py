@@ -68,6 +68,14 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
+    def read_mask(self, name: str) -> Tensor:
+        """The mask of a weight of `prunable`: bool in its shape, with exactly N members True in every group.
+
+        Raises:
+            ValueError: it is damaged or inconsistent.
+        """
+
+    @abc.abstractmethod
     def read_branch(self, name: str) -> Tensor:
         """B of a module of `branches`, (out, in/k), in `dtype`."""
 

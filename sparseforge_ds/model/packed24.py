@@ -1,0 +1,153 @@
+"""Loading what `sparseforge export --format packed24` writes, by transformers' own `from_pretrained`.
+
+    import sparseforge_ds
+    model = AutoModelForCausalLM.from_pretrained("models/qwen3_14b_packed24")
+
+On the CPU, and wherever 2:4 tensor cores cannot take a layer, its weight is unpacked on load: the model is then an
+ordinary dense one, of which `save_pretrained` writes an ordinary folder. On CUDA (compute capability 8.0 or more, fp16
+or bf16, `device_map="cuda"`) the weight of an nn.Linear becomes torch's semi-structured sparse tensor; then
+`save_pretrained` refuses, and `model.dequantize()` makes it dense.
+
+A packed weight lies under its own name, with half its inputs, beside `<name>_positions`. That is what makes
+transformers without this package fail: it ignores a quant_method that it does not know with a mere warning, but raises
+on a shape that is not the model's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+METHOD = "sparseforge_packed24"
+"""`quant_method` in config.json."""
+
+POSITIONS = "_positions"
+"""Behind a weight's name: where its kept values belong."""
+
+FORMAT = 1
+"""Version of the storage."""
+
+
+class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
+    """The `quantization_config` of a packed folder.
+
+    Args:
+        format: version of the storage.
+        semi_structured: on CUDA, keep weights as torch's semi-structured sparse tensors; false: unpack everywhere.
+
+    Raises:
+        ValueError: a format that this version does not know.
+    """
+
+    def __init__(self, format: int = FORMAT, semi_structured: bool = True, **more: Any) -> None:
+        if format != FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
+            raise ValueError(
+                f"{METHOD}: format {format!r} with {sorted(more)} is not one that this version of sparseforge_ds reads "
+                f"(format {FORMAT}); upgrade it, or export again"
+            )
+        self.quant_method = METHOD
+        self.format = format
+        self.semi_structured = semi_structured
+
+
+class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
+    """Unpacks weights while transformers loads them."""
+
+    requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
+    serialized_names = {"weight": ["weight", f"weight{POSITIONS}"]}
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed beyond torch."""
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """For a model's own conversions, like the merge of experts: unpacking comes first."""
+        return {"dequantize": _operation}
+
+    def get_weight_conversions(self) -> list[Any]:
+        """`weight` and `weight_positions` become `weight`; a weight that is not packed is passed through."""
+        from transformers.core_model_loading import WeightConverter
+
+        return [WeightConverter(self.serialized_names["weight"], "weight", [_operation(self)])]
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Nothing of the packing is left in a dense model: it may be saved, trained, and quantized."""
+        ours = type(_operation(self))
+        model._weight_conversions = [
+            conversion
+            for conversion in model._weight_conversions or []
+            if not any(isinstance(operation, ours) for operation in getattr(conversion, "operations", ()))
+        ]
+        if not any(_is_sparse(parameter) for parameter in model.parameters()):
+            self.remove_quantization_config(model)
+            for module in model.modules():
+                if getattr(getattr(module, "config", None), "_is_quantized", False):
+                    module.config._is_quantized = False
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and _is_sparse(module.weight):
+                module.weight = nn.Parameter(module.weight.to_dense().to(dtype), requires_grad=True)
+        return model
+
+    def is_serializable(self) -> bool:
+        """Semi-structured tensors are not saved: transformers raises."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Semi-structured weights have no gradient."""
+        return False
+
+
+def register() -> None:
+    """Make the format known to transformers; again is no error."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(Packed24Config)
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(Packed24Quantizer)
+
+
+def semi_structured(weight: Tensor, layer: object) -> Tensor | None:
+    """A dense 2:4 weight as torch's semi-structured tensor, or None where torch has no kernel for it."""
+    if not isinstance(layer, nn.Linear) or weight.device.type != "cuda" or weight.ndim != 2:
+        return None
+    from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUSPARSELT
+    from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
+
+    capability = torch.cuda.get_device_capability(weight.device)
+    cutlass = SparseSemiStructuredTensor._FORCE_CUTLASS or not torch.backends.cusparselt.is_available()
+    if capability < (8, 0) or (cutlass and capability >= (9, 0)):  # its CUTLASS kernels are for 8.x
+        return None
+    kind = Cutlass if cutlass else SparseSemiStructuredTensorCUSPARSELT
+    limits = kind._DTYPE_SHAPE_CONSTRAINTS.get(weight.dtype)
+    if weight.dtype not in (torch.float16, torch.bfloat16) or limits is None:
+        return None
+    if weight.shape[0] % limits.sparse_min_rows or weight.shape[1] % limits.sparse_min_cols:
+        return None
+    sparse: Tensor = kind.from_dense(weight)
+    return sparse
+
+
+def _is_sparse(parameter: Tensor) -> bool:
+    from torch.sparse import SparseSemiStructuredTensor
+
+    return isinstance(parameter, SparseSemiStructuredTensor) or isinstance(parameter.data, SparseSemiStructuredTensor)
+
+
+def _operation(quantizer: Packed24Quantizer) -> Any:
+    """The step of transformers' loader that unpacks; its class is made here, as this file is imported by a part of
+    transformers that the loader itself needs."""
+    from sparseforge_ds.model.packed24_loading import Unpack24
+
+    return Unpack24(quantizer.quantization_config.semi_structured)

@@ -1,0 +1,62 @@
+"""Registers our storage format with transformers, without importing transformers.
+
+`import sparseforge_ds` must make `from_pretrained` know the packed format, and importing transformers costs seconds
+that `sparseforge --help` does not have. So: registered at once where transformers' quantizers are imported already,
+else right after their import, by a finder that steps aside once it has seen it. Both orders of import work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+_QUANTIZERS = "transformers.quantizers.auto"
+
+
+def register_with_transformers() -> None:
+    """Make transformers know our quantizers, now or when it imports its own."""
+    if _QUANTIZERS in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _AfterQuantizers) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterQuantizers())
+
+
+class _AfterQuantizers(MetaPathFinder):
+    """Finds nothing itself, but has the loader of transformers' quantizers call us when it is done."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _QUANTIZERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(Loader):
+    """Another loader, and the registration behind it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register()
+
+
+def _register() -> None:
+    from sparseforge_ds.model.packed24 import register
+
+    register()
