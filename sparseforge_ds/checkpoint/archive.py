@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,12 @@ _UNREADABLE = (
 )
 
 
+_OPENING = threading.Lock()
+"""The list of classes that torch accepts belongs to the process, so files are opened one at a time."""
+
+
 class Archive:
-    """A checkpoint file, opened when first needed."""
+    """A checkpoint file, opened when first needed; any number of threads may ask for its content."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,9 +66,13 @@ class Archive:
         Raises:
             ValueError: the file is missing, damaged, not a dict, or holds a class that no checkpoint holds.
         """
-        if self._content is None:
-            self._content = self._load()
-        return self._content
+        content = self._content
+        if content is None:
+            with _OPENING:
+                content = self._content
+                if content is None:
+                    content = self._content = self._load()
+        return content
 
     def release(self) -> None:
         """Unmap the file (once no tensor of it is in use); the next access opens it again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.archive import Archive
+from sparseforge_ds.checkpoint.contents import Number
 
 
 @dataclass(frozen=True)
@@ -122,32 +124,61 @@ def stage0_names(
 ) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes in each flat of a stage-0 checkpoint.
 
-    DeepSpeed saves no names at stage 0. Prunable groups hold the weights that our client state lists, in that order;
-    flats of other groups stay nameless, and their weights are read from the module.
+    DeepSpeed saves no names at stage 0; our client state lists those of every param group, in order. A checkpoint of a
+    version before has the prunable weights only: flats of other groups stay nameless, and their weights are read from
+    the module.
     """
     listed = forge_state.get("weights", [])
     if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
         raise ValueError(f"{archive.path}: the list of weights in its client state is damaged")
-    names = iter([weight["name"] for weight in listed])
+    queues = _group_names(archive, flats, forge_state)
     named: list[dict[str, tuple[int, ...]]] = []
-    for flat, state in enumerate(flats.states):
+    for flat, group in enumerate(flats.group_of_flat):
         content: dict[str, tuple[int, ...]] = {}
         named.append(content)
-        if flats.groups[flats.group_of_flat[flat]].get("sparseforge") != "prunable":
+        if (queue := queues[group]) is None:
             continue
-        if flats.masters is not None:
-            room = flats.masters[flat].numel()
-        else:
-            room = max((value.numel() for value in state.values() if isinstance(value, Tensor)), default=0)
-        while room > 0:
-            name = next(names, "the list of weights")
-            if name not in shapes or math.prod(shapes[name]) > room:
+        # In fp32 a flat is one weight; otherwise it is filled to the brim.
+        room = None if flats.masters is None else flats.masters[flat].numel()
+        while room is None or room > 0:
+            name = next(queue, "the list of weights")
+            numel = math.prod(shapes.get(name, ()))
+            sizes = {
+                value.numel() for value in flats.states[flat].values() if isinstance(value, Tensor) and value.dim()
+            }
+            if name not in shapes or name in content or numel > (numel if room is None else room):
+                raise ValueError(f"{archive.path}: {name} of its client state does not fit its optimizer state")
+            if room is None and sizes - {numel}:
                 raise ValueError(f"{archive.path}: {name} of its client state does not fit its optimizer state")
             content[name] = shapes[name]
-            room -= math.prod(shapes[name])
-    if (left := next(names, None)) is not None:
-        raise ValueError(f"{archive.path}: its client state names {left}, which has no optimizer state")
+            room = 0 if room is None else room - numel
+    for queue in queues:
+        if queue is not None and (left := next(queue, None)) is not None:
+            raise ValueError(f"{archive.path}: its client state names {left}, which has no optimizer state")
     return named
+
+
+def _group_names(archive: Archive, flats: RankFlats, forge_state: dict[str, Any]) -> list[Iterator[str] | None]:
+    """Names of each param group, None where they are not known."""
+    prunable = [weight["name"] for weight in forge_state.get("weights", [])]
+    marked = [group.get("sparseforge") == "prunable" for group in flats.groups]
+    groups = forge_state.get("groups")
+    if groups is None:
+        names = iter(prunable)
+        return [names if is_marked else None for is_marked in marked]
+    if not isinstance(groups, list) or not all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
+    ):
+        raise ValueError(f"{archive.path}: the list of groups in its client state is damaged")
+    every = [name for group in groups for name in group]
+    if (
+        len(groups) != len(flats.groups)
+        or len(set(every)) != len(every)
+        or sorted(name for group, is_marked in zip(groups, marked, strict=True) if is_marked for name in group)
+        != sorted(prunable)
+    ):
+        raise ValueError(f"{archive.path}: the groups in its client state are not those of its optimizer")
+    return [iter(group) for group in groups]
 
 
 def _stage0_masters(archive: Archive, outer: dict[str, Any]) -> list[Tensor] | None:
@@ -158,9 +189,44 @@ def _stage0_masters(archive: Archive, outer: dict[str, Any]) -> list[Tensor] | N
     return None
 
 
-def element_states(state: dict[str, Any], numel: int) -> set[str]:
-    """Keys of a flat's state that hold one value per element."""
-    return {key for key, value in state.items() if isinstance(value, Tensor) and value.dim() and value.numel() >= numel}
+def element_states(state: dict[str, Any], numel: int) -> dict[str, torch.dtype]:
+    """The dtype of each entry of a flat's state that holds one value per element."""
+    return {
+        key: value.dtype
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and value.numel() >= numel
+    }
+
+
+def number_states(state: dict[str, Any]) -> dict[str, Number]:
+    """The entries of a flat's state that are one number: tensors become floats, numbers stay what they are."""
+    numbers: dict[str, Number] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
+            numbers[key] = float(value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            numbers[key] = value
+    return numbers
+
+
+def read_loss_scale(archive: Archive, stage: int) -> dict[str, Number] | None:
+    """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none.
+
+    Raises:
+        ValueError: something in it is missing or no number.
+    """
+    outer = field(archive, dict, "optimizer" if stage == 0 else "optimizer_state_dict")
+    held = outer if stage == 0 else getattr(outer.get("loss_scaler"), "__dict__", {})
+    if not (outer.get("dynamic_loss_scale") if stage == 0 else held.get("dynamic")):
+        return None
+    keys = {"scale": "cur_scale", "iteration": "cur_iter", "last_overflow": "last_overflow_iter"}
+    if stage:
+        keys["hysteresis"] = "cur_hysteresis"
+    numbers = {name: held.get(key) for name, key in keys.items()}
+    for name, value in numbers.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError(f"{archive.path}: the {name} of its loss scale is {value!r}")
+    return dict(numbers)  # type: ignore[arg-type]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

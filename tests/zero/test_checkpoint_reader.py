@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.checkpoint import reader
+from sparseforge_ds.checkpoint import sharded
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
 
@@ -156,7 +156,7 @@ def test_masters_are_finer_than_the_trained_weights(saved: Any) -> None:
 
 def test_unmapping_in_between_changes_nothing(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Checkpoint(saved[2][0] / "stage3-fp32")
-    monkeypatch.setattr(reader, "RESIDENT_BYTES", 64)
+    monkeypatch.setattr(sharded, "RESIDENT_BYTES", 64)
     pieces = Checkpoint(saved[2][0] / "stage3-fp32")
     for name in whole.shapes:
         assert torch.equal(whole.weight(name), pieces.weight(name))

@@ -1,0 +1,66 @@
+"""What a checkpoint holds, apart from the elements of its tensors: the same description for every way of storing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight, or one persistent buffer of the module."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of what is stored: of the master, or of the module's own tensor where there is no master."""
+    trained_dtype: torch.dtype
+    """What the network computed with."""
+    states: dict[str, torch.dtype] = field(default_factory=dict)
+    """Per-element optimizer states."""
+    scalars: dict[str, Number] = field(default_factory=dict)
+    """Optimizer states that are one number, such as `step`: a float where the optimizer keeps a tensor, else an int."""
+    others: tuple[str, ...] = ()
+    """Optimizer states that are neither, which cannot be cut into shards."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One param group of the optimizer."""
+
+    names: tuple[str, ...]
+    """Its weights. At stage 0 only those whose names the client state has."""
+    settings: dict[str, Any]
+    """Hyperparameters and other keys of the group, without the parameters."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A whole checkpoint."""
+
+    stage: int
+    """ZeRO stage of the run that saved it."""
+    world_size: int
+    """Its number of ranks."""
+    step: int
+    """Steps as DeepSpeed counts them, skipped ones included."""
+    samples: int
+    """Sequences trained on."""
+    skipped: int
+    """Steps that an fp16 overflow skipped."""
+    entries: dict[str, Entry]
+    """In the order of the module."""
+    buffers: frozenset[str]
+    """Names of entries that are persistent buffers, not parameters."""
+    aliases: dict[str, str]
+    """Tied weights: name without data -> name that holds it."""
+    groups: list[Group]
+    client_state: dict[str, Any]
+    """`sparseforge` and `train`, what our own save put beside the weights."""
+    loss_scale: dict[str, Number] | None
+    """scale, iteration, last_overflow and hysteresis of a dynamic fp16 loss scale."""
+    lr_scheduler: dict[str, Any] | None
+    """State of the engine's own scheduler."""
