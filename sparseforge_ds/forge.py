@@ -14,6 +14,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.compensate import switch_on_branches
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.estimate import ESTIMATORS, Shards
@@ -31,6 +32,7 @@ from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe
 from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.refuse import refuse_unsupported
+from sparseforge_ds.zero.restore import restore
 from sparseforge_ds.zero.shard import Layout, Shard
 
 STATE_VERSION = 1
@@ -201,9 +203,34 @@ class SparseForge:
                 {"name": weight.name, "shape": list(weight.shape), "input_axis": weight.input_axis}
                 for weight in self.weights
             ],
+            "groups": self._layout.groups,
             "step": self.step_count,
             "refreshes": self.refreshes,
         }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
+
+        Takes the place of `engine.load_checkpoint` and `load_state_dict`: masters, every optimizer state, frozen
+        weights, buffers, loss scale, counters and low-precision weights are what they were, bit for bit on the same
+        layout, and no pickle is executed. `checkpoint.check_bytes` finds damaged bytes beforehand.
+
+        Raises:
+            ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
+                ranks raise it, and nothing was changed.
+        """
+        state = checkpoint.client_state.get("sparseforge")
+        if state is None:
+            raise ValueError(
+                f"{checkpoint.folder}: was not saved by SparseForge; "
+                'save with client_state={"sparseforge": forge.state_dict()}'
+            )
+        try:
+            self._check_saved(state)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.folder}: {error}") from None
+        restore(self._layout, self._publication, checkpoint, begun=state["step"] > 0)
+        self._continue(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a run; call it after `engine.load_checkpoint`. Collective.
@@ -211,21 +238,31 @@ class SparseForge:
         Raises:
             ValueError: the checkpoint was made with another configuration or for other weights.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(
-                f"the checkpoint has sparseforge state version {state.get('version')}, this is {STATE_VERSION}: "
-                "resume with the release that wrote it"
-            )
-        _same("sparseforge", _without_monitor(state["config"]), _without_monitor(self.config.to_dict()))
-        _same("weights", state["weights"], self.state_dict()["weights"])
+        self._check_saved(state)
         if state["step"] and not self._publication.complete:
             raise ValueError(
                 "the optimizer states, masks among them, were not loaded: call engine.load_checkpoint without "
                 "load_module_only or load_optimizer_states=False before forge.load_state_dict"
             )
-        self.step_count, self.refreshes = int(state["step"]), int(state["refreshes"])
+        self._continue(state)
+
+    def _check_saved(self, state: dict[str, Any]) -> None:
+        """Whether a saved state is of a run like this one."""
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint has sparseforge state version {state.get('version')}, this is {STATE_VERSION}: "
+                "resume with the release that wrote it"
+            )
+        for key, kind in (("config", dict), ("weights", list), ("step", int), ("refreshes", int)):
+            if not isinstance(state.get(key), kind):
+                raise ValueError(f"the checkpoint's sparseforge state has a damaged {key!r}: {state.get(key)!r:.100}")
+        _same("sparseforge", _without_monitor(state["config"]), _without_monitor(self.config.to_dict()))
+        _same("weights", state["weights"], self.state_dict()["weights"])
+
+    def _continue(self, state: dict[str, Any]) -> None:
+        self.step_count, self.refreshes = state["step"], state["refreshes"]
         self._publication.steps_begun = 0
-        self._ready = True
+        self._ready = self.step_count > 0 or self.schedule.freeze_step > 0
         self._health.forget_targets()
         for name, branch in branches(self.engine.module).items():
             branch.enabled = self.step_count >= self.config.branch_step and name in self._shards

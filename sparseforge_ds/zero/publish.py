@@ -42,12 +42,14 @@ class Publication:
         """Optimizer steps applied since the owner last looked; more than one is a missed `forge.step`."""
         self.in_step = False
         """Whether it is an optimizer step that publishes, one that the owner has not counted yet."""
+        self.loads_masks = True
+        """Whether optimizer state that is loaded must hold our tensors: not if it is from before the first step."""
         self._by_flat: dict[int, list[Shard]] = {}
         for shard in shards.values():
             self._by_flat.setdefault(shard.flat, []).append(shard)
-        self._waiting: dict[int, dict[str, Tensor]] = {
-            index: self._initial(index, with_curvature) for index in sorted(self._by_flat)
-        }
+        self._with_curvature = with_curvature
+        self._waiting: dict[int, dict[str, Tensor]] = {}
+        self.reset()
         self._swapped: dict[int, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._loading: dict[int, dict[str, Tensor]] = {}
@@ -57,13 +59,17 @@ class Publication:
         inner.register_load_state_dict_pre_hook(self._before_load)
         inner.register_load_state_dict_post_hook(self._after_load)
 
-    def _initial(self, index: int, with_curvature: bool) -> dict[str, Tensor]:
+    def reset(self) -> None:
+        """Begin anew from the present masters: nothing is masked, and our tensors wait for the first step."""
+        self._waiting = {index: self._initial(index) for index in self.flats}
+
+    def _initial(self, index: int) -> dict[str, Tensor]:
         flat = self.layout.flats[index].detach()
         mask = torch.zeros(flat.shape, dtype=torch.float32, device=flat.device)
         for shard in self._by_flat[index]:
             shard.of(mask).fill_(1.0)
         state = {"dense": flat.to(torch.float32, copy=True), "mask": mask}
-        if with_curvature:
+        if self._with_curvature:
             state["curvature"] = torch.zeros_like(mask)
         return state
 
@@ -80,6 +86,12 @@ class Publication:
     def state(self, index: int) -> dict[str, Tensor]:
         """Our tensors of one master partition. Look them up at every use: a checkpoint load replaces them."""
         return self._waiting.get(index) or self.layout.inner.state[self.layout.flats[index]]
+
+    def state_dtype(self, index: int) -> torch.dtype:
+        """The dtype of a flat's per-element optimizer state: that of what the optimizer steps on."""
+        if index in self._by_flat or getattr(self.layout.inner, "fp32_optimizer_states", False):
+            return torch.float32
+        return self.layout.flats[index].dtype
 
     def of(self, shard: Shard, key: str) -> Tensor:
         """This rank's elements of one weight in `dense`, `mask` or `curvature`, as a view."""
@@ -147,24 +159,25 @@ class Publication:
         parameters = (flat for group in optimizer.param_groups for flat in group["params"])
         for key, flat in enumerate(parameters):
             index = self.layout.index_of[id(flat)]
-            if index not in self._by_flat:
-                continue
             loaded = self._loading.get(key, {})
-            expected = set(self.state(index)) & set(STATE_KEYS)
-            if missing := expected - set(loaded):
-                raise ValueError(
-                    f"the checkpoint holds no {', '.join(sorted(missing))} for master partition {index}: it was not "
-                    "written by a sparseforge run with this importance; start a fresh run with --model instead"
-                )
-            self._waiting.pop(index, None)
+            expected = set()
+            if index in self._by_flat and self.loads_masks:
+                expected = set(self.state(index)) & set(STATE_KEYS)
+                if missing := expected - set(loaded):
+                    raise ValueError(
+                        f"the checkpoint holds no {', '.join(sorted(missing))} for master partition {index}: it was "
+                        "not written by a sparseforge run with this importance; start a fresh run with --model instead"
+                    )
+                self._waiting.pop(index, None)
             for name in expected:
                 if loaded[name].numel() != flat.numel():
                     raise ValueError(
                         f"the checkpoint's {name} of master partition {index} has {loaded[name].numel()} elements, "
-                        f"this engine {flat.numel()}: use the world size, ZeRO stage and patterns of the saved run"
+                        f"this engine {flat.numel()}: use forge.restore, which fits any world size and ZeRO stage"
                     )
                 optimizer.state[flat][name] = loaded[name].to(device=flat.device, dtype=torch.float32)
-            for name in set(loaded) - expected:
-                if optimizer.state[flat][name].dtype != loaded[name].dtype:
-                    optimizer.state[flat][name] = loaded[name].to(device=flat.device)
+            if self.state_dtype(index) != flat.dtype:
+                for name in set(loaded) - expected:
+                    if optimizer.state[flat][name].dtype != loaded[name].dtype:
+                        optimizer.state[flat][name] = loaded[name].to(device=flat.device)
         self._loading = {}

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -64,6 +66,8 @@ class Layout:
         self.rank: int = dist.get_rank()
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
+        self.group_of_flat: list[int] = []
+        """Index of the inner optimizer's param group that each flat belongs to."""
         self.shards: dict[str, Shard] = {}
         self.low_precision: dict[str, Any] = {}
         self._read()
@@ -80,10 +84,19 @@ class Layout:
         scale = getattr(self.optimizer, "loss_scale", None)
         return 1.0 if scale is None else float(scale)
 
+    @property
+    def groups(self) -> list[list[str]]:
+        """Names of each param group of the inner optimizer, in the order of its flats."""
+        names: list[list[str]] = [[] for _ in self.inner.param_groups]
+        for name, shard in self.shards.items():
+            names[self.group_of_flat[shard.flat]].append(name)
+        return names
+
     def _read(self) -> None:
         optimizer = self.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             self.flats = list(optimizer.fp32_partitioned_groups_flat)
+            self.group_of_flat = [optimizer.sub_group_to_group_id[index] for index in range(len(self.flats))]
             for group in optimizer.fp16_groups:
                 for parameter in group:
                     index, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -106,18 +119,24 @@ class Layout:
                     self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), index, offset)
         elif isinstance(optimizer, FP16_UnfusedOptimizer):
             pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            for parameter, master in (pair for low, high in pairs for pair in zip(low, high, strict=True)):
-                self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
-                self.flats.append(master)
+            self._add_each(list(zip(low, high, strict=True)) for low, high in pairs)
         elif optimizer is self.inner:
-            for parameter in (parameter for group in self.inner.param_groups for parameter in group["params"]):
-                self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
-                self.flats.append(parameter)
+            self._add_each([(p, p) for p in group["params"]] for group in self.inner.param_groups)
         else:
             raise ValueError(
                 f"DeepSpeed optimizer {type(optimizer).__name__} has a layout that is not supported; use ZeRO stage "
                 "0 to 3 with fp32, fp16 or bf16"
             )
+        if not self.group_of_flat:
+            self.group_of_flat = list(range(len(self.flats)))
+
+    def _add_each(self, groups: Iterable[list[tuple[Parameter, Tensor]]]) -> None:
+        """Weights that have a master each (stage 0)."""
+        for index, pairs in enumerate(groups):
+            for parameter, master in pairs:
+                self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
+                self.flats.append(master)
+                self.group_of_flat.append(index)
 
     def _add_run(self, group: Iterable[Parameter], offsets: list[int], index: int) -> None:
         """Weights laid end to end and cut in equal partitions, one a rank (stages 1 and 2)."""
@@ -199,6 +218,74 @@ class Layout:
                 parameter, master = self.low_precision[name], self.flats[shard.flat]
                 if parameter is not master:
                     parameter.data.view(-1).copy_(shard.of(master.detach()))
+
+    def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
+        """Parameters that the optimizer does not have: first element here, one past the last, and a view of them.
+
+        Raises:
+            ValueError: one of them is swapped out to disk.
+        """
+        found = {}
+        for name, parameter in self.engine.module.named_parameters():
+            if name in self.shards:
+                continue
+            if isinstance(self.optimizer, DeepSpeedZeroOptimizer_Stage3):
+                if parameter.ds_tensor.status != PartitionedParamStatus.AVAILABLE:
+                    raise ValueError(
+                        f'{name} is frozen and on disk ("offload_param": "nvme"), where it cannot be restored; '
+                        'set zero_optimization.offload_param.device to "cpu"'
+                    )
+                length = parameter.ds_tensor.ds_numel
+                start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
+                stop = min(start + length, parameter.ds_numel)
+                found[name] = (start, stop, parameter.ds_tensor.data.view(-1)[: stop - start])
+            else:
+                found[name] = (0, parameter.numel(), parameter.data.view(-1))
+        return found
+
+    def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+        """Replace the whole state of the inner optimizer, through its own loading and its hooks.
+
+        Args:
+            states: of each flat, laid out like it; empty for none.
+            settings: what to change in each param group.
+        """
+        optimizer = self.optimizer
+        of_sub_groups = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            optimizer._wait_for_offload_copies()
+        if of_sub_groups:
+            optimizer._set_fp32_optimizer_param_groups()
+        try:
+            state: dict[int, dict[str, Any]] = {}
+            groups = []
+            for group, changed in zip(self.inner.param_groups, settings, strict=True):
+                numbers = list(range(len(state), len(state) + len(group["params"])))
+                state |= {n: states[self.index_of[id(flat)]] for n, flat in zip(numbers, group["params"], strict=True)}
+                groups.append({**group, **changed, "params": numbers})
+            self.inner.load_state_dict(
+                {"state": {n: held for n, held in state.items() if held}, "param_groups": groups}
+            )
+        finally:
+            if of_sub_groups:
+                optimizer._clear_fp32_optimizer_param_groups()
+        if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+            optimizer._link_all_hp_params()
+
+    def set_loss_scale(self, saved: dict[str, Any]) -> None:
+        """Continue a dynamic fp16 loss scale; one that is fixed here stays what it is."""
+        if isinstance(self.optimizer, (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer)):
+            scaler = self.optimizer.loss_scaler
+            dynamic = isinstance(scaler, DynamicLossScaler)
+        else:
+            scaler = getattr(self.optimizer, "loss_scale_config", None)
+            dynamic = scaler is not None and scaler.dynamic_loss_scale
+        if not dynamic:
+            return
+        scaler.cur_scale, scaler.cur_iter = saved["scale"], saved["iteration"]
+        scaler.last_overflow_iter = saved["last_overflow"]
+        if "hysteresis" in saved and isinstance(scaler, DynamicLossScaler):
+            scaler.cur_hysteresis = saved["hysteresis"]
 
 
 def _offsets(group: Iterable[Parameter]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, build_engine, gathered, probe_of, published, train_step
 
@@ -67,11 +68,14 @@ def unbroken(case: Case, folder: str) -> tuple[list[Any], dict[str, Any]]:
     return seen, state_of(engine, forge)
 
 
-def resumed(case: Case, folder: str, save: int) -> tuple[list[Any], dict[str, Any]]:
+def resumed(case: Case, folder: str, save: int, restore: bool) -> tuple[list[Any], dict[str, Any]]:
     torch.manual_seed(99)
     engine, forge = build(case)
-    _, client_state = engine.load_checkpoint(folder, tag=f"step{save}")
-    forge.load_state_dict(client_state["sparseforge"])
+    if restore:
+        forge.restore(Checkpoint(Path(folder, f"step{save}")))
+    else:
+        _, client_state = engine.load_checkpoint(folder, tag=f"step{save}")
+        forge.load_state_dict(client_state["sparseforge"])
     forge.start(None)
     assert forge.step_count == save
     return [one_step(engine, forge, case, step) for step in range(save, STEPS)], state_of(engine, forge)
@@ -84,11 +88,13 @@ def compare(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
         seen, state = unbroken(case, inside)
         problems = result[name] = []
         for save in SAVES:
-            seen_again, state_again = resumed(case, inside, save)
-            if seen_again != seen[save:]:
-                problems.append(f"after {save}: {seen_again} is not {seen[save:]}")
-            assert state.keys() == state_again.keys()
-            problems += [f"after {save}: {key}" for key in state if not torch.equal(state[key], state_again[key])]
+            for how, restore in (("engine.load_checkpoint", False), ("forge.restore", True)):
+                seen_again, state_again = resumed(case, inside, save, restore)
+                where = f"{how} after {save}"
+                if seen_again != seen[save:]:
+                    problems.append(f"{where}: {seen_again} is not {seen[save:]}")
+                assert state.keys() == state_again.keys(), where
+                problems += [f"{where}: {key}" for key in state if not torch.equal(state[key], state_again[key])]
     return result
 
 

@@ -1,0 +1,251 @@
+"""Fills an engine of any layout from a checkpoint of any layout: ranks, ZeRO stage and offload may all be others.
+
+Every rank reads the elements that it holds, and no others, straight from the mapped files. What cannot be cut into
+elements (steps, hyperparameters, the loss scale) is the same on all ranks. Nothing is changed before all ranks have
+read everything; `engine.load_checkpoint`, which unpickles and knows one layout only, is not called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.contents import Group, Number
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.zero.publish import STATE_KEYS, Publication
+from sparseforge_ds.zero.shard import Layout, Shard
+
+_KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
+"""Hyperparameters that tell one kind of optimizer from another."""
+
+
+@dataclass
+class _Read:
+    """What this rank is going to hold, on the host where it is not optimizer state."""
+
+    masters: list[Tensor]
+    states: list[dict[str, Any]]
+    settings: list[dict[str, Any]]
+    untrained: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@torch.no_grad()
+def restore(layout: Layout, publication: Publication, checkpoint: Checkpoint, begun: bool) -> None:
+    """Put weights, optimizer state, loss scale and counters of a checkpoint into an engine. Collective.
+
+    Args:
+        layout: of the engine.
+        publication: on its optimizer.
+        checkpoint: checked for damaged bytes by the caller.
+        begun: whether a step was applied before it was saved; before, masks are not in the optimizer yet.
+
+    Raises:
+        ValueError: on all ranks, with nothing changed: the checkpoint does not fit the model or the optimizer, or one
+            of them cannot read it; the message names the file.
+    """
+    read = _together(lambda: _Reader(layout, publication, checkpoint, begun).read())
+    for flat, master in zip(layout.flats, read.masters, strict=True):
+        flat.data.copy_(master)
+    for name, (_, _, own) in layout.untrained().items():
+        own.copy_(read.untrained[name])
+    for name, buffer in _buffers(layout).items():
+        buffer.copy_(read.buffers[name])
+    publication.loads_masks = begun
+    layout.load_optimizer(read.states, read.settings)
+    if not begun:
+        publication.reset()
+    engine, contents = layout.engine, checkpoint.contents
+    if contents.loss_scale is not None:
+        layout.set_loss_scale(contents.loss_scale)
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(contents.lr_scheduler)
+    engine.global_steps, engine.global_samples = contents.step, contents.samples
+    engine.skipped_steps = contents.skipped
+    engine.micro_steps = contents.step * engine.gradient_accumulation_steps()
+    layout.push()
+
+
+def _together(work: Callable[[], _Read]) -> _Read:
+    """The result of every rank's own work, or the first ValueError on all of them."""
+    result, problem = None, None
+    try:
+        result = work()
+    except ValueError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for told in problems:
+        if told is not None:
+            raise ValueError(told)
+    assert result is not None
+    return result
+
+
+def _buffers(layout: Layout) -> dict[str, Tensor]:
+    """Persistent buffers of the module, by name."""
+    found = {}
+    for prefix, module in layout.engine.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+class _Reader:
+    """One rank's reading."""
+
+    def __init__(self, layout: Layout, publication: Publication, checkpoint: Checkpoint, begun: bool) -> None:
+        self.layout = layout
+        self.publication = publication
+        self.checkpoint = checkpoint
+        self.begun = begun
+        self.where = checkpoint.folder
+        self._largest_of: dict[tuple[str, ...], dict[str, Number]] = {}
+        self.group_of = {name: group for group in checkpoint.contents.groups for name in group.names}
+        self.shards: list[list[Shard]] = [[] for _ in layout.flats]
+        for shard in layout.shards.values():
+            self.shards[shard.flat].append(shard)
+        self.source = self._sources()
+
+    def read(self) -> _Read:
+        self._check_optimizer()
+        untrained = self.layout.untrained()
+        indices = range(len(self.layout.flats))
+        return _Read(
+            masters=[self._read_flat(index, None, self.layout.flats[index].dtype, "cpu") for index in indices],
+            states=[self._read_state(index) for index in indices],
+            settings=self._settings(),
+            untrained={
+                name: self.checkpoint.slice(self.source[name], None, start, stop)
+                for name, (start, stop, _) in untrained.items()
+            },
+            buffers={name: self.checkpoint.weight(self.source[name]) for name in _buffers(self.layout)},
+        )
+
+    def _sources(self) -> dict[str, str]:
+        """The checkpoint's name of every parameter and buffer of the model; tied weights may have another one there."""
+        shapes, aliases = self.checkpoint.shapes, self.checkpoint.aliases
+        wanted = {name: tuple(buffer.shape) for name, buffer in _buffers(self.layout).items()}
+        for name, parameter in self.layout.engine.module.named_parameters():
+            wanted[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        source = {name: name if name in shapes else aliases.get(name, name) for name in wanted}
+        for name, shape in wanted.items():
+            if (held := shapes.get(source[name])) != shape:
+                raise ValueError(
+                    f"{self.where}: {name} is {shape} in this model, {held or 'missing'} in the checkpoint; "
+                    "resume with the model of the saved run"
+                )
+        if left := sorted(shapes.keys() - set(source.values())):
+            raise ValueError(f"{self.where}: holds {left[0]}, which this model does not; resume with the saved model")
+        if len(set(source.values())) != len(source):
+            raise ValueError(f"{self.where}: weights are tied in the checkpoint that are not tied in this model")
+        return source
+
+    def _check_optimizer(self) -> None:
+        """What is trained here was trained there, by the same kind of optimizer, with states that can be cut."""
+        entries = self.checkpoint.contents.entries
+        for name in self.layout.shards:
+            if self.source[name] not in self.group_of:
+                raise ValueError(
+                    f"{self.where}: knows no optimizer state of {name}, which is trained here: it was frozen in the "
+                    "saved run, or a version before this one saved at stage 0 (engine.load_checkpoint continues that)"
+                )
+            if others := entries[self.source[name]].others:
+                raise ValueError(
+                    f"{self.where}: the optimizer state {others[0]!r} of {name} has not one value per element and is "
+                    "no number; continue with an optimizer like AdamW"
+                )
+        for name in self.layout.untrained():
+            if self.source[name] in self.group_of:
+                raise ValueError(f"{self.where}: {name} was trained in the saved run and is frozen here")
+        here, there = self.layout.engine.lr_scheduler, self.checkpoint.contents.lr_scheduler
+        if (here is None) != (there is None):
+            raise ValueError(
+                f"{self.where}: was saved {'without a' if there is None else 'with an'} lr scheduler in the engine, "
+                f"this engine has {'none' if here is None else type(here).__name__}; use the settings of the saved run"
+            )
+        for index in self.publication.flats if self.begun else []:
+            expected = set(self.publication.state(index)) & set(STATE_KEYS)
+            for shard in self.shards[index]:
+                if missing := expected - set(self.checkpoint.states(self.source[shard.name])):
+                    raise ValueError(
+                        f"{self.where}: holds no {', '.join(sorted(missing))} of {shard.name}; "
+                        "it was not saved by a run with this importance"
+                    )
+
+    def _read_flat(self, index: int, key: str | None, dtype: torch.dtype, device: Any) -> Tensor:
+        """What a flat, or a state laid out like it, is going to hold; padding is 0."""
+        out = torch.zeros(self.layout.flats[index].shape, dtype=dtype, device=device)
+        for shard in self.shards[index]:
+            source = self.source[shard.name]
+            if shard.numel and (key is None or key in self.checkpoint.contents.entries[source].states):
+                shard.of(out).copy_(self.checkpoint.slice(source, key, shard.start, shard.stop))
+        return out
+
+    def _read_state(self, index: int) -> dict[str, Any]:
+        """A flat's optimizer state; empty where no weight in it had a gradient yet."""
+        entries = [self.checkpoint.contents.entries[self.source[shard.name]] for shard in self.shards[index]]
+        keys = sorted({key for entry in entries for key in entry.states}, key=lambda key: (key in STATE_KEYS, key))
+        if not keys:
+            return {}
+        state: dict[str, Any] = self._read_scalars(index)
+        for key in keys:
+            dtype = self.publication.state_dtype(index)
+            state[key] = self._read_flat(index, key, dtype, self.layout.flats[index].device)
+        return state
+
+    def _read_scalars(self, index: int) -> dict[str, Any]:
+        scalars: dict[str, Number] = {}
+        for shard in self.shards[index]:
+            source = self.source[shard.name]
+            for key, value in self.checkpoint.scalars(source).items():
+                # DeepSpeed's optimizers count in integers, and FusedAdam in one weight of a param group only.
+                value = self._largest(self.group_of[source], key) if isinstance(value, int) else value
+                scalars[key] = max(value, scalars.get(key, value))
+        of_deepspeed = type(self.layout.inner).__module__.startswith("deepspeed.")
+        return {
+            key: int(value) if of_deepspeed and key == "step" else torch.tensor(value, dtype=torch.float32)
+            for key, value in scalars.items()
+        }
+
+    def _largest(self, group: Group, key: str) -> Number:
+        known = self._largest_of.setdefault(group.names, {})
+        if key not in known:
+            known[key] = max(held[key] for name in group.names if key in (held := self.checkpoint.scalars(name)))
+        return known[key]
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Learning rate and other numbers of each param group, as in the saved group of its first weight."""
+        settings = []
+        for names, group in zip(self.layout.groups, self.layout.inner.param_groups, strict=True):
+            saved = self.group_of[self.source[names[0]]].settings if names else {}
+            for key in _KINDS if names else ():
+                if (key in saved) != (key in group):
+                    raise ValueError(
+                        f"{self.where}: was saved with another kind of optimizer: its groups have "
+                        f"{'a' if key in saved else 'no'} {key}, unlike {type(self.layout.inner).__name__}"
+                    )
+            if bool(saved.get("amsgrad")) != bool(group.get("amsgrad")) and names:
+                raise ValueError(
+                    f"{self.where}: was saved with amsgrad = {bool(saved.get('amsgrad'))}, unlike this run"
+                )
+            settings.append({key: _like(saved[key], group[key]) for key in saved.keys() & group.keys()})
+        return settings
+
+
+def _like(saved: Any, present: Any) -> Any:
+    """The saved number, or numbers, in the form of the present ones; flags and names stay the present ones."""
+    if isinstance(present, tuple) and isinstance(saved, (tuple, list)):
+        return tuple(saved)
+    number = saved.item() if isinstance(saved, Tensor) and saved.numel() == 1 else saved
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return present
+    if isinstance(present, Tensor):
+        return torch.full_like(present, number)
+    return number if isinstance(present, (int, float)) and not isinstance(present, bool) else present
