@@ -1,19 +1,38 @@
-"""Random models of real architectures, small enough for a test (about 20 thousand parameters, vocabulary of 64)."""
+"""Random models of real architectures, small enough for a test (20 to 40 thousand parameters, vocabulary of 64).
+
+Mixtures have two layers of four experts, of which two compute a token; where a family allows it, the first is dense.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    OPTConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
+
+from sparseforge_ds.model.deepseek_moe import DeepseekConfig, register
+
+register()
 
 VOCABULARY = 64
 
@@ -63,6 +82,72 @@ def tiny_gpt2(seed: int = 0, **overrides: Any) -> PreTrainedModel:
         "eos_token_id": 2,
     }
     return GPT2LMHeadModel(GPT2Config(**{**config, **overrides}))
+
+
+def tiny_opt(seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """OPT with biases, a tied head, and project_in and project_out around a narrower embedding (as in 350M)."""
+    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0, "init_std": 0.1, "tie_word_embeddings": True}
+    return _of(OPTConfig, seed, {**_LLAMA_LIKE, **sizes, **overrides})
+
+
+def tiny_mixture(config: type[PreTrainedConfig], seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A mixture of experts of any family; `overrides` go to its config class."""
+    return _of(config, seed, {**_LLAMA_LIKE, **_MIXTURES[config], **overrides})
+
+
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1}
+_LATENT = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_MIXTURES: dict[type[PreTrainedConfig], dict[str, Any]] = {
+    DeepseekConfig: {**_ROUTED, "num_key_value_heads": 4},
+    DeepseekV2Config: _LATENT,
+    DeepseekV3Config: {**_LATENT, "n_group": 2, "topk_group": 1},
+    MixtralConfig: {"num_local_experts": 4},
+    OlmoeConfig: {"num_experts": 4, "num_experts_per_tok": 2},
+    Qwen2MoeConfig: {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    Qwen3MoeConfig: {**_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
+}
+
+
+def _of(config: type[PreTrainedConfig], seed: int, settings: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config(**settings))
+
+
+def _mixture(config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
+    return lambda seed=0, **overrides: tiny_mixture(config, seed, **overrides)
+
+
+def _like_llama(config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
+    return lambda seed=0, **overrides: _of(config, seed, {**_LLAMA_LIKE, **overrides})
+
+
+BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
+    "deepseek": _mixture(DeepseekConfig),
+    "deepseek_v2": _mixture(DeepseekV2Config),
+    "deepseek_v3": _mixture(DeepseekV3Config),
+    "gpt2": tiny_gpt2,
+    "llama": tiny_llama,
+    "mistral": _like_llama(MistralConfig),
+    "mixtral": _mixture(MixtralConfig),
+    "olmoe": _mixture(OlmoeConfig),
+    "opt": tiny_opt,
+    "qwen2": _like_llama(Qwen2Config),
+    "qwen2_moe": _mixture(Qwen2MoeConfig),
+    "qwen3": tiny_qwen3,
+    "qwen3_moe": _mixture(Qwen3MoeConfig),
+}
+"""A tiny model of every family by `model_type`; keywords `seed` and whatever its config class takes."""
+MIXTURES = ("deepseek", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Those with experts."""
 
 
 def token_batch(batch: int = 2, length: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:

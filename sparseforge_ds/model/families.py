@@ -1,8 +1,7 @@
-"""What is prunable in each model family, as a table. Adding a family is adding a row.
+"""What is prunable in a model, by the table of families.
 
-A row is a glob over parameter names, written without the prefix that the surrounding model class adds (`model.`,
-`transformer.`, none), plus the axis which the matmul contracts. A matrix that no row names is an error, never skipped
-in silence: half of a model that is quietly left dense is the most expensive kind of bug here.
+A matrix that no row names is an error, never skipped in silence: half of a model that is quietly left dense is the most
+expensive kind of bug here.
 
 Nothing in this file needs weights: names and full shapes are enough, so the offline tools use the same table. Under
 ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full shape in `ds_shape`.
@@ -18,58 +17,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
-
-
-@dataclass(frozen=True)
-class Row:
-    """Weights that a family names prunable."""
-
-    names: str
-    """Glob over parameter names, anchored at a dot and at the end."""
-    input_axis: int = -1
-    """The axis that the matmul contracts: -1 for (..., out, in), -2 for (..., in, out)."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """All matrices of an architecture: each is named once, by a prunable row or by a dense glob."""
-
-    prunable: tuple[Row, ...]
-    dense: tuple[str, ...]
-
-
-_LLAMA = Family(
-    prunable=(
-        Row("layers.*.self_attn.[qkvo]_proj.weight"),
-        Row("layers.*.mlp.gate_proj.weight"),
-        Row("layers.*.mlp.up_proj.weight"),
-        Row("layers.*.mlp.down_proj.weight"),
-    ),
-    dense=("embed_tokens.weight", "lm_head.weight"),
-)
-
-# transformers' Conv1D stores (in, out). `attn.bias` is the causal mask that old checkpoints carry, not a bias.
-_GPT2 = Family(
-    prunable=(
-        Row("h.*.attn.c_attn.weight", input_axis=-2),
-        Row("h.*.attn.c_proj.weight", input_axis=-2),
-        Row("h.*.mlp.c_fc.weight", input_axis=-2),
-        Row("h.*.mlp.c_proj.weight", input_axis=-2),
-    ),
-    dense=("wte.weight", "wpe.weight", "lm_head.weight", "h.*.attn.bias"),
-)
-
-FAMILIES: dict[str, Family] = {
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-}
-"""Keyed by the `model_type` of the model's config."""
-
-LOW_RANK = "low_rank_b"
-"""Name of the learned matrix that `model.low_rank` adds to a layer; dense in every family."""
+from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family
 
 
 @dataclass(frozen=True)
@@ -84,11 +32,20 @@ class PrunableWeight:
     """Negative: -1 when the input axis is last, -2 when it is the last but one."""
     module: str
     """Name of the module that holds the parameter, as in `model.get_submodule`."""
+    experts: int = 0
+    """Routed experts in this weight: 0 when every token sees it, 1 for an expert in a list, else the first axis."""
+    stacked: int = 1
+    """As in `Row`."""
 
     @property
     def numel(self) -> int:
         """Elements of the full weight."""
         return math.prod(self.shape)
+
+    @property
+    def matrices(self) -> int:
+        """Matrices whose scores are compared with each other only: consecutive runs of numel / matrices elements."""
+        return max(self.experts, 1) * self.stacked
 
 
 @dataclass(frozen=True)
@@ -161,7 +118,7 @@ def prunable_names(
         raise ValueError(
             f"the {model_type} table has no row for {_listed(unknown)} of shape {shapes[unknown[0]]}: whether it is "
             f'prunable is not known; keep it dense with "exclude": ["{unknown[0]}"] in the sparseforge block, '
-            "or add a row to sparseforge_ds/model/families.py"
+            "or add a row to sparseforge_ds/model/family_table.py"
         )
 
     chosen = [
@@ -202,6 +159,21 @@ def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
     )
 
 
+def leaf_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that ZeRO-3 must gather as a whole, for `deepspeed.utils.set_z3_leaf_modules_by_name`.
+
+    Which experts run differs between ranks. DeepSpeed gathers parameters as their modules are called, so ranks that
+    call different ones wait for each other forever, or mix up their tensors. Empty for dense models.
+
+    Raises:
+        ValueError: unknown family.
+    """
+    globs = _family(_model_type(model)).experts
+    found = {name: module for name, module in model.named_modules() if any(_is_row(name, glob) for glob in globs)}
+    # A list of experts is never called itself; the block around it is.
+    return [name.rpartition(".")[0] if isinstance(module, nn.ModuleList) else name for name, module in found.items()]
+
+
 def _model_type(model: nn.Module) -> str:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
@@ -212,24 +184,30 @@ def _model_type(model: nn.Module) -> str:
     return str(model_type)
 
 
+def _family(model_type: str) -> Family:
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {model_type!r} has no row in the family table; known families: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: full_shape(parameter) for name, parameter in model.named_parameters()}
 
 
 def _sort_out(model_type: str, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, PrunableWeight], list[str]]:
     """All prunable weights by name, before include and exclude; and the matrices that no row names."""
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type {model_type!r} has no row in the family table; known families: {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[model_type]
+    family = _family(model_type)
     prunable, unknown = {}, []
     for name, shape in shapes.items():
         if len(shape) < 2:
             continue
         row = next((row for row in family.prunable if _is_row(name, row.names)), None)
         if row is not None:
-            prunable[name] = PrunableWeight(name, tuple(shape), row.input_axis, name.rpartition(".")[0])
+            experts = shape[0] if len(shape) == 3 else int(row.experts)
+            module = name.rpartition(".")[0]
+            prunable[name] = PrunableWeight(name, tuple(shape), row.input_axis, module, experts, row.stacked)
         elif not any(_is_row(name, names) for names in (*family.dense, LOW_RANK)):
             unknown.append(name)
     return prunable, unknown

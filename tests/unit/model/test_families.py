@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,49 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.pattern import NM, Pattern, top_n
 from sparseforge_ds.model import families
-from sparseforge_ds.model.families import FAMILIES, Family, Row, coverage, prunable_names, prunable_weights
-from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3
+from sparseforge_ds.model.families import (
+    FAMILIES,
+    Family,
+    PrunableWeight,
+    coverage,
+    leaf_modules,
+    prunable_names,
+    prunable_weights,
+)
+from sparseforge_ds.model.family_table import Row
+from tests.tiny_models import BUILDERS, MIXTURES, tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
-
-def _from_config(kind: type[PretrainedConfig], **overrides: Any) -> PreTrainedModel:
-    config = tiny_llama().config.to_dict()
-    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    shape = {key: config[key] for key in (*keys, "num_key_value_heads", "max_position_embeddings")}
-    return AutoModelForCausalLM.from_config(kind(**{**shape, "bos_token_id": 1, "eos_token_id": 2, **overrides}))
-
-
-BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
-    "gpt2": tiny_gpt2,
-    "llama": tiny_llama,
-    "mistral": lambda **overrides: _from_config(MistralConfig, **overrides),
-    "qwen2": lambda **overrides: _from_config(Qwen2Config, **overrides),
-    "qwen3": tiny_qwen3,
+PER_MODEL = {
+    "deepseek": 16,
+    "deepseek_v2": 18,
+    "deepseek_v3": 18,
+    "gpt2": 8,
+    "llama": 14,
+    "mistral": 14,
+    "mixtral": 12,
+    "olmoe": 12,
+    "opt": 12,
+    "qwen2": 14,
+    "qwen2_moe": 16,
+    "qwen3": 14,
+    "qwen3_moe": 13,
 }
-PER_LAYER = {"gpt2": 4, "llama": 7, "mistral": 7, "qwen2": 7, "qwen3": 7}
+"""Prunable weights of the tiny model, counted by hand: two layers, the experts of a layer in two."""
+VARIANTS: dict[str, dict[str, Any]] = {"deepseek_v2": {"q_lora_rank": None}, "deepseek_v3": {"q_lora_rank": None}}
+"""Settings that swap some matrices for others."""
+OLD_ROWS = {"h.*.attn.bias"}
+"""Rows for what present models do not have."""
+DENSE_LINEAR = ("lm_head", "project_in", "project_out", "shared_expert_gate")
+"""nn.Linear modules that stay dense."""
 
 
 def _rows_of(name: str, family: Family) -> list[str]:
@@ -44,53 +61,182 @@ def _rows_of(name: str, family: Family) -> list[str]:
     return [row for row in rows if families._is_row(name, row)]
 
 
+def _published(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors as `save_pretrained` writes them: one entry per expert."""
+    return revert_weight_conversion(model, model.state_dict())
+
+
 def test_the_tests_walk_the_whole_table() -> None:
-    assert set(BUILDERS) == set(FAMILIES)
+    assert set(BUILDERS) == set(FAMILIES) == set(PER_MODEL)
+    assert set(MIXTURES) == {name for name, family in FAMILIES.items() if family.experts}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_matrix_is_named_exactly_once(family: str, tied: bool) -> None:
-    model = BUILDERS[family](tie_word_embeddings=tied)
-    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
-    for name in matrices:
-        assert len(_rows_of(name, FAMILIES[family])) == 1, name
-    used = {row for name in model.state_dict() for row in _rows_of(name, FAMILIES[family])}
+def test_every_matrix_is_named_exactly_once(family: str) -> None:
+    """In memory with fused experts, and in published files with one entry per expert."""
+    used = set()
+    for overrides in ({}, {"tie_word_embeddings": True}, VARIANTS.get(family, {})):
+        model = BUILDERS[family](**overrides)
+        for tensors in (dict(model.named_parameters()), model.state_dict(), _published(model)):
+            for name, tensor in tensors.items():
+                if tensor.ndim > 1:
+                    assert len(_rows_of(name, FAMILIES[family])) == 1, name
+                    used.update(_rows_of(name, FAMILIES[family]))
     rows = {row.names for row in FAMILIES[family].prunable} | set(FAMILIES[family].dense)
-    assert rows - used <= {"h.*.attn.bias"}, "a row that names nothing"
+    assert rows - used <= OLD_ROWS, "a row that names nothing"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prunable_is_every_linear_layer_but_the_head(family: str) -> None:
+def test_prunable_is_every_matmul_but_router_and_head(family: str) -> None:
     """Found a second way: by the type of the module instead of by name."""
     model = BUILDERS[family]()
     expected = []
     for name, parameter in model.named_parameters():
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, (nn.Linear, Conv1D)) and parameter.ndim > 1 and "lm_head" not in name:
+        holder = name.rpartition(".")[0]
+        module = model.get_submodule(holder)
+        if isinstance(module, (nn.Linear, Conv1D)) and parameter.ndim > 1 and holder.split(".")[-1] not in DENSE_LINEAR:
             axis = -1 if isinstance(module, nn.Linear) else -2
-            expected.append((name, tuple(parameter.shape), axis, name.removesuffix(".weight")))
+            expected.append((name, tuple(parameter.shape), axis, holder, 0, 1))
+        elif hasattr(module, "is_transposed"):
+            assert not module.is_transposed and module.is_concatenated
+            stacked = 2 if name.endswith("gate_up_proj") else 1
+            expected.append((name, tuple(parameter.shape), -1, holder, module.num_experts, stacked))
     found = prunable_weights(model, SparseForgeConfig())
     assert [dataclasses.astuple(weight) for weight in found] == expected
-    assert len(found) == 2 * PER_LAYER[family]
+    assert len(found) == PER_MODEL[family]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_input_axis_is_the_one_that_the_layer_contracts(family: str) -> None:
+def test_only_routers_embeddings_and_heads_stay_dense(family: str) -> None:
     model = BUILDERS[family]()
-    seen = {}
+    masked = {weight.name for weight in prunable_weights(model, SparseForgeConfig())}
+    dense = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and name not in masked}
+    parts = ("embed_tokens", "embed_positions", "wte", "wpe", "lm_head", "project_in", "project_out")
+    routers = {name for name in dense if name.endswith(("mlp.gate.weight", "mlp.shared_expert_gate.weight"))}
+    assert {name for name in dense if name.split(".")[-2] in parts} == dense - routers
+    assert (family in MIXTURES) == bool(routers)
 
-    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen[module] = (inputs[0].shape[-1], output.shape[-1])
 
+def _prune(model: nn.Module, weight: PrunableWeight, pattern: Pattern) -> None:
+    """Keep the largest of every group, in place."""
+    parameter = model.get_parameter(weight.name).data
+    group_GM = pattern.to_groups(parameter.reshape(-1), weight.shape, weight.input_axis)
+    kept_GM = group_GM * top_n(group_GM.abs(), pattern.kept)
+    parameter.copy_(pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape))
+
+
+def _sum_of_kept(x_TI: Tensor, weight: Tensor, input_axis: int, pattern: NM) -> Tensor:
+    """x W as a sparse tensor core computes it: n products for every m consecutive inputs of an output."""
+    rows_OI = (weight if input_axis == -1 else weight.t()).double()
+    output_TO = torch.zeros(len(x_TI), len(rows_OI), dtype=torch.float64)
+    for o, row in enumerate(rows_OI):
+        for start in range(0, len(row), pattern.m):
+            kept = [start + i for i in range(pattern.m) if row[start + i] != 0]
+            assert len(kept) == pattern.n
+            for i in kept:
+                output_TO[:, o] += x_TI[:, i] * row[i]
+    return output_TO
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_groups_run_along_the_axis_that_the_layer_contracts(family: str) -> None:
+    model, pattern = BUILDERS[family](), NM(2, 4)
+    generator = torch.Generator().manual_seed(0)
     weights = prunable_weights(model, SparseForgeConfig())
     for weight in weights:
-        model.get_submodule(weight.module).register_forward_hook(note)
-    model(input_ids=torch.arange(8)[None])
+        _prune(model, weight, pattern)
     for weight in weights:
-        inputs, outputs = seen[model.get_submodule(weight.module)]
-        assert weight.shape[weight.input_axis] == inputs
-        assert weight.numel == inputs * outputs
+        layer = model.get_submodule(weight.module)
+        if weight.experts:
+            continue
+        x_TI = torch.randn(3, weight.shape[weight.input_axis], generator=generator)
+        expected = _sum_of_kept(x_TI.double(), layer.weight.detach(), weight.input_axis, pattern)
+        bias = 0.0 if layer.bias is None else layer.bias.detach().double()
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x_TI).double(), expected + bias, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, implementation: str) -> None:
+    model, pattern = BUILDERS[family](), NM(2, 4)
+    model.set_experts_implementation(implementation)
+    weights = [weight for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts]
+    for weight in weights:
+        _prune(model, weight, pattern)
+    up, down = weights[-2:]
+    layer = model.get_submodule(up.module)
+    assert layer is model.get_submodule(down.module) and up.stacked == 2 and down.stacked == 1
+    x_TI = torch.randn(4, up.shape[-1], generator=torch.Generator().manual_seed(0))
+    expert_T1 = torch.tensor([[2], [0], [3], [0]])
+    with torch.no_grad():
+        found = layer(x_TI, expert_T1, torch.full((4, 1), 0.5))
+    gate_up, down_proj = layer.gate_up_proj.detach(), layer.down_proj.detach()
+    expected = []
+    for x_I, expert in zip(x_TI.double(), expert_T1[:, 0].tolist(), strict=True):
+        gate, value = _sum_of_kept(x_I[None], gate_up[expert], up.input_axis, pattern).chunk(2, dim=-1)
+        expected.append(0.5 * _sum_of_kept(F.silu(gate) * value, down_proj[expert], down.input_axis, pattern))
+    torch.testing.assert_close(found.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_matrices_of_fused_experts_are_consecutive(family: str) -> None:
+    """Gate, up and down of every expert, as they are published, are the runs that `matrices` promises."""
+    model = BUILDERS[family]()
+    published = _published(model)
+    for weight in prunable_weights(model, SparseForgeConfig()):
+        if not weight.experts:
+            assert weight.matrices == 1
+            continue
+        runs = model.get_parameter(weight.name).detach().reshape(weight.matrices, -1)
+        mixtral = family == "mixtral"
+        names = {1: ("w2",), 2: ("w1", "w3")} if mixtral else {1: ("down_proj",), 2: ("gate_proj", "up_proj")}
+        block = weight.module.replace(".mlp.", ".block_sparse_moe.") if mixtral else weight.module
+        expected = [
+            published[f"{block}.{expert}.{part}.weight"]
+            for expert in range(weight.experts)
+            for part in names[weight.stacked]
+        ]
+        assert len(expected) == len(runs)
+        assert all(torch.equal(run, part.reshape(-1)) for run, part in zip(runs, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_names_cover_as_much(family: str) -> None:
+    model = BUILDERS[family]()
+    shapes = {name: tuple(tensor.shape) for name, tensor in _published(model).items()}
+    listed = prunable_names(family, shapes, SparseForgeConfig())
+    fused = prunable_weights(model, SparseForgeConfig())
+    assert sum(weight.numel for weight in listed) == sum(weight.numel for weight in fused)
+    assert sum(weight.matrices for weight in listed) == sum(weight.matrices for weight in fused)
+    assert all(weight.experts == int(".experts." in weight.name) for weight in listed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_leaves_hold_all_experts_and_nothing_that_is_not_called(family: str) -> None:
+    model = BUILDERS[family]()
+    leaves = leaf_modules(model)
+    of_experts = {weight.module for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts}
+    assert set(leaves) == of_experts and (family in MIXTURES) == bool(leaves)
+    called = []
+    for name in leaves:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    model(**token_batch())
+    assert called == leaves
+
+
+def test_the_leaf_of_listed_experts_is_the_block_around_them() -> None:
+    model = BUILDERS["mixtral"]()
+    layer = model.model.layers[1]
+    del layer.mlp
+    layer.block_sparse_moe = nn.Module()
+    layer.block_sparse_moe.experts = nn.ModuleList([nn.Module(), nn.Module()])
+    for expert in layer.block_sparse_moe.experts:
+        expert.w1 = nn.Linear(32, 16, bias=False)
+    assert leaf_modules(model) == ["model.layers.0.mlp.experts", "model.layers.1.block_sparse_moe"]
+    assert leaf_modules(model.model) == ["layers.0.mlp.experts", "layers.1.block_sparse_moe"]
+    listed = [weight for weight in prunable_weights(model, SparseForgeConfig()) if ".w1." in weight.name]
+    assert [(weight.experts, weight.matrices) for weight in listed] == [(1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,11 +295,11 @@ class _Fused(nn.Module):
 
 
 def test_fused_experts_need_only_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Family(prunable=(Row("experts.gate_up_proj"),), dense=("router",))
+    rows = Family(prunable=(Row("experts.gate_up_proj", experts=True, stacked=2),), dense=("router",))
     monkeypatch.setitem(FAMILIES, "fused", rows)
     (weight,) = prunable_weights(_Fused(), SparseForgeConfig())
-    assert weight == families.PrunableWeight("experts.gate_up_proj", (4, 16, 8), -1, "experts")
-    assert weight.numel == 512
+    assert weight == PrunableWeight("experts.gate_up_proj", (4, 16, 8), -1, "experts", 4, 2)
+    assert (weight.numel, weight.matrices) == (512, 8)
     with pytest.raises(ValueError, match=r"experts.gate_up_proj: .* axis at -1, but Module has it at -2"):
         prunable_weights(_Fused(transposed=True), SparseForgeConfig())
 
@@ -216,8 +362,8 @@ def test_the_cure_of_a_misfit_cures_it() -> None:
 
 def test_an_unknown_family_lists_the_known_ones() -> None:
     model = tiny_llama()
-    model.config.model_type = "opt"
-    with pytest.raises(ValueError, match="'opt' has no row .* gpt2, llama, mistral, qwen2, qwen3"):
+    model.config.model_type = "bloom"
+    with pytest.raises(ValueError, match="'bloom' has no row .* gpt2, llama, mistral, mixtral, olmoe, opt, "):
         prunable_weights(model, SparseForgeConfig())
 
 
@@ -244,4 +390,4 @@ def test_a_layer_of_the_wrong_orientation_is_refused() -> None:
 def test_a_weight_survives_json() -> None:
     weight = prunable_weights(tiny_gpt2(), SparseForgeConfig())[0]
     read = json.loads(json.dumps(dataclasses.asdict(weight)))
-    assert families.PrunableWeight(**{**read, "shape": tuple(read["shape"])}) == weight
+    assert PrunableWeight(**{**read, "shape": tuple(read["shape"])}) == weight

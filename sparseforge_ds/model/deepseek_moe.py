@@ -1,0 +1,279 @@
+"""DeepSeek-MoE v1 (`model_type: deepseek`, arXiv 2401.06066), which transformers 5 has no class for.
+
+Llama's attention and norms; from layer `first_k_dense_replace` on, the MLP is a mixture: `n_shared_experts` that every
+token passes through, and `num_experts_per_tok` of `n_routed_experts`, weighted by their softmax scores as they are
+(equations 9 to 11). The routed experts are transformers' fused ones, `gate_up_proj` (experts, 2 * out, in) and
+`down_proj` (experts, out, in), so that eager, batched_mm and grouped_mm compute them. Published checkpoints, one file
+entry per expert, are fused on loading and taken apart again on saving.
+
+`register()` makes AutoConfig, AutoModel and AutoModelForCausalLM know it; no code of a checkpoint is ever executed.
+
+Legend of shape suffixes: B sequences, S tokens of a sequence, T = B * S, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaPreTrainedModel,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2MLP
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.olmoe.modeling_olmoe import OlmoeModel
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
+
+
+@strict
+class DeepseekConfig(LlamaConfig):
+    """The published `config.json`, with the defaults of the class that was published with it."""
+
+    model_type = "deepseek"
+    attribute_map = {"num_experts": "n_routed_experts"}
+
+    bos_token_id: int | None = 100000
+    eos_token_id: int | list[int] | None = 100001
+    moe_intermediate_size: int = 1407
+    """Width of one expert; the shared ones are a single MLP of `n_shared_experts` times this width."""
+    n_shared_experts: int | None = None
+    n_routed_experts: int | None = None
+    """None: every layer is dense."""
+    num_experts_per_tok: int | None = None
+    moe_layer_freq: int = 1
+    """Of the layers from `first_k_dense_replace` on, those whose number is a multiple of this are mixtures."""
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+    """Whether the weights of a token's experts are scaled to sum to 1."""
+    scoring_func: str = "softmax"
+    aux_loss_alpha: float = 0.001
+    """Factor of the expert-level balance loss (equation 12); 0 switches it off."""
+    seq_aux: bool = True
+    """Whether that loss is taken in every sequence, or over the whole batch."""
+    fp32_gate: bool = True
+    """Whether routing is computed in fp32. The published code routes in the model's dtype."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("auto_map", None)  # names Python files of the checkpoint, which are neither used nor saved
+        if self.scoring_func != "softmax":
+            raise ValueError(f'scoring_func = "{self.scoring_func}": DeepSeek-MoE v1 only knows "softmax"')
+        experts, chosen = self.n_routed_experts, self.num_experts_per_tok
+        if experts is not None and not 1 <= (chosen or 0) <= experts:
+            raise ValueError(
+                f"num_experts_per_tok = {chosen} with n_routed_experts = {experts}: use an integer from 1 to {experts}"
+            )
+        super().__post_init__(**kwargs)
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the MLP of layer number `layer` is a mixture of experts."""
+        return (
+            self.n_routed_experts is not None
+            and layer >= self.first_k_dense_replace
+            and layer % self.moe_layer_freq == 0
+        )
+
+
+class DeepseekRouter(nn.Module):
+    """Scores of all experts, and the best K with their weights."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.zeros(config.n_routed_experts or 0, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., hidden) -> logits (T, E), weights (T, K) and expert numbers (T, K)."""
+        dtype = torch.float32 if self.config.fp32_gate else hidden.dtype
+        logits_TE = F.linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), self.weight.to(dtype))
+        weight_TK, expert_TK = logits_TE.softmax(dim=-1).topk(self.config.num_experts_per_tok or 0, dim=-1)
+        if self.config.norm_topk_prob:
+            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+        return logits_TE, weight_TK, expert_TK
+
+
+class DeepseekMoE(nn.Module):
+    """Routed and shared experts, in the place of an MLP."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.gate = DeepseekRouter(config)
+        self.experts = DeepseekV2Experts(config)
+        self.shared_experts = (
+            DeepseekV2MLP(config, intermediate_size=config.moe_intermediate_size * config.n_shared_experts)
+            if config.n_shared_experts
+            else None
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, S, hidden) -> the same shape."""
+        _, weight_TK, expert_TK = self.gate(hidden)
+        routed: Tensor = self.experts(hidden.reshape(-1, hidden.shape[-1]), expert_TK, weight_TK).view_as(hidden)
+        return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
+
+
+class DeepseekDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer, with a mixture for its MLP where the configuration says so."""
+
+    def __init__(self, config: DeepseekConfig, layer_idx: int) -> None:
+        super(LlamaDecoderLayer, self).__init__()  # Llama's own would allocate a dense MLP first
+        self.hidden_size = config.hidden_size
+        self.self_attn = LlamaAttention(config, layer_idx)
+        self.mlp = DeepseekMoE(config) if config.is_mixture(layer_idx) else DeepseekV2MLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class DeepseekPreTrainedModel(LlamaPreTrainedModel):
+    """What the stack and the language model share."""
+
+    config: DeepseekConfig
+    config_class = DeepseekConfig
+    _no_split_modules = ["DeepseekDecoderLayer"]
+    _can_record_outputs = {
+        "hidden_states": DeepseekDecoderLayer,
+        "attentions": LlamaAttention,
+        "router_logits": OutputRecorder(DeepseekRouter, index=0),
+    }
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for a decorator in the source of this file, which only imports the experts
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        PreTrainedModel._init_weights(self, module)
+        std = self.config.initializer_range
+        if isinstance(module, DeepseekRouter):
+            initialization.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, DeepseekV2Experts):
+            initialization.normal_(module.gate_up_proj, mean=0.0, std=std)
+            initialization.normal_(module.down_proj, mean=0.0, std=std)
+
+
+class DeepseekModel(DeepseekPreTrainedModel):
+    """The stack without a head."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([DeepseekDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    forward = OlmoeModel.forward  # embedding, causal mask, RoPE, our layers, norm; the output has room for the router
+
+
+class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
+    """The language model. Its name is what the published `architectures` and serving stacks expect."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config)
+        self.model = DeepseekModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> MoeCausalLMOutputWithPast:
+        """As every causal language model of transformers.
+
+        In training, `aux_loss` of the output is the balance loss times `aux_loss_alpha`, and part of `loss`. A loop
+        that makes its own loss from the logits adds `aux_loss` to it.
+        """
+        balanced = self.training and self.config.aux_loss_alpha > 0 and self.config.n_routed_experts is not None
+        if balanced:
+            kwargs["output_router_logits"] = True
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept])
+        aux_loss = self._aux_loss(outputs.router_logits, hidden.shape[0]) if balanced else None
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = loss if aux_loss is None else loss + aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+
+    def _aux_loss(self, router_logits: tuple[Tensor, ...], sequences: int) -> Tensor:
+        K, B = self.config.num_experts_per_tok or 0, sequences if self.config.seq_aux else 1
+        losses = [balance_loss(logits_TE.view(B, -1, logits_TE.shape[-1]), K) for logits_TE in router_logits]
+        return self.config.aux_loss_alpha * torch.stack(losses).sum()
+
+
+def balance_loss(logits_BSE: Tensor, K: int) -> Tensor:
+    """() fp32 expert-level balance loss of one layer (equations 12 to 14), before its factor: mean over sequences of
+    the sum over experts of f P, with P the mean score of an expert and f its share of the chosen, times E.
+
+    Args:
+        logits_BSE: (B, S, E) of the router.
+        K: experts of a token.
+    """
+    score_BSE = logits_BSE.float().softmax(dim=-1)
+    B, S, E = score_BSE.shape
+    chosen = score_BSE.topk(K, dim=-1).indices.view(B, S * K)
+    count_BE = torch.zeros_like(score_BSE[:, 0]).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+    return (count_BE * (E / (K * S)) * score_BSE.mean(dim=1)).sum(dim=1).mean()
+
+
+def register() -> None:
+    """Make transformers know the family: its classes, and the fusing of its experts. A second call does nothing."""
+    if DeepseekConfig.model_type in CONFIG_MAPPING and CONFIG_MAPPING[DeepseekConfig.model_type] is DeepseekConfig:
+        return
+    AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig)
+    AutoModel.register(DeepseekConfig, DeepseekModel)
+    AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
+    # Qwen2-MoE's published experts have the same names.
+    register_checkpoint_conversion_mapping(DeepseekConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"))
