@@ -167,7 +167,7 @@ class _Reader:
         here, there = self.layout.engine.lr_scheduler, self.checkpoint.contents.lr_scheduler
         if (here is None) != (there is None):
             raise ValueError(
-                f"{self.where}: was saved {'without a' if there is None else 'with an'} lr scheduler in the engine, "
+                f"{self.where}: was saved {'without' if there is None else 'with'} an lr scheduler in the engine, "
                 f"this engine has {'none' if here is None else type(here).__name__}; use the settings of the saved run"
             )
         for index in self.publication.flats if self.begun else []:
