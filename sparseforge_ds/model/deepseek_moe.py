@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -47,7 +46,6 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
 
-@strict
 class DeepseekConfig(LlamaConfig):
     """The published `config.json`, with the defaults of the class that was published with it."""
 

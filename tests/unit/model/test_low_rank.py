@@ -25,10 +25,14 @@ from sparseforge_ds.model.low_rank import (
     low_rank_start,
     prepare,
 )
-from tests.tiny_models import tiny_llama, token_batch
-from tests.unit.model.test_families import BUILDERS
+from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
 
 CONFIG = SparseForgeConfig(low_rank=LowRankConfig(k=4))
+EXPERTS_DENSE = SparseForgeConfig(low_rank=LowRankConfig(k=4), exclude=("*.experts.*",))
+
+
+def _config(family: str) -> SparseForgeConfig:
+    return EXPERTS_DENSE if family in MIXTURES else CONFIG
 
 
 def _out_in(weight: Tensor, layer: nn.Module) -> Tensor:
@@ -49,7 +53,7 @@ def test_off_means_bit_identical(family: str) -> None:
     objects = {name: id(parameter) for name, parameter in model.named_parameters()}
     random_state = torch.get_rng_state()
 
-    assert prepare(model, CONFIG) is model
+    assert prepare(model, _config(family)) is model
 
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [name for name, _ in model.named_parameters() if "low_rank_b" not in name] == names
@@ -66,9 +70,9 @@ def test_off_means_bit_identical(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_masked_weight_has_a_branch(family: str) -> None:
     model = BUILDERS[family]()
-    before = prunable_weights(model, CONFIG)
-    prepare(model, CONFIG)
-    assert prunable_weights(model, CONFIG) == before
+    before = prunable_weights(model, _config(family))
+    prepare(model, _config(family))
+    assert prunable_weights(model, _config(family)) == before
     found = branches(model)
     assert list(found) == [weight.name for weight in before]
     for weight in before:
@@ -77,6 +81,12 @@ def test_every_masked_weight_has_a_branch(family: str) -> None:
         assert branch.low_rank_b.shape == (weight.numel // inputs, inputs // 4)
         assert branch is model.get_submodule(weight.module)
         assert branch.enabled is False
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_fused_experts_have_no_branch(family: str) -> None:
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj belongs to a \w+Experts, which has no low-rank branch"):
+        prepare(BUILDERS[family](), CONFIG)
 
 
 def test_only_what_is_masked_has_a_branch() -> None:
