@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,11 @@ class Entry:
     """Optimizer states that are one number, such as `step`: a float where the optimizer keeps a tensor, else an int."""
     others: tuple[str, ...] = ()
     """Optimizer states that are neither, which cannot be cut into shards."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+PORTABLE = "portable.json"
+"""What describes a checkpoint that `sparseforge reshard` wrote."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -39,9 +41,14 @@ def find_checkpoint(path: str | Path) -> Path:
             if not tag or Path(tag).name != tag or not (parent / tag).is_dir():
                 raise ValueError(f"{latest}: names {tag[:100]!r}, which is no folder beside it")
             return parent / tag
-    if not any(path.glob("*_model_states.pt")):
-        raise ValueError(f"{path}: holds no DeepSpeed checkpoint (no latest file, no *_model_states.pt)")
+    if not is_portable(path) and not any(path.glob("*_model_states.pt")):
+        raise ValueError(f"{path}: holds no checkpoint (no latest file, no *_model_states.pt, no {PORTABLE})")
     return path
+
+
+def is_portable(folder: Path) -> bool:
+    """Whether a checkpoint is one that `sparseforge reshard` wrote."""
+    return (folder / PORTABLE).is_file()
 
 
 def find_run(path: str | Path) -> Path | None:

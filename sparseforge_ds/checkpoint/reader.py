@@ -12,14 +12,14 @@ The files are DeepSpeed's (`sharded.py`: ZeRO stages 0 to 3, any world size) or 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.contents import Number
-from sparseforge_ds.checkpoint.folder import find_checkpoint
+from sparseforge_ds.checkpoint.folder import find_checkpoint, is_portable
+from sparseforge_ds.checkpoint.portable import PortableFiles
 from sparseforge_ds.checkpoint.sharded import ShardedFiles
 
 
@@ -35,13 +35,16 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.folder = find_checkpoint(path)
-        self._files = ShardedFiles(self.folder)
+        self._files: ShardedFiles | PortableFiles
+        self._files = PortableFiles(self.folder) if is_portable(self.folder) else ShardedFiles(self.folder)
         self.contents = contents = self._files.contents
         """All that is known of it besides the elements."""
-        self.stage = contents.stage
+        self.stage = None if is_portable(self.folder) else contents.stage
+        """The ZeRO stage that its files fit; None: any, with any number of ranks."""
         self.step = contents.step
         """Steps as DeepSpeed counts them, skipped ones included."""
         self.world_size = contents.world_size
+        """Ranks of the run that saved it."""
         self.client_state = contents.client_state
         """What our own save put beside the weights."""
         self.aliases = contents.aliases
@@ -64,7 +67,7 @@ class Checkpoint:
     def state(self, name: str, key: str) -> Tensor:
         """A per-element optimizer state in the weight's full shape, in the dtype in which it was saved."""
         self._check(name, key)
-        return self._files.read(name, key, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+        return self._files.read(name, key, 0, self.contents.entries[name].numel).view(self.shapes[name])
 
     def weight(self, name: str) -> Tensor:
         """The fp32 master, or what the module holds where the optimizer has no master (frozen weights, buffers).
@@ -73,7 +76,7 @@ class Checkpoint:
             A tensor of its own, of `shapes[name]`.
         """
         self._check(name, None)
-        return self._files.read(name, None, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+        return self._files.read(name, None, 0, self.contents.entries[name].numel).view(self.shapes[name])
 
     def slice(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """Elements start..stop of a flat weight (`key` None: what `weight` returns) or of one of its states.
@@ -82,8 +85,10 @@ class Checkpoint:
             (stop - start,) in memory of its own; only the bytes of these elements are read.
         """
         self._check(name, key)
-        if not 0 <= start <= stop <= math.prod(self.shapes[name]):
-            raise ValueError(f"{self.folder}: {name} has {math.prod(self.shapes[name])} elements, not {start}..{stop}")
+        if not 0 <= start <= stop <= self.contents.entries[name].numel:
+            raise ValueError(
+                f"{self.folder}: {name} has {self.contents.entries[name].numel} elements, not {start}..{stop}"
+            )
         return self._files.read(name, key, start, stop)
 
     def trained_dtype(self, name: str) -> torch.dtype:

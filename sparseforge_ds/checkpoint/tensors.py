@@ -138,6 +138,34 @@ def hash_tensor(tensor: Tensor) -> str:
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
+def read_at(path: Path, start: int, data: memoryview) -> None:
+    """Fill `data` from byte `start` of a file on.
+
+    Raises:
+        ValueError: the file cannot be read, or ends before.
+    """
+    done = 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(data):
+                count = file.readinto(data[done:])
+                if not count:
+                    raise ValueError(f"{path}: became shorter while it was read")
+                done += count
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
+
+
+def write_at(path: Path, start: int, data: memoryview) -> None:
+    """Write `data` into an existing file, from byte `start` on."""
+    done = 0
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(start)
+        while done < len(data):
+            done += file.write(data[done:])
+
+
 class TensorFolder:
     """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read.
 
@@ -184,18 +212,15 @@ class TensorFolder:
             raise ValueError(f"{self.folder}: holds no tensor {name!r}")
         spec, path = self.specs[name], self.folder / self.files[name]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        data, done = tensor_bytes(tensor), 0
-        try:
-            with open(path, "rb", buffering=0) as file:
-                file.seek(self._start[name])
-                while done < len(data):
-                    count = file.readinto(data[done:])
-                    if not count:
-                        raise ValueError(f"{path}: became shorter while it was read")
-                    done += count
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from None
+        read_at(path, self._start[name], tensor_bytes(tensor))
         return tensor
+
+    def read_run(self, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start,) elements of a flat tensor, in memory of their own; no other bytes are read."""
+        dtype = self.specs[name].dtype
+        run = torch.empty(stop - start, dtype=dtype)
+        read_at(self.folder / self.files[name], self._start[name] + start * dtype.itemsize, tensor_bytes(run))
+        return run
 
     def _header(self, path: Path) -> dict[str, tuple[TensorSpec, int]]:
         """Spec and first byte of every tensor of a file. The safetensors library judges whether it is one."""

@@ -1,0 +1,157 @@
+"""`checkpoint.json`: what a checkpoint folder holds, byte for byte, so that damage is named before anything is loaded.
+
+    {"format": 2, "step": 400, "world_size": 8, "zero_stage": 3, "previous": "step_000200",
+     "files": {name: bytes}, "fingerprints": {name: hex}}
+
+The fingerprint of a `.pt` file covers the names, sizes and checksums of its records, which is a few kB to read; the
+records themselves are compared with those checksums. The fingerprint of any other file covers its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseforge_ds.checkpoint.archive import Archive
+
+FORMAT = 2
+NAME = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint folder as it was when its save was done."""
+
+    folder: Path
+    step: int
+    world_size: int
+    stage: int | None
+    """ZeRO stage of the engine that saved it, or None where it fits every stage and number of ranks."""
+    previous: str | None
+    """Name of the checkpoint that the run saved, or went on from, before this one."""
+    files: dict[str, int]
+    """Name of every file -> bytes."""
+    fingerprints: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+            ValueError: there is none, it is damaged, or another version wrote it.
+        """
+        path = folder / NAME
+        try:
+            record = json.loads(path.read_text())
+            if not isinstance(record, dict):
+                raise TypeError(f"a {type(record).__name__}, no object")
+            version = record["format"]
+            if version != FORMAT:
+                raise ValueError(
+                    f"{folder} has format {version}, this version of sparseforge_ds reads {FORMAT}; "
+                    "resume with the version that wrote it"
+                )
+            manifest = cls(
+                folder=folder,
+                step=_typed(int, record["step"]),
+                world_size=_typed(int, record["world_size"]),
+                stage=None if record["zero_stage"] is None else _typed(int, record["zero_stage"]),
+                previous=None if record["previous"] is None else _typed(str, record["previous"]),
+                files={_plain(name): _typed(int, size) for name, size in record["files"].items()},
+                fingerprints={_plain(name): _typed(str, print) for name, print in record["fingerprints"].items()},
+            )
+            if manifest.files.keys() != manifest.fingerprints.keys():
+                raise KeyError("files and fingerprints")
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({error!r})"
+            ) from None
+        return manifest
+
+    def record(self) -> dict[str, Any]:
+        """The content of `checkpoint.json`."""
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "world_size": self.world_size,
+            "zero_stage": self.stage,
+            "previous": self.previous,
+            "files": self.files,
+            "fingerprints": self.fingerprints,
+        }
+
+    def check_sizes(self) -> None:
+        """Every file is there in its full length, and no other; reads nothing.
+
+        Raises:
+            ValueError: a file is missing, cut off, too long or foreign; the message names it.
+        """
+        present = {path.name: path.stat().st_size for path in self.folder.iterdir() if path.name != NAME}
+        for name, size in self.files.items():
+            if present.get(name) != size:
+                state = "is missing" if name not in present else f"has {present[name]} bytes instead of {size}"
+                raise ValueError(f"{self.folder} is incomplete: {name} {state}")
+        for name in sorted(present.keys() - self.files.keys()):
+            raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
+
+    def check_file(self, name: str) -> None:
+        """Read a file whole: it is the one that was saved, unchanged, and holds nothing but plain tensors and values.
+
+        Raises:
+            ValueError: it is not.
+        """
+        path = self.folder / name
+        if fingerprint(path) != self.fingerprints[name]:
+            raise ValueError(f"{path}: damaged, or of another step or run: its checksums are not those in {NAME}")
+        check_content(path)
+
+
+def check_content(path: Path) -> None:
+    """Compare every checksum in a file, and load it as plain tensors and values.
+
+    Raises:
+        ValueError: a byte was changed or is missing, or the file holds something else.
+    """
+    if path.suffix == ".pt":
+        archive = Archive(path)
+        archive.check_bytes()
+        _ = archive.content
+
+
+def fingerprint(path: Path) -> str:
+    """Tells a file from every other one, as far as checksums do; of a `.pt` file it reads the directory only.
+
+    Raises:
+        ValueError: the file cannot be read, or is a `.pt` file without a directory.
+    """
+    if path.suffix != ".pt":
+        try:
+            digest = hashlib.sha256()
+            with open(path, "rb", buffering=0) as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+            return digest.hexdigest()
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, IndexError) as error:
+        raise ValueError(f"{path}: not a readable checkpoint file, truncated or damaged ({error})") from None
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()
+
+
+def _typed(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _plain(name: str) -> str:
+    if Path(name).name != name:
+        raise KeyError(name)
+    return name
