@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from sparseforge_ds.checkpoint.plain import Odd, check_content, check_records
+
 
 class _Stage(int):
     """Stand-in of DeepSpeed's ZeroStageEnum."""
@@ -98,8 +100,12 @@ class Archive:
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file; the checkpoint is incomplete, use another one")
         try:
+            check_records(self.path)
             with torch.serialization.safe_globals(_STAND_INS):
                 content = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+            check_content(content)
+        except Odd as error:
+            raise ValueError(f"{self.path}: {error}") from None
         except _UNREADABLE as error:
             raise ValueError(f"{self.path}: {self._cure(error)}") from None
         if not isinstance(content, dict):

@@ -29,7 +29,13 @@ class RankFlats:
 
     def step(self) -> list[float | None]:
         """The optimizer step of each flat, where the optimizer counts per flat."""
-        return [float(step) if (step := state.get("step")) is not None else None for state in self.states]
+        return [_number(step) if (step := state.get("step")) is not None else None for state in self.states]
+
+
+def _number(step: Any) -> float:
+    if isinstance(step, Tensor) and step.numel() != 1:
+        raise TypeError(f"the step of a state has {step.numel()} elements")
+    return float(step)
 
 
 def field(archive: Archive, kind: type, *keys: str) -> Any:

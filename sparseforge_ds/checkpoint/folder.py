@@ -38,7 +38,8 @@ def find_checkpoint(path: str | Path) -> Path:
         latest = parent / "latest"
         if latest.is_file():
             tag = latest.read_text(errors="replace").strip()
-            if not tag or Path(tag).name != tag or not (parent / tag).is_dir():
+            plain = Path(tag).name == tag and tag != ".." and len(tag) < 256
+            if not plain or not (parent / tag).is_dir():
                 raise ValueError(f"{latest}: names {tag[:100]!r}, which is no folder beside it")
             return parent / tag
     if not is_portable(path) and not any(path.glob("*_model_states.pt")):
@@ -93,9 +94,11 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is missing or not a JSON object.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a file")  # a pipe or a device might never end
         content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a readable JSON file ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:  # also not UTF-8, and numbers of thousands of digits
+        raise ValueError(f"{path}: not a readable JSON file ({str(error)[:200]})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, expected a JSON object")
     return content

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.archive import Archive
+from sparseforge_ds.checkpoint.folder import read_json
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -44,11 +45,11 @@ class Manifest:
         Raises:
             ValueError: there is none, it is damaged, or another version wrote it.
         """
-        path = folder / NAME
         try:
-            record = json.loads(path.read_text())
-            if not isinstance(record, dict):
-                raise TypeError(f"a {type(record).__name__}, no object")
+            record = read_json(folder / NAME)
+        except ValueError as error:
+            raise ValueError(f"{folder} was not written by this trainer, or is damaged: {error}") from None
+        try:
             version = record["format"]
             if version != FORMAT:
                 raise ValueError(
@@ -66,9 +67,9 @@ class Manifest:
             )
             if manifest.files.keys() != manifest.fingerprints.keys():
                 raise KeyError("files and fingerprints")
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({error!r})"
+                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({error!r:.200})"
             ) from None
         return manifest
 
@@ -90,13 +91,24 @@ class Manifest:
         Raises:
             ValueError: a file is missing, cut off, too long or foreign; the message names it.
         """
-        present = {path.name: path.stat().st_size for path in self.folder.iterdir() if path.name != NAME}
+        paths = [path for path in self.folder.iterdir() if path.name != NAME]
+        present = {path.name: path.stat().st_size if path.is_file() else 0 for path in paths}
         for name, size in self.files.items():
             if present.get(name) != size:
                 state = "is missing" if name not in present else f"has {present[name]} bytes instead of {size}"
                 raise ValueError(f"{self.folder} is incomplete: {name} {state}")
         for name in sorted(present.keys() - self.files.keys()):
             raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
+
+    def check_shards(self) -> None:
+        """The `.pt` files are those that were saved; reads their directories only, so not every damaged byte shows.
+
+        Raises:
+            ValueError: one is missing, cut off, or of another step, rank or run.
+        """
+        for name in self.files:
+            if name.endswith(".pt") and fingerprint(self.folder / name) != self.fingerprints[name]:
+                raise ValueError(f"{self.folder / name}: damaged, or of another step or run: not the file in {NAME}")
 
     def check_file(self, name: str) -> None:
         """Read a file whole: it is the one that was saved, unchanged, and holds nothing but plain tensors and values.

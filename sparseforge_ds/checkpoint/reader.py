@@ -19,6 +19,8 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.contents import Number
 from sparseforge_ds.checkpoint.folder import find_checkpoint, is_portable
+from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
+from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.portable import PortableFiles
 from sparseforge_ds.checkpoint.sharded import ShardedFiles
 
@@ -35,6 +37,8 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.folder = find_checkpoint(path)
+        if (self.folder / MANIFEST).exists():
+            Manifest.read(self.folder).check_shards()
         self._files: ShardedFiles | PortableFiles
         self._files = PortableFiles(self.folder) if is_portable(self.folder) else ShardedFiles(self.folder)
         self.contents = contents = self._files.contents

@@ -7,10 +7,22 @@ that returns the exit code. What it does is imported when it runs, so that help 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
-from sparseforge_ds.cli import consolidate, verify
+from sparseforge_ds import __version__
+from sparseforge_ds.cli import consolidate, inspect, reshard, verify
+from sparseforge_ds.cli.printing import printable
+
+COMMANDS = (inspect, consolidate, verify, reshard)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+NOT_READ = 141
+"""Exit code when whoever read our output, `head` for one, has seen enough; also as shells have it."""
+_EXIT_CODES = "exit code: 0 done; 2 an error, said in one line\n\n"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,21 +32,42 @@ def parser() -> argparse.ArgumentParser:
         description="Turn checkpoints of a SparseForge run into 2:4 sparse models, and look into both.",
         epilog="`sparseforge COMMAND --help` shows an example of each. Training: deepspeed launch/train.py --help",
     )
+    top.add_argument("--version", action="version", version=f"sparseforge {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (consolidate, verify):
+    for command in COMMANDS:
         command.register(commands)
+    for subcommand in commands.choices.values():
+        epilog = subcommand.epilog or ""
+        if "exit code:" not in epilog:
+            subcommand.epilog = _EXIT_CODES + epilog
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit code, or 2 after an error."""
     args = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in a file may be any text
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _fail(str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush complains
+        return NOT_READ
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _fail(f"{where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return code
+
+
+def _fail(message: str) -> int:
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

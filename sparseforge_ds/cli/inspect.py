@@ -1,0 +1,133 @@
+"""`sparseforge inspect`: where a run stands, and whether what is on disk can be relied on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sparseforge_ds.cli.printing import printable
+
+if TYPE_CHECKING:
+    from sparseforge_ds.checkpoint.inventory import Entry
+    from sparseforge_ds.inspection import Contents, Inspection
+
+_EPILOG = """\
+exit code: 0 all in order; 1 the newest checkpoint is incomplete or damaged, or there is none; 2 RUN cannot be read
+
+example:
+  sparseforge inspect runs/qwen3_14b
+"""
+_WORST = 5
+"""Weights whose masks are shown one by one."""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "inspect",
+        help="step, phase, layout, coverage and masks of a run, and whether its newest checkpoint is complete",
+        description="Say where a run stands. Files are read without executing anything in them, masks one at a time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_folder", metavar="RUN", help="a run folder, its checkpoints, or one checkpoint")
+    parser.add_argument("--quick", action="store_true", help="do not read the masks")
+    parser.add_argument("--check", action="store_true", help="read all bytes of the checkpoint and compare checksums")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, print, and say it in the exit code."""
+    from sparseforge_ds.inspection import inspect
+
+    found = inspect(args.run_folder, args.quick, args.check, sys.stderr.isatty())
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        for label, text in _lines(found, args.check):
+            print(f"{label:<12}{printable(text)}")
+    return 0 if found.ok else 1
+
+
+def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
+    lines = [("path", str(found.path))]
+    if found.contents is not None:
+        lines += _contents(found.contents, found.run or {})
+    if found.result is not None:
+        shown = {key: found.result.get(key) for key in ("steps", "tokens", "seconds")}
+        lines.append(("result", ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)))
+    versions = (found.run or {}).get("versions")
+    if isinstance(versions, dict):
+        lines.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    if found.inventory is not None:
+        lines.append(("latest", found.inventory.latest or "(none)"))
+        lines += [("checkpoint", _entry(entry)) for entry in found.inventory.entries]
+        lines += [("leftover", f"{name}, of an interrupted save") for name in found.inventory.leftovers]
+    elif found.current is not None:
+        lines.append(("checkpoint", _entry(found.current)))
+    lines += [("problem", problem) for problem in found.problems]
+    lines.append(("complete", ("yes, all checksums agree" if checked else "yes") if found.ok else "NO"))
+    return lines
+
+
+def _contents(contents: Contents, run: dict[str, Any]) -> list[tuple[str, str]]:
+    of = f" of {contents.max_steps}" if contents.max_steps is not None else ""
+    phase = f", {contents.phase}" if contents.phase else ""
+    window = "" if contents.hardening is None else " (hardening {}-{})".format(*contents.hardening)
+    seen = f", {contents.tokens:,} tokens" if contents.tokens is not None else ""
+    ranks = f"{contents.world_size} rank{'s' if contents.world_size != 1 else ''}"
+    stage = "in files for any layout" if contents.zero_stage is None else f"ZeRO-{contents.zero_stage}"
+    lines = [
+        ("step", f"{contents.step}{of}{phase}{window}{seen}"),
+        ("layout", f"{ranks}, {stage}, {contents.precision}"),
+    ]
+    if contents.pattern is None:
+        lines.append(("weights", f"{contents.parameters:,} parameters; not saved by SparseForge, so without masks"))
+        return lines
+    share = 100 * contents.masked_parameters / max(1, contents.parameters)
+    coverage = run.get("coverage")
+    prunable = coverage.get("prunable") if isinstance(coverage, dict) else None
+    if type(prunable) is int and prunable > 0:
+        of_prunable = f"{100 * contents.masked_parameters / prunable:.1f}% of the prunable and "
+    else:
+        of_prunable = ""
+    lines.append(
+        (
+            "coverage",
+            f"{contents.pattern} in {contents.masked_weights} weights: {of_prunable}{share:.1f}% of all "
+            f"{contents.parameters:,} parameters under a mask",
+        )
+    )
+    return lines + (_masks(contents) if contents.masks else [])
+
+
+def _masks(contents: Contents) -> list[tuple[str, str]]:
+    from sparseforge_ds.inspection import UNDECIDED, whole
+
+    total = whole(contents.masks)
+    low, high = UNDECIDED
+    lines = [
+        ("mask", f"{total.binary:.2%} exactly 0 or 1, {total.undecided:.2%} undecided ({low} to {high})"),
+        (
+            "",
+            f"hard mask: density {total.density:.2%}, agrees with the largest |W| in {total.magnitude_agreement:.2%}",
+        ),
+    ]
+    worst = [mask for mask in contents.masks if mask.undecided or mask.strange][:_WORST]
+    for mask in worst:
+        lines.append(
+            (
+                "",
+                f"  {mask.name}: {mask.undecided:.2%} undecided, {mask.binary:.2%} exact, "
+                f"density {mask.density:.2%}, agreement {mask.magnitude_agreement:.2%}",
+            )
+        )
+    return lines
+
+
+def _entry(entry: Entry) -> str:
+    step = "?" if entry.step is None else str(entry.step)
+    return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {'complete' if entry.complete else 'INCOMPLETE'}"

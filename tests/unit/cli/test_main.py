@@ -1,0 +1,119 @@
+"""The command's frame: help, exit codes, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+import sparseforge_ds
+from sparseforge_ds.cli import verify
+from sparseforge_ds.cli.main import main, parser
+from sparseforge_ds.cli.printing import printable
+
+HEAVY = ("torch", "transformers", "deepspeed", "numpy", "safetensors", "tqdm")
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    (action,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+@pytest.mark.parametrize("name", subcommands())
+def test_help_has_an_example_that_parses_and_exit_codes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert re.search(r"exit code: 0 .*\b2 ", text)
+    examples = re.findall(r"^  sparseforge (.*)$", text.split("example", 1)[1], flags=re.MULTILINE)
+    assert examples
+    for example in examples:
+        arguments = shlex.split(example, comments=True)
+        assert arguments[0] == name
+        assert callable(parser().parse_args(arguments).run)
+
+
+def test_top_level_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert {"consolidate", "verify", "inspect"} <= set(subcommands())
+    for name in subcommands():
+        assert re.search(rf"^    {name}\b", text, flags=re.MULTILINE)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"sparseforge {sparseforge_ds.__version__}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"""
+import contextlib, io, sys
+from sparseforge_ds.cli.main import main
+for name in {["", *subcommands()]}:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main([name, "--help"] if name else ["--help"])
+print(*sorted(set({HEAVY}) & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_help_is_there_at_once() -> None:
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "sparseforge_ds", "verify", "--help"], check=True, capture_output=True)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("runs/x: is\n  damaged\x1b[2J"), 2, "error: runs/x: is damaged\\x1b[2J\n"),
+        (PermissionError(13, "Permission denied", "runs/x"), 2, "error: runs/x: Permission denied\n"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_an_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str
+) -> None:
+    def fail(_: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(verify, "run", fail)
+    assert main(["verify", "models/x"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: argparse.Namespace) -> int:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(verify, "run", fail)
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["verify", "models/x"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["verify"], ["conslidate", "a", "b"], ["inspect", "a", "--wrong"]])
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: sparseforge" in capsys.readouterr().err
+
+
+def test_printable() -> None:
+    assert printable("Größe 3") == "Größe 3"
+    assert printable("a\nb\x1b[0m\ud800") == r"a\x0ab\x1b[0m\xd800"
