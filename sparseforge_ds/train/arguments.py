@@ -27,6 +27,11 @@ examples:
 
 On a machine without an accelerator the deepspeed launcher starts one process; ask it for more with --num_gpus 2.
 The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
+
+SIGTERM (pre-emption) saves at the end of the step and ends all ranks with exit code 143, also when it reaches
+one rank only; before training it ends them at once. The launchers deepspeed and torchrun leave their ranks 30 s
+for it: where a step and a save take longer, send the signal to the ranks. --resume goes on from the newest
+complete checkpoint, on any number of ranks and at any ZeRO stage, with the same number of sequences a step.
 """
 
 
@@ -48,8 +53,9 @@ class RunArguments:
     teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
     dataset: str = _flag(
         EMBEDDED_TEXT,
-        "training text: .txt, .jsonl, .parquet or .arrow file, a folder of them, a hub id (owner/name or "
-        "owner/name:config, split train), or stdlib, the documentation of Python's standard library",
+        "training text: .txt, .jsonl (also .gz or .zst), .parquet or .arrow file, a folder of them, a hub id "
+        "(owner/name or owner/name:config, split train), or stdlib, the documentation of Python's standard library. A "
+        "hub id, or stream: before a path, is tokenised while the run goes on, anything else before it",
     )
     text_field: str = _flag("text", "field of a record that holds the text", "NAME")
     max_steps: int | None = _flag(
@@ -71,7 +77,7 @@ class RunArguments:
         None, "AdamW's decay of matrices; default: weight_decay of the JSON's optimizer, 0 where that is auto", "WD"
     )
     save_every: int = _flag(500, "steps between checkpoints; 0: only at the end", "N")
-    keep_checkpoints: int = _flag(2, "newest checkpoints that stay on disk; 0: all", "N")
+    keep_checkpoints: int = _flag(2, "newest checkpoints that stay on disk, at least the last good one; 0: all", "N")
     log_every: int = _flag(10, "steps between lines of the log", "N")
     seed: int = _flag(0, "seed of the data order and of everything random in training", "N")
     resume: bool = _flag(False, "continue from the newest complete checkpoint of the run folder")

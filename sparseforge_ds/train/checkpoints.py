@@ -1,29 +1,43 @@
 """Checkpoints of a run: DeepSpeed's own files, complete or absent.
 
-A checkpoint is saved as `step_000400.tmp`, gets `checkpoint.json` with the size of every file when all ranks are done,
-and is then renamed; `latest` is replaced last. So whatever is found under a final name is whole, and what a crash left
-is swept up by the next start.
+A checkpoint is written as `step_000400.tmp`. When every rank's files are there, they are forced to disk and read back,
+and `checkpoint.json` says what they are. Then, in this order: `latest.next` names the checkpoint, the folder gets its
+final name, `latest.next` becomes `latest`, and old checkpoints are removed. From the first of these moments on the
+checkpoint counts: a start that finds `latest.next` takes the steps that a kill left out. So a kill at any moment leaves
+the newest complete checkpoint in place, and whatever has a final name is whole.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from deepspeed.accelerator import get_accelerator
-
-from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
+from sparseforge_ds.train.random_state import random_file, random_state
+from sparseforge_ds.train.ranks import AgreedError, Ranks
 from sparseforge_ds.train.run_folder import write_json
 
-_FORMAT = 1
+T = TypeVar("T")
+
 _TAG = re.compile(r"step_\d{6,}")
+_NEXT = "latest.next"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that is done."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    seconds_checking: float
+    """Of these: forcing the files to disk and reading them back."""
 
 
 class Checkpoints:
@@ -32,7 +46,7 @@ class Checkpoints:
     Args:
         folder: OUTPUT_DIR/checkpoints.
         ranks: the processes of the run.
-        stage: the ZeRO stage; DeepSpeed's files fit one stage and one number of ranks.
+        stage: the ZeRO stage of this start.
         keep: newest checkpoints that stay; 0 keeps all.
     """
 
@@ -41,105 +55,197 @@ class Checkpoints:
         self.ranks = ranks
         self.stage = stage
         self.keep = keep
+        self.previous: str | None = None
+        """The checkpoint that this run saved or went on from last."""
 
-    def sweep(self) -> None:
-        """Remove what an interrupted save left behind. Rank 0 only."""
+    def recover(self) -> None:
+        """Finish what a kill interrupted, and remove what cannot be finished. Rank 0 only."""
+        if (self.folder / _NEXT).is_file():
+            tag = (self.folder / _NEXT).read_text(errors="replace")
+            if _TAG.fullmatch(tag) and any((self.folder / name).is_dir() for name in (tag, f"{tag}.tmp")):
+                self._move_latest(tag)
+            else:
+                (self.folder / _NEXT).unlink()
         for leftover in self.folder.glob("*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
-    def save(self, engine: Any, step: int, client_state: dict[str, Any]) -> Path:
+    def save(self, engine: Any, step: int, client_state: dict[str, Any]) -> Saved:
         """Save on all ranks.
 
         Raises:
-            OSError: the files cannot be written; the unfinished folder was removed.
+            OSError: DeepSpeed cannot write the files on this rank; the unfinished folder was removed.
+            AgreedError: a file is not on disk as it was written, or cannot be published; the folder was removed.
         """
+        began = time.perf_counter()
         tag = f"step_{step:06d}"
         temporary = self.folder / f"{tag}.tmp"
-        client_state["train"]["rng"] = self.ranks.gather(random_state())
+        generators = random_state()
         try:
             engine.save_checkpoint(str(self.folder), tag=temporary.name, client_state=client_state, save_latest=False)
         except (OSError, RuntimeError) as error:
             # The other ranks wait inside DeepSpeed and end with this process: nothing can be agreed with them.
             shutil.rmtree(temporary, ignore_errors=True)
-            free = shutil.disk_usage(self.folder).free / 2**30
-            raise OSError(
-                f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
-                "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
-            ) from error
-        self.ranks.barrier()
-        self.ranks.on_first(lambda: self._publish(temporary, tag, step))
-        return self.folder / tag
+            raise OSError(self._unwritable(tag, error)) from error
+        try:
+            self.ranks.everywhere(lambda: write_json(temporary / random_file(self.ranks.rank), generators, indent=None))
+            written = time.perf_counter()
+            found = self._check_written(temporary)
+            checking = time.perf_counter() - written
+            manifest = Manifest(
+                folder=temporary,
+                step=step,
+                world_size=self.ranks.world_size,
+                stage=self.stage,
+                previous=self.previous,
+                files={name: size for name, (size, _) in found.items()},
+                fingerprints={name: print for name, (_, print) in found.items()},
+            )
+            self.ranks.on_first(lambda: self._publish(tag, manifest))
+        except AgreedError as error:
+            if self.ranks.first:
+                (self.folder / _NEXT).unlink(missing_ok=True)
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise AgreedError(self._unwritable(tag, error)) from error
+        self.previous = tag
+        self.ranks.on_first(lambda: self._prune(tag))
+        size = sum(manifest.files.values())
+        return Saved(self.folder / tag, size, time.perf_counter() - began, checking)
 
-    def find(self) -> tuple[Path, int]:
-        """The newest checkpoint and its step. Does not communicate.
+    def find(self) -> Manifest:
+        """The checkpoint to go on from: the one that `latest` names, or the newest where there is no `latest`.
+
+        Does not communicate, and looks at names and sizes only; `check` reads.
 
         Raises:
-            ValueError: there is none, it is half-written or foreign, or it belongs to another layout of ranks.
+            ValueError: there is none, or it is incomplete or foreign.
         """
         latest = self.folder / "latest"
-        if not latest.is_file():
+        if latest.is_file():
+            tag = latest.read_text(errors="replace").strip()
+        elif tags := self._tags():
+            tag = tags[-1]
+        else:
             raise ValueError(f"--resume: no checkpoint in {self.folder}; start the run without --resume")
-        tag = latest.read_text(errors="replace").strip()
-        path = self.folder / tag
-        if not _TAG.fullmatch(tag) or not path.is_dir():
+        if not _TAG.fullmatch(tag) or not (self.folder / tag).is_dir():
             raise ValueError(
                 f"--resume: {latest} names {tag[:80]!r}, which is no checkpoint there; write the name of one into it "
-                f"({', '.join(self._tags()) or 'there is none'})"
+                f"({self._complete_ones()})"
             )
+        self.previous = tag
+        return self._blaming(tag, lambda: self._manifest(tag))
+
+    def check(self, manifest: Manifest) -> None:
+        """Read this rank's share of the files of a checkpoint; together the ranks read all. Does not communicate.
+
+        Raises:
+            ValueError: a file is damaged, of another step, or holds what no checkpoint holds; nothing was executed.
+        """
+        for name in sorted(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
+            self._blaming(manifest.folder.name, lambda name=name: manifest.check_file(name))  # type: ignore[misc]
+
+    def _manifest(self, tag: str) -> Manifest:
+        manifest = Manifest.read(self.folder / tag)
+        if manifest.step != _step(tag):
+            raise ValueError(f"{self.folder / tag} holds step {manifest.step}")
+        manifest.check_sizes()
+        for rank in range(manifest.world_size):
+            if random_file(rank) not in manifest.files:
+                raise ValueError(f"{self.folder / tag} is incomplete: {random_file(rank)} is missing in {NAME}")
+        return manifest
+
+    def _blaming(self, tag: str, work: Callable[[], T]) -> T:
         try:
-            record = json.loads((path / "checkpoint.json").read_text())
-            version, step, world_size, stage = (record[key] for key in ("format", "step", "world_size", "zero_stage"))
-            files = dict(record["files"])
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            return work()
+        except ValueError as error:
             raise ValueError(
-                f"--resume: {path} was not written by this trainer: checkpoint.json cannot be read ({error!r})"
+                f"--resume: {error}. To go back, write the name of another checkpoint into {self.folder / 'latest'} "
+                f"({self._complete_ones(tag)})"
             ) from None
-        if version != _FORMAT:
-            raise ValueError(
-                f"--resume: {path} has format {version}, this version of sparseforge_ds reads {_FORMAT}; "
-                "resume with the version that wrote it"
-            )
-        if (world_size, stage) != (self.ranks.world_size, self.stage):
-            raise ValueError(
-                f"--resume: {path} was saved by {world_size} ranks at ZeRO stage {stage}, this run has "
-                f"{self.ranks.world_size} at stage {self.stage}; resume with the same"
-            )
-        for name, size in files.items():
-            found = (path / name).stat().st_size if (path / name).is_file() else None
-            if found != size:
-                state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise ValueError(
-                    f"--resume: {path} is incomplete: {name} {state}; write the name of another checkpoint into "
-                    f"{latest} ({', '.join(other for other in self._tags() if other != tag) or 'there is none'})"
-                )
-        return path, int(step)
 
-    def load(self, engine: Any, path: Path) -> dict[str, Any]:
-        """Load engine and random state on all ranks; returns the client state."""
-        loaded, client_state = engine.load_checkpoint(str(self.folder), tag=path.name)
-        assert loaded is not None and isinstance(client_state, dict)
-        return client_state
+    def _check_written(self, temporary: Path) -> dict[str, tuple[int, str]]:
+        """Size and fingerprint of every file, each forced to disk and read back by one of the ranks."""
+        names = self.ranks.on_first(lambda: sorted(path.name for path in temporary.iterdir()))
 
-    def restore_random_state(self, client_state: dict[str, Any]) -> None:
-        """Set this rank's random number generators; the last thing before training continues."""
-        set_random_state(client_state["train"]["rng"][self.ranks.rank])
+        def check_share() -> dict[str, tuple[int, str]]:
+            found = {}
+            for name in names[self.ranks.rank :: self.ranks.world_size]:
+                path = temporary / name
+                _force(path)
+                check_content(path)
+                found[name] = (path.stat().st_size, fingerprint(path))
+            return found
 
-    def _publish(self, temporary: Path, tag: str, step: int) -> None:
-        files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-        record = {"format": _FORMAT, "step": step, "world_size": self.ranks.world_size, "zero_stage": self.stage}
-        write_json(temporary / "checkpoint.json", {**record, "files": files})
-        final = self.folder / tag
-        if final.exists():  # the run was resumed from an older checkpoint and has come here again
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        latest = self.folder / "latest.tmp"
-        latest.write_text(tag)
-        os.replace(latest, self.folder / "latest")
-        if self.keep:
-            for old in [other for other in self._tags() if _step(other) <= step][: -self.keep]:
-                shutil.rmtree(self.folder / old)
+        shares = self.ranks.gather(self.ranks.everywhere(check_share))
+        return dict(sorted(item for share in shares for item in share.items()))
+
+    def _publish(self, tag: str, manifest: Manifest) -> None:
+        write_json(manifest.folder / NAME, manifest.record())
+        _force(manifest.folder)
+        temporary = self.folder / f"{_NEXT}.tmp"
+        temporary.write_text(tag)
+        _force(temporary)
+        os.replace(temporary, self.folder / _NEXT)
+        _force(self.folder)
+        self._move_latest(tag)
+
+    def _move_latest(self, tag: str) -> None:
+        """The steps after `latest.next` was written; taking them again does no harm."""
+        temporary, final = self.folder / f"{tag}.tmp", self.folder / tag
+        if temporary.is_dir():
+            if final.is_dir():  # the run was resumed from an older checkpoint and has come here again
+                self._remove(tag)
+            os.replace(temporary, final)
+            _force(self.folder)
+        os.replace(self.folder / _NEXT, self.folder / "latest")
+        _force(self.folder)
+
+    def _prune(self, tag: str) -> None:
+        """Remove what is older than the newest `keep` of this run's own past, whose newest is `tag`.
+
+        A checkpoint that the run was taken back from is not of its past: it goes when the run has passed it, and as
+        long as it is newer it stays.
+        """
+        if not self.keep:
+            return
+        kept: list[str] = []
+        tags = self._tags()
+        link: str | None = tag
+        while link in tags and link not in kept and len(kept) < self.keep:
+            kept.append(link)
+            link = _previous(self.folder / link)
+        for other in tags:
+            if other not in kept and _step(other) <= _step(tag):
+                self._remove(other)
+
+    def _remove(self, tag: str) -> None:
+        """Take the final name away first: what is half removed must not look like a checkpoint."""
+        grave = self.folder / f"{tag}.old.tmp"
+        if grave.is_dir():
+            shutil.rmtree(grave)
+        os.replace(self.folder / tag, grave)
+        shutil.rmtree(grave)
+
+    def _unwritable(self, tag: str, error: Exception) -> str:
+        free = shutil.disk_usage(self.folder).free / 2**30
+        return (
+            f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
+            "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
+        )
+
+    def _complete_ones(self, but: str | None = None) -> str:
+        found = []
+        for tag in self._tags():
+            try:
+                self._manifest(tag)
+            except ValueError:
+                continue
+            if tag != but:
+                found.append(tag)
+        return f"complete: {', '.join(found)}" if found else "there is no complete one"
 
     def _tags(self) -> list[str]:
+        if not self.folder.is_dir():
+            return []
         tags = [path.name for path in self.folder.iterdir() if _TAG.fullmatch(path.name) and path.is_dir()]
         return sorted(tags, key=_step)
 
@@ -148,25 +254,17 @@ def _step(tag: str) -> int:
     return int(tag.removeprefix("step_"))
 
 
-def random_state() -> dict[str, Any]:
-    """Every random number generator of this process, in types that any reader of the file can load."""
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    accelerator = get_accelerator()
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state(),
-        "accelerator": None if accelerator.device_name() == "cpu" else accelerator.get_rng_state(),
-    }
+def _previous(folder: Path) -> str | None:
+    try:
+        return Manifest.read(folder).previous
+    except ValueError:  # damaged since, or of another version: nothing is known of what lies before it
+        return None
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Inverse of `random_state`."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"].cpu())
-    if state["accelerator"] is not None:
-        get_accelerator().set_rng_state(state["accelerator"].cpu())
+def _force(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -17,6 +15,7 @@ from sparseforge_ds.train.data import Batches, Layout
 from sparseforge_ds.train.packing import Packed, pack
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import load_model
+from sparseforge_ds.train.random_state import seed_everything
 from sparseforge_ds.train.ranks import Ranks
 
 
@@ -49,19 +48,34 @@ def pack_text(plan: Plan, ranks: Ranks) -> Packed:
                 f"--model {plan.model.name}: its tokenizer gives token {packed.largest_id}, but the model knows "
                 f"{vocabulary}; tokenizer and weights do not belong together"
             )
-        _batches(plan, ranks, packed)
+        make_batches(plan, ranks, packed)
 
     ranks.everywhere(check)
     return packed
 
 
-def build(plan: Plan, ranks: Ranks, packed: Packed) -> Workshop:
+def make_batches(plan: Plan, ranks: Ranks, packed: Packed) -> Batches:
+    """The stream of this rank's micro-batches, at its beginning.
+
+    Raises:
+        ValueError: the text is shorter than one global batch.
+    """
+    layout = Layout(
+        micro_batch=plan.deepspeed["train_micro_batch_size_per_gpu"],
+        accumulation=plan.deepspeed["gradient_accumulation_steps"],
+        world_size=ranks.world_size,
+        rank=ranks.rank,
+    )
+    return Batches(packed.open(), packed.key, plan.arguments.seq_length, layout, plan.arguments.seed)
+
+
+def build(plan: Plan, ranks: Ranks, batches: Batches) -> Workshop:
     """Load the models and start DeepSpeed and the forge.
 
     Raises:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
-    seed_everything(plan.arguments.seed, ranks.rank)
+    seed_everything(plan.arguments.seed + ranks.rank)  # ranks differ, so that dropout does
     loaded = load_model(plan.model, plan.dtype, plan.deepspeed if plan.stage == 3 else None)
     ranks.everywhere(loaded.check)
     model = loaded.model
@@ -82,17 +96,9 @@ def build(plan: Plan, ranks: Ranks, packed: Packed) -> Workshop:
         engine=engine,
         forge=forge,
         teacher=_teacher(plan, ranks),
-        batches=_batches(plan, ranks, packed),
+        batches=batches,
         device=torch.device(get_accelerator().current_device_name()),
     )
-
-
-def seed_everything(seed: int, rank: int) -> None:
-    """Seed every generator; ranks differ, so that dropout does."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
-    get_accelerator().manual_seed_all(seed + rank)
 
 
 def _teacher(plan: Plan, ranks: Ranks) -> Teacher | None:
@@ -102,13 +108,3 @@ def _teacher(plan: Plan, ranks: Ranks) -> Teacher | None:
     loaded = load_model(plan.teacher, plan.dtype, teacher_ds_config(plan.deepspeed) if partitioned else None)
     ranks.everywhere(loaded.check)
     return Teacher(loaded.model, plan.config.distillation, plan.deepspeed)
-
-
-def _batches(plan: Plan, ranks: Ranks, packed: Packed) -> Batches:
-    layout = Layout(
-        micro_batch=plan.deepspeed["train_micro_batch_size_per_gpu"],
-        accumulation=plan.deepspeed["gradient_accumulation_steps"],
-        world_size=ranks.world_size,
-        rank=ranks.rank,
-    )
-    return Batches(packed.open(), packed.key, plan.arguments.seq_length, layout, plan.arguments.seed)

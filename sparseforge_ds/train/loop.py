@@ -15,22 +15,25 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import Workshop
 from sparseforge_ds.train.monitoring import Monitor
+from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError
 
 PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
 
 
-def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[str, Any]:
+def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption: Preemption) -> dict[str, Any]:
     """Train until `max_steps` optimizer steps have been applied, and save.
 
     Returns:
         What the run came to, for `result.json`.
 
     Raises:
+        Stopped: some rank was asked to make room; the present step is saved.
         AgreedError: the loss stays infinite or NaN.
         ValueError: a weight was pruned without ever having been measured.
         OSError: a checkpoint cannot be written.
@@ -63,33 +66,36 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
         step = forge.step_count
 
         losses /= batches.layout.accumulation
-        dist.all_reduce(losses)
-        total, cross_entropy, kl = (losses / shop.ranks.world_size).tolist()
+        agreed = torch.cat([losses, losses.new_full((1,), float(preemption.requested))])
+        dist.all_reduce(agreed)
+        total, cross_entropy, kl, asked = (agreed / shop.ranks.world_size).tolist()
         failures = 0 if math.isfinite(total) else failures + 1
         if failures == PATIENCE:
             raise AgreedError(_diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before)))
-        if step == before:  # loss scaling skipped the step
-            continue
-
-        scalars = {"loss/total": total, "loss/cross_entropy": cross_entropy, "train/learning_rate": rate(before)}
-        if shop.teacher is not None:
-            scalars["loss/kl"] = kl
-        norm = engine.get_global_grad_norm()
-        if norm is not None:  # stage 0 in fp32 without clipping computes none
-            scalars["train/grad_norm"] = float(norm)
-        monitor.step(step, scalars, forge.dials)
-        if updated:
-            monitor.write(step, forge.metrics)
-        _look_closer(shop, monitor, step)
-        if plan.arguments.save_every and step % plan.arguments.save_every == 0 and not failures:
-            save(shop, checkpoints, step)
+        if step > before:  # loss scaling did not skip the step
+            scalars = {"loss/total": total, "loss/cross_entropy": cross_entropy, "train/learning_rate": rate(before)}
+            if shop.teacher is not None:
+                scalars["loss/kl"] = kl
+            norm = engine.get_global_grad_norm()
+            if norm is not None:  # stage 0 in fp32 without clipping computes none
+                scalars["train/grad_norm"] = float(norm)
+            monitor.step(step, scalars, forge.dials)
+            if updated:
+                monitor.write(step, forge.metrics)
+            _look_closer(shop, monitor, step)
+        stop = asked > 0 and not failures and step < max_steps
+        due = plan.arguments.save_every and step % plan.arguments.save_every == 0
+        if (due or stop) and not failures and saved != step and step:
+            save(shop, checkpoints, monitor, step)
             saved = step
+        if stop:
+            raise Stopped(f"SIGTERM at step {step}" + ("" if step else ", with nothing to save yet"))
 
     if failures:
         raise AgreedError(_diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1)))
     forge.finish()
     if saved != max_steps:
-        save(shop, checkpoints, max_steps)
+        save(shop, checkpoints, monitor, max_steps)
     return {
         "steps": forge.step_count,
         "tokens": forge.step_count * plan.tokens_per_step,
@@ -99,13 +105,18 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor) -> dict[st
     }
 
 
-def save(shop: Workshop, checkpoints: Checkpoints, step: int) -> None:
+def save(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, step: int) -> None:
     """Save everything that a resumed run needs."""
     state = {
         "sparseforge": shop.forge.state_dict(),
         "train": {"step": step, "tokens": step * shop.plan.tokens_per_step, "data": shop.batches.state_dict()},
     }
-    checkpoints.save(shop.engine, step, state)
+    done = checkpoints.save(shop.engine, step, state)
+    monitor.write(step, {"checkpoint/seconds": done.seconds, "checkpoint/gib": done.bytes / 2**30})
+    monitor.say(
+        f"saved {done.path.name}: {readable_bytes(done.bytes)} in {done.seconds:.1f} s, "
+        f"of which {done.seconds_checking:.1f} s reading it back"
+    )
 
 
 def _loss(shop: Workshop, token_BS: Tensor) -> tuple[Tensor, Tensor]:

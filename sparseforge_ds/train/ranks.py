@@ -71,6 +71,11 @@ class Ranks:
         """Wait for every rank."""
         dist.barrier(group=self.group)
 
+    def leave(self) -> None:
+        """Wait for every rank and close the connections, so that no rank takes the end of another for a failure."""
+        self.barrier()
+        dist.destroy_process_group()
+
 
 def world_size_from_launcher() -> int:
     """Processes of the run as the launcher announced them, before they have met."""

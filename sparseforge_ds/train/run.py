@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch.distributed
 import transformers
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import get_default_build_root
@@ -20,11 +19,13 @@ from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.train.arguments import RunArguments, parse_arguments
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.engine import build, pack_text
+from sparseforge_ds.train.engine import build, make_batches, pack_text
 from sparseforge_ds.train.loop import train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.plan import Plan, make_plan, read_config
+from sparseforge_ds.train.preemption import EXIT_CODE, Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError, Ranks, world_size_from_launcher
+from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import check_folder, write_folder, write_json
 
 
@@ -32,12 +33,13 @@ class InstantError(ValueError):
     """A wrong flag, key or batch size, which every rank finds by itself before the processes meet."""
 
 
-def run(arguments: RunArguments) -> None:
+def run(arguments: RunArguments, preemption: Preemption) -> None:
     """Do a whole run on this rank.
 
     Raises:
         ValueError: something in the input is wrong; AgreedError where all ranks raise it together.
         OSError: something cannot be written.
+        Stopped: SIGTERM ended the training, and it is saved.
     """
     _quiet()
     _check_at_once(arguments)
@@ -47,18 +49,15 @@ def run(arguments: RunArguments) -> None:
     plan = ranks.everywhere(lambda: make_plan(arguments, ranks.world_size))
     checkpoints = Checkpoints(plan.folder / "checkpoints", ranks, plan.stage, arguments.keep_checkpoints)
     ranks.everywhere(lambda: check_folder(plan))
-    found = ranks.everywhere(checkpoints.find) if arguments.resume else None
+    found = find_resumption(plan, ranks, checkpoints) if arguments.resume else None
     packed = pack_text(plan, ranks)
+    batches = make_batches(plan, ranks, packed)
+    if found is not None:
+        ranks.everywhere(lambda: load_position(found, batches))
     _say(ranks, banner(plan, packed))
 
-    shop = build(plan, ranks, packed)
-    if found is not None:
-        path, _ = found
-        state = checkpoints.load(shop.engine, path)
-        shop.forge.load_state_dict(state["sparseforge"])
-        ranks.everywhere(lambda: shop.batches.load_state_dict(state["train"]["data"]))
-        checkpoints.restore_random_state(state)
-
+    shop = build(plan, ranks, batches)
+    resumed = continue_from(found, shop) if found is not None else None
     ranks.on_first(lambda: _open_folder(plan, checkpoints))
     start = shop.forge.step_count
     if start >= plan.config.max_steps:
@@ -71,24 +70,37 @@ def run(arguments: RunArguments) -> None:
             plan.tokens_per_step,
             arguments.log_every,
         )
-        if found is not None:
-            monitor.say(f"resumed from {found[0]} at step {start}")
+        if resumed is not None:
+            monitor.say(resumed)
+        preemption.begin_training()
         try:
-            result = train(shop, checkpoints, monitor)
+            result = train(shop, checkpoints, monitor, preemption)
+        except Stopped:
+            ranks.leave()
+            raise
         finally:
             monitor.close()
         ranks.on_first(lambda: write_json(plan.folder / "result.json", result))
         _say(ranks, _farewell(plan.folder, result))
-    ranks.barrier()
-    torch.distributed.destroy_process_group()
+    ranks.leave()
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """The launcher's whole body: run, and turn what went wrong into one line and exit code 1 on every rank."""
+    """The launcher's whole body: run, and turn what went wrong into one line and an exit code on every rank.
+
+    Returns:
+        0 when the run is complete, 1 after an error, 143 when SIGTERM stopped it and it can be resumed.
+    """
+    first = os.environ.get("RANK", "0") == "0"
     try:
-        run(_parse(command_line))
+        with Preemption() as preemption:
+            run(_parse(command_line), preemption)
+    except Stopped as stop:
+        if first:
+            print(f"stopped by {stop}; continue with --resume", flush=True)
+        return EXIT_CODE
     except (AgreedError, ForgeError) as error:  # every rank has it
-        return _fail(error, os.environ.get("RANK", "0") == "0")
+        return _fail(error, first)
     except InstantError as error:  # found before the processes met: on every rank, so each machine says it once
         return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0")
     except ValueError as error:  # may be this rank's own
@@ -120,7 +132,7 @@ def _farewell(folder: Path, result: dict[str, Any]) -> str:
 def _open_folder(plan: Plan, checkpoints: Checkpoints) -> None:
     write_folder(plan)
     checkpoints.folder.mkdir(exist_ok=True)
-    checkpoints.sweep()
+    checkpoints.recover()
 
 
 def _parse(command_line: Sequence[str] | None) -> RunArguments:

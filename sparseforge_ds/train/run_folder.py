@@ -25,6 +25,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.train.arguments import flags
 from sparseforge_ds.train.banner import memory_per_rank, readable_bytes
 from sparseforge_ds.train.plan import Plan
@@ -58,9 +59,8 @@ def check_folder(plan: Plan) -> None:
         OSError: the folder cannot be written.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
-    latest = plan.folder / "checkpoints" / "latest"
     if not plan.arguments.resume:
-        if latest.exists():
+        if has_checkpoints(plan.folder / "checkpoints"):
             raise ValueError(
                 f"--output_dir {plan.folder} already holds a run with checkpoints; "
                 "continue it with --resume, give another folder, or remove this one"
@@ -75,6 +75,11 @@ def check_folder(plan: Plan) -> None:
             f"--output_dir {plan.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
             f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"
         )
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a `checkpoints` folder has something that a fresh run would overwrite."""
+    return (folder / "latest").exists() or (folder / "latest.next").exists() or any(folder.glob("step_*[0-9]"))
 
 
 def room_for_checkpoints(plan: Plan) -> float:
@@ -109,34 +114,50 @@ def write_folder(plan: Plan) -> None:
     write_json(plan.folder / "sparseforge.json", describe(plan))
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file so that it is there whole or not at all."""
+def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
+    """Write a JSON file so that it is there whole or not at all, after a power cut too."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        with temporary.open("w") as file:
+            file.write(json.dumps(content, indent=indent) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def differences(before: Any, now: Any, where: str) -> list[str]:
+    """Values of two nested dicts that differ, as lines that name them below `where`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted(set(before) | set(now))
+        return [line for key in keys for line in differences(before.get(key), now.get(key), f"{where}.{key}")]
+    return [] if before == now else [f"{where} was {json.dumps(before)}, is {json.dumps(now)}"]
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    path.stat()  # FileNotFoundError says that there is no run at all
+    return read_json(path)
+
+
 def _check_same_run(plan: Plan) -> None:
     path = plan.folder / "sparseforge.json"
     try:
-        before = json.loads(path.read_text())
-        config, weights, model_type = before["config"], before["weights"], before["model_type"]
+        before = _read_if_there(path)
+        config, weights, model_type = dict(before["config"]), before["weights"], before["model_type"]
+        path = plan.folder / "ds_config.json"
+        batch = _read_if_there(path)["train_batch_size"]
     except FileNotFoundError:
+        raise ValueError(f"--resume: no run in {plan.folder} (no {path.name}); start it without --resume") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--resume: no run in {plan.folder} (no sparseforge.json); start it without --resume"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r}); "
+            f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "
             "start in a new --output_dir"
         ) from None
     now = describe(plan)
-    if differences := _differences(config | {"monitor": None}, now["config"] | {"monitor": None}, "sparseforge"):
+    if unlike := differences(config | {"monitor": None}, now["config"] | {"monitor": None}, "sparseforge"):
         raise ValueError(
-            f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(differences[:3])}; "
+            f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:3])}; "
             "resume with the same JSON and --max_steps, or start in a new --output_dir"
         )
     if model_type != now["model_type"] or weights != now["weights"]:
@@ -144,13 +165,14 @@ def _check_same_run(plan: Plan) -> None:
             f"--resume: the run in {plan.folder} trains another model ({model_type}, {len(weights)} pruned weights; "
             f"here {now['model_type']}, {len(now['weights'])}); resume with the same --model"
         )
-
-
-def _differences(before: Any, now: Any, where: str) -> list[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted(set(before) | set(now))
-        return [line for key in keys for line in _differences(before.get(key), now.get(key), f"{where}.{key}")]
-    return [] if before == now else [f"{where} was {json.dumps(before)}, is {json.dumps(now)}"]
+    if batch != plan.deepspeed["train_batch_size"]:
+        micro, steps = (plan.deepspeed[f] for f in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+        raise ValueError(
+            f"--resume: the run in {plan.folder} has {batch} sequences a step, here there are "
+            f"{plan.deepspeed['train_batch_size']} ({micro} a rank x {steps} accumulated x {plan.world_size} ranks); "
+            f"ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
+            'other two to "auto"'
+        )
 
 
 def _version(package: str) -> str | None:

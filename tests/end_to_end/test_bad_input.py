@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparseforge_ds.checkpoint.manifest import fingerprint
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
@@ -196,27 +197,76 @@ def test_a_foreign_checkpoint(resumable):
     assert 'sparseforge.pattern was "2:4", is "1:4"' in message and "resume with the same JSON" in message
 
 
-def test_a_checkpoint_of_another_world_size(resumable):
-    message = resumable.refused("--resume", ranks=1)
-    assert "saved by 2 ranks at ZeRO stage 3, this run has 1" in message
+def test_a_checkpoint_of_another_batch(resumable):
+    resumable.content["train_batch_size"] = 16
+    message = resumable.refused("--resume")
+    assert "has 8 sequences a step, here there are 16" in message and "set train_batch_size to 8" in message
 
 
 def test_an_older_checkpoint(resumable):
     path = resumable.run / "checkpoints" / "step_000004" / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 0}))
-    assert "format 0, this version of sparseforge_ds reads 1" in resumable.refused("--resume")
+    assert "format 0, this version of sparseforge_ds reads 2" in resumable.refused("--resume")
+
+
+def shard(inputs, pattern="*rank_1*optim_states.pt"):
+    return next((inputs.run / "checkpoints" / "step_000004").glob(pattern))
 
 
 def test_a_half_written_checkpoint(resumable):
-    file = next((resumable.run / "checkpoints" / "step_000004").glob("*rank_1*optim_states.pt"))
+    file = shard(resumable)
     file.write_bytes(file.read_bytes()[:-100])
     message = resumable.refused("--resume")
     assert file.name in message and "incomplete" in message
 
 
+def test_a_flipped_byte(resumable):
+    file = shard(resumable)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    message = resumable.refused("--resume")
+    assert file.name in message and "checksum" in message and "To go back" in message
+
+
+def test_a_shard_of_another_step(resumable, finished):
+    file = shard(resumable)
+    shutil.copy(finished.run / "checkpoints" / "step_000008" / file.name, file)
+    assert f"{file.name}: damaged, or of another step or run" in resumable.refused("--resume")
+
+
+class Hostile:
+    """A pickle that writes a file when it is executed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_checkpoint_that_would_execute_something(resumable):
+    """With a manifest that agrees with it: whoever made the one made the other."""
+    file = shard(resumable)
+    torch.save({"optimizer_state_dict": Hostile(resumable.folder / "executed")}, file)
+    manifest = file.parent / "checkpoint.json"
+    record = json.loads(manifest.read_text())
+    record["files"][file.name], record["fingerprints"][file.name] = file.stat().st_size, fingerprint(file)
+    manifest.write_text(json.dumps(record))
+    message = resumable.refused("--resume")
+    assert file.name in message and "nothing was executed" in message
+    assert not (resumable.folder / "executed").exists()
+
+
 def test_a_checkpoint_of_other_data(resumable):
     resumable.flags["seed"] = "5"
     assert "trained on other data (seed 0, here 5)" in resumable.refused("--resume")
+
+
+def test_random_numbers_of_something_else(resumable):
+    file = shard(resumable, "random_00001.json")
+    file.write_text("{}" + file.read_text()[2:])
+    assert f"{file.name}: damaged" in resumable.refused("--resume")
 
 
 def spoil_final_norm(inputs):

@@ -1,15 +1,15 @@
-"""What counts as a checkpoint that can be resumed; saving and loading are tested by tests/end_to_end."""
+"""What counts as a checkpoint that can be resumed, and which are removed; tests/zero/test_kill.py saves some."""
 
 from __future__ import annotations
 
 import json
-import random
 
-import numpy as np
 import pytest
 import torch
 
-from sparseforge_ds.train.checkpoints import Checkpoints, random_state, set_random_state
+from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
+from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.random_state import random_file
 
 
 class TwoRanks:
@@ -17,27 +17,52 @@ class TwoRanks:
 
     rank = 0
     world_size = 2
+    first = True
+
+
+def write_checkpoint(parent, step, previous=None, name=None):
+    folder = parent / (name or f"step_{step:06d}")
+    folder.mkdir()
+    torch.save({"step": step, "weight": torch.arange(8.0)}, folder / "a.pt")
+    for rank in range(2):
+        (folder / random_file(rank)).write_text("{}")
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    prints = {path.name: fingerprint(path) for path in folder.iterdir()}
+    manifest = Manifest(folder, step, 2, 3, None if previous is None else f"step_{previous:06d}", files, prints)
+    (folder / "checkpoint.json").write_text(json.dumps(manifest.record()))
+    return folder
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    for step in (100, 200):
-        folder = tmp_path / f"step_{step:06d}"
-        folder.mkdir()
-        (folder / "a.pt").write_bytes(b"12345")
-        record = {"format": 1, "step": step, "world_size": 2, "zero_stage": 3, "files": {"a.pt": 5}}
-        (folder / "checkpoint.json").write_text(json.dumps(record))
+    write_checkpoint(tmp_path, 100)
+    write_checkpoint(tmp_path, 200, previous=100)
     (tmp_path / "latest").write_text("step_000200")
     return Checkpoints(tmp_path, TwoRanks(), stage=3, keep=2)
 
 
+def names(checkpoints):
+    return sorted(path.name for path in checkpoints.folder.iterdir())
+
+
+def tags(checkpoints):
+    return [name for name in names(checkpoints) if name.startswith("step_")]
+
+
 def test_the_newest_complete_checkpoint_is_found(checkpoints):
-    assert checkpoints.find() == (checkpoints.folder / "step_000200", 200)
+    found = checkpoints.find()
+    assert (found.folder, found.step) == (checkpoints.folder / "step_000200", 200)
+    checkpoints.check(found)
 
 
 def test_a_user_may_go_back_to_an_older_one(checkpoints):
     (checkpoints.folder / "latest").write_text("step_000100\n")
-    assert checkpoints.find() == (checkpoints.folder / "step_000100", 100)
+    assert checkpoints.find().step == 100
+
+
+def test_without_a_latest_the_newest_is_taken(checkpoints):
+    (checkpoints.folder / "latest").unlink()
+    assert checkpoints.find().step == 200
 
 
 def edit(checkpoints, **changes):
@@ -45,20 +70,39 @@ def edit(checkpoints, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def go_back_to_nothing(checkpoints):
+    (checkpoints.folder / "latest").unlink()
+    for tag in tags(checkpoints):
+        (checkpoints.folder / tag).rename(checkpoints.folder / f"no_{tag}")
+
+
+def damage(name, change):
+    def apply(checkpoints):
+        path = checkpoints.folder / "step_000200" / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: (c.folder / "latest").unlink(), "no checkpoint in .*without --resume"),
+        (go_back_to_nothing, "no checkpoint in .*without --resume"),
         (lambda c: (c.folder / "latest").write_text("step_000300"), "which is no checkpoint.*step_000100, step_000200"),
         (lambda c: (c.folder / "latest").write_text("../elsewhere"), "which is no checkpoint"),
         (lambda c: (c.folder / "latest").write_text(""), "which is no checkpoint"),
         (lambda c: (c.folder / "step_000200" / "checkpoint.json").unlink(), "not written by this trainer"),
         (lambda c: (c.folder / "step_000200" / "checkpoint.json").write_text("{"), "not written by this trainer"),
-        (lambda c: (c.folder / "step_000200" / "a.pt").unlink(), r"incomplete: a\.pt is missing.*step_000100"),
-        (lambda c: (c.folder / "step_000200" / "a.pt").write_bytes(b"123"), "has 3 bytes instead of 5"),
-        (lambda c: edit(c, format=0), "has format 0, this version of sparseforge_ds reads 1"),
-        (lambda c: edit(c, world_size=4), "saved by 4 ranks at ZeRO stage 3, this run has 2 at stage 3"),
-        (lambda c: edit(c, zero_stage=1), "saved by 2 ranks at ZeRO stage 1, this run has 2 at stage 3"),
+        (lambda c: (c.folder / "step_000200" / "checkpoint.json").write_text("[]"), "not written by this trainer"),
+        (lambda c: (c.folder / "step_000200" / "a.pt").unlink(), r"a\.pt is missing.*go back.*complete: step_000100"),
+        (damage("a.pt", lambda content: content[:300]), r"a\.pt has 300 bytes instead of \d+"),
+        (lambda c: (c.folder / "step_000200" / "b.pt").touch(), r"b\.pt: does not belong"),
+        (lambda c: edit(c, format=1), "has format 1, this version of sparseforge_ds reads 2"),
+        (lambda c: edit(c, step=300), "holds step 300"),
+        (lambda c: edit(c, step="200"), "'200' is no int"),
+        (lambda c: edit(c, world_size=3), r"random_00002\.json is missing"),
+        (lambda c: edit(c, files={"../a": 1}, fingerprints={"../a": "0"}), "not written by this trainer"),
+        (lambda c: edit(c, fingerprints={}), "files and fingerprints"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed_says_why(checkpoints, damage, message):
@@ -67,22 +111,104 @@ def test_a_checkpoint_that_cannot_be_resumed_says_why(checkpoints, damage, messa
         checkpoints.find()
 
 
-def test_leftovers_of_a_crash_are_swept(checkpoints):
+def flip(position):
+    def change(content):
+        flipped = bytearray(content)
+        flipped[position] ^= 16
+        return bytes(flipped)
+
+    return change
+
+
+class Hostile:
+    """A pickle that leaves a file behind when it is executed."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def replace_by_hostile(checkpoints):
+    path = checkpoints.folder / "step_000200" / "a.pt"
+    torch.save({"x": Hostile(checkpoints.folder / "executed")}, path)
+    record = json.loads((path.parent / "checkpoint.json").read_text())
+    record["files"]["a.pt"], record["fingerprints"]["a.pt"] = path.stat().st_size, fingerprint(path)
+    edit(checkpoints, **record)
+
+
+def replace_by_the_other_step(checkpoints):
+    other = checkpoints.folder / "step_000100" / "a.pt"
+    (checkpoints.folder / "step_000200" / "a.pt").write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage("a.pt", flip(600)), r"a\.pt: "),
+        (damage("a.pt", flip(-60)), r"a\.pt: "),
+        (damage(random_file(0), flip(0)), r"random_00000\.json: damaged"),
+        (replace_by_the_other_step, r"a\.pt: damaged, or of another step"),
+        (replace_by_hostile, "nothing was executed"),
+    ],
+)
+def test_damage_inside_a_file_is_named_before_anything_is_loaded(checkpoints, damage, message):
+    damage(checkpoints)
+    found = checkpoints.find()
+    with pytest.raises(ValueError, match=f"--resume: .*{message}.*complete: step_000100"):
+        for rank in range(2):
+            checkpoints.ranks.rank = rank
+            checkpoints.check(found)
+    assert not (checkpoints.folder / "executed").exists()
+
+
+def test_leftovers_of_a_crash_are_removed(checkpoints):
     (checkpoints.folder / "step_000300.tmp").mkdir()
     (checkpoints.folder / "step_000300.tmp" / "half.pt").write_bytes(b"1")
-    (checkpoints.folder / "latest.tmp").write_text("step_0003")
-    checkpoints.sweep()
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["latest", "step_000100", "step_000200"]
+    (checkpoints.folder / "latest.next.tmp").write_text("step_0003")
+    checkpoints.recover()
+    assert names(checkpoints) == ["latest", "step_000100", "step_000200"]
 
 
-def draw():
-    return random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(2).tolist()
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_publication_that_was_interrupted_is_finished(checkpoints, renamed):
+    write_checkpoint(checkpoints.folder, 300, 200, name="step_000300" if renamed else "step_000300.tmp")
+    (checkpoints.folder / "latest.next").write_text("step_000300")
+    checkpoints.recover()
+    assert checkpoints.find().step == 300
+    assert names(checkpoints) == ["latest", "step_000100", "step_000200", "step_000300"]
 
 
-def test_random_state_survives_a_file_that_loads_weights_only(tmp_path):
-    draw()
-    torch.save(random_state(), tmp_path / "rng.pt")
-    expected = draw()
-    draw()
-    set_random_state(torch.load(tmp_path / "rng.pt", weights_only=True))
-    assert draw() == expected
+def test_a_name_of_nothing_is_forgotten(checkpoints):
+    (checkpoints.folder / "latest.next").write_text("step_000300")
+    checkpoints.recover()
+    assert checkpoints.find().step == 200
+    assert not (checkpoints.folder / "latest.next").exists()
+
+
+def prune(checkpoints, tag, keep):
+    checkpoints.keep = keep
+    checkpoints._prune(tag)
+    return tags(checkpoints)
+
+
+def test_the_newest_stay(checkpoints):
+    write_checkpoint(checkpoints.folder, 300, previous=200)
+    assert prune(checkpoints, "step_000300", 0) == ["step_000100", "step_000200", "step_000300"]
+    assert prune(checkpoints, "step_000300", 2) == ["step_000200", "step_000300"]
+    assert prune(checkpoints, "step_000300", 1) == ["step_000300"]
+
+
+def test_a_run_that_was_taken_back_keeps_its_own_past(checkpoints):
+    """From 100 again, with 200 damaged: 150 is the one good checkpoint until 200 is passed."""
+    (checkpoints.folder / "step_000200" / "a.pt").unlink()
+    write_checkpoint(checkpoints.folder, 150, previous=100)
+    assert prune(checkpoints, "step_000150", 1) == ["step_000150", "step_000200"]
+    write_checkpoint(checkpoints.folder, 250, previous=150)
+    assert prune(checkpoints, "step_000250", 2) == ["step_000150", "step_000250"]
+
+
+def test_what_a_checkpoint_says_of_its_past_is_not_trusted(checkpoints):
+    edit(checkpoints, previous="../../elsewhere")
+    assert prune(checkpoints, "step_000200", 2) == ["step_000200"]

@@ -83,6 +83,28 @@ def test_another_run_is_not_resumed(plan, changes, message):
         check_folder(plan(resume=True, **changes))
 
 
+def test_ranks_and_stage_may_change(plan):
+    check_folder(plan())
+    write_folder(plan())
+    check_folder(plan(stage=0, world_size=1, resume=True))
+    check_folder(plan(stage=2, world_size=4, resume=True))
+
+
+def test_the_batch_of_a_step_may_not(plan, tmp_path):
+    check_folder(plan())
+    write_folder(plan())
+    path = tmp_path / "run" / "ds_config.json"
+    path.write_text(path.read_text().replace('"train_batch_size": 4', '"train_batch_size": 6'))
+    with pytest.raises(ValueError, match=r"has 6 sequences a step, here there are 4 \(2 a rank x 1 .* x 2 ranks\)"):
+        check_folder(plan(resume=True))
+
+
+def test_a_fresh_run_does_not_touch_checkpoints_without_a_latest(plan, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    with pytest.raises(ValueError, match="already holds a run with checkpoints"):
+        check_folder(plan())
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
 def test_a_damaged_description_is_named(plan, tmp_path, content):
     check_folder(plan())

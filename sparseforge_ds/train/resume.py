@@ -1,0 +1,133 @@
+"""Where a resumed run goes on: the checkpoint, checked whole before any model is built, and what it says of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sparseforge_ds.checkpoint.manifest import Manifest
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.data import Batches
+from sparseforge_ds.train.engine import Workshop
+from sparseforge_ds.train.plan import Plan
+from sparseforge_ds.train.random_state import (
+    fits_accelerator,
+    random_file,
+    read_random_state,
+    seed_anew,
+    set_random_state,
+)
+from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.train.run_folder import differences
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint that was found whole and of this run."""
+
+    manifest: Manifest
+    checkpoint: Checkpoint
+
+    @property
+    def forge_state(self) -> dict[str, Any]:
+        """What the forge saved."""
+        return dict(self.checkpoint.client_state["sparseforge"])
+
+    @property
+    def data_state(self) -> dict[str, Any]:
+        """What the stream of batches saved."""
+        return dict(self.checkpoint.client_state["train"]["data"])
+
+
+def find_resumption(plan: Plan, ranks: Ranks, checkpoints: Checkpoints) -> Resumption:
+    """Find the checkpoint to go on from and read every byte of it, each rank its share. Collective; loads nothing.
+
+    Raises:
+        AgreedError: there is none, a file is damaged, missing or foreign, or it belongs to another run.
+    """
+    ranks.on_first(checkpoints.recover)
+    manifest = ranks.everywhere(checkpoints.find)
+    ranks.everywhere(lambda: checkpoints.check(manifest))
+    return ranks.everywhere(lambda: _open(plan, manifest))
+
+
+def continue_from(found: Resumption, shop: Workshop) -> str:
+    """Make engine, forge and generators what they were; the last thing before training goes on. Collective.
+
+    Returns:
+        A line for the log.
+
+    Raises:
+        ValueError: the checkpoint does not fit the engine.
+        AgreedError: the file of a rank's generators is damaged.
+    """
+    manifest, plan, ranks = found.manifest, shop.plan, shop.ranks
+    shop.forge.restore(found.checkpoint)
+    line = f"resumed from {manifest.folder} at step {manifest.step}"
+    before, now = (manifest.world_size, manifest.stage), (ranks.world_size, plan.stage)
+    if before != now:
+        line += f" (saved by {before[0]} ranks at ZeRO stage {before[1]}, going on with {now[0]} at stage {now[1]})"
+    if before[0] == now[0]:
+        path = manifest.folder / random_file(ranks.rank)
+        state = ranks.everywhere(lambda: read_random_state(path))
+        if all(ranks.gather(fits_accelerator(state))):
+            ranks.everywhere(_named(path.name, lambda: set_random_state(state)))
+            return line
+    seed_anew(plan.arguments.seed, manifest.step, ranks.rank)
+    return f"{line}; random numbers start anew from seed {plan.arguments.seed}, step and rank"
+
+
+def load_position(found: Resumption, batches: Batches) -> None:
+    """Set the stream of batches to where the checkpoint was taken.
+
+    Raises:
+        ValueError: it is of other data, or damaged.
+    """
+    try:
+        batches.load_state_dict(found.data_state)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"--resume: {found.manifest.folder}: its data position cannot be read ({error!r:.200})") from None
+
+
+def _open(plan: Plan, manifest: Manifest) -> Resumption:
+    folder = manifest.folder
+    checkpoint = Checkpoint(folder)
+    for what, recorded, found in (
+        ("ranks", manifest.world_size, checkpoint.world_size),
+        ("ZeRO stage", manifest.stage, checkpoint.stage),
+    ):
+        if recorded != found:
+            raise ValueError(
+                f"--resume: {folder}: checkpoint.json says {what} {recorded}, the files {found}; use another checkpoint"
+            )
+    resumption = Resumption(manifest, checkpoint)
+    try:
+        config, weights, step = (resumption.forge_state[key] for key in ("config", "weights", "step"))
+        config = dict(config)
+        names = [(weight["name"], list(weight["shape"])) for weight in weights]
+        _ = resumption.data_state
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--resume: {folder} was not written by this trainer: its client state cannot be read ({error!r:.200})"
+        ) from None
+    if step != manifest.step:
+        raise ValueError(f"--resume: {folder}: checkpoint.json says step {manifest.step}, the files {step}")
+    if unlike := differences(config | {"monitor": None}, plan.config.to_dict() | {"monitor": None}, "sparseforge"):
+        raise ValueError(
+            f"--resume: {folder} is of a run with other settings: {'; '.join(unlike[:3])}; use a checkpoint of this run"
+        )
+    if names != [(weight.name, list(weight.shape)) for weight in plan.weights]:
+        raise ValueError(f"--resume: {folder} is of another model; use a checkpoint of this run")
+    return resumption
+
+
+def _named(name: str, work: Callable[[], None]) -> Callable[[], None]:
+    def attempt() -> None:
+        try:
+            work()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; use another checkpoint") from None
+
+    return attempt

@@ -1,0 +1,127 @@
+"""A process that dies before any one of the file-system actions by which a checkpoint is published, or by which an
+interrupted publication is finished: afterwards the old newest checkpoint or the new one is there, whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseforge_ds.checkpoint.folder import find_checkpoint
+from sparseforge_ds.checkpoint.manifest import Manifest
+from sparseforge_ds.train.checkpoints import Checkpoints
+from tests.unit.train.test_checkpoints import TwoRanks, write_checkpoint
+
+ACTIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink"}
+KILLED = 9
+
+
+def die_before(action: int, work: Callable[[], Any]) -> bool:
+    """Do `work` in a process that ends before its file-system action number `action`; whether it came to that."""
+
+    def body() -> None:
+        left = action
+
+        def hook(event: str, _: Any) -> None:
+            nonlocal left
+            if event in ACTIONS:
+                left -= 1
+                if left == 0:
+                    os._exit(KILLED)
+
+        sys.addaudithook(hook)
+        work()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, KILLED)
+    return process.exitcode == KILLED
+
+
+def checkpoints_in(folder: Path) -> Checkpoints:
+    return Checkpoints(folder, TwoRanks(), stage=3, keep=1)  # type: ignore[arg-type]
+
+
+def publish(folder: Path) -> None:
+    """What rank 0 does when every file of step 300 is written and checked."""
+    temporary = folder / "step_000300.tmp"
+    written = Manifest.read(temporary)
+    (temporary / "checkpoint.json").unlink()
+    checkpoints = checkpoints_in(folder)
+    checkpoints._publish("step_000300", written)
+    checkpoints._prune("step_000300")
+
+
+def nothing_before(folder: Path) -> None:
+    pass
+
+
+def one_before(folder: Path) -> None:
+    write_checkpoint(folder, 200)
+    (folder / "latest").write_text("step_000200")
+
+
+def taken_back(folder: Path) -> None:
+    """The run has been at 300 before, and went back to 200."""
+    one_before(folder)
+    write_checkpoint(folder, 300, previous=200)
+    (folder / "step_000300" / "a.pt").write_bytes(b"what the run is not about to save")
+
+
+def newest(folder: Path) -> int | None:
+    """The step that a start goes on from, every byte of it checked; None where there is no checkpoint."""
+    checkpoints = checkpoints_in(folder)
+    checkpoints.recover()
+    assert not list(folder.glob("*.tmp")) and not (folder / "latest.next").exists()
+    try:
+        found = checkpoints.find()
+    except ValueError as error:
+        assert "start the run without --resume" in str(error)
+        return None
+    for name in found.files:
+        found.check_file(name)
+    return found.step
+
+
+@pytest.mark.parametrize("before", [nothing_before, one_before, taken_back])
+def test_dying_before_any_action_of_a_publication(tmp_path, before):
+    start = tmp_path / "start"
+    start.mkdir()
+    before(start)
+    write_checkpoint(start, 300, None if before is nothing_before else 200, name="step_000300.tmp")
+    old = None if before is nothing_before else 200
+    found, twice = [], 0
+    for action in range(1, 200):
+        folder = tmp_path / str(action)
+        shutil.copytree(start, folder)
+        died = die_before(action, lambda folder=folder: publish(folder))
+        if (folder / "latest").exists():  # what the offline tools see, which recover nothing
+            Manifest.read(find_checkpoint(folder)).check_sizes()
+        again = tmp_path / "again"
+        shutil.copytree(folder, again)
+        found.append(newest(folder))
+        for second in range(1, 200):
+            interrupted = tmp_path / "interrupted"
+            shutil.copytree(again, interrupted)
+            stopped = die_before(second, lambda folder=interrupted: checkpoints_in(folder).recover())
+            assert newest(interrupted) == found[-1], f"died before action {action}, then before {second} of recovering"
+            shutil.rmtree(interrupted)
+            twice += stopped
+            if not stopped:
+                break
+        shutil.rmtree(again)
+        shutil.rmtree(folder)
+        if not died:
+            break
+    commit = found.index(300)
+    assert found == [old] * commit + [300] * (len(found) - commit)
+    assert 3 <= commit < len(found) - 3, "dying early leaves the old checkpoint, dying late the new one"
+    print(f"{before.__name__}: died before each of {len(found) - 1} actions, and {twice} times in the recovery as well")

@@ -1,0 +1,199 @@
+"""A save that is killed: whatever the moment, the newest complete checkpoint is there, loads, and is the right one.
+
+Ranks train a small model and save at every step, as a run does, and are killed (SIGKILL) at random moments, most of
+them inside a save. tests/unit/train/test_publication.py kills at every single file-system action instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.ranks import Ranks
+from tests import distributed
+from tests.distributed import run_distributed
+from tests.zero.case import Case, build, probe_of, train_step
+
+STEPS = 8
+CASES = {3: Case(stage=3, dtype="bf16", steps=STEPS), 1: Case(stage=1, dtype="bf16", steps=STEPS)}
+PARTS = ("writing", "checking", "publishing", "pruning")
+
+
+class OneRank:
+    """Offline stand-in for `Ranks`."""
+
+    rank = 0
+    world_size = 1
+    first = True
+
+
+def note(folder: Path, line: str) -> None:
+    """What happened, in a file that survives the process."""
+    with (folder / "log").open("a") as file:
+        file.write(f"{time.monotonic()} {line}\n")
+
+
+def watched(folder: Path, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        note(folder, part)
+        return method(*args)
+
+    return call
+
+
+def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> None:
+    """Train and save at every step; rank 0 notes where it is."""
+    case = CASES[stage]
+    place = Path(folder)
+    ranks = Ranks()
+    saves = Checkpoints(place / "checkpoints", ranks, stage, keep)
+    if ranks.first:
+        saves.folder.mkdir(parents=True, exist_ok=True)
+        for part, name in (("checking", "_check_written"), ("publishing", "_publish"), ("pruning", "_prune")):
+            setattr(saves, name, watched(place, part, getattr(saves, name)))
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    for step in range(1, steps + 1):
+        train_step(engine, case, step - 1)
+        forge.step(probe_of(engine, case, step - 1))
+        state = {"sparseforge": forge.state_dict(), "train": {"step": step, "data": {"position": step}}}
+        if ranks.first:
+            note(place, f"writing {step}")
+        saves.save(engine, step, state)
+        if ranks.first:
+            note(place, f"done {step}")
+
+
+def content_of(folder: Path) -> str:
+    """A hash of everything that a checkpoint says, read offline."""
+    checkpoint = Checkpoint(folder)
+    digest = hashlib.sha256()
+    for name in checkpoint.shapes:
+        digest.update(name.encode() + checkpoint.weight(name).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for key in checkpoint.states(name):
+            state = checkpoint.state(name, key).contiguous().view(-1)
+            digest.update(key.encode() + state.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def newest(folder: Path) -> tuple[int, str]:
+    """What a start finds after a kill: recovered, whole to the last byte, loadable; its step and its content."""
+    found = Checkpoints(folder / "checkpoints", OneRank(), 0, 0)  # type: ignore[arg-type]
+    found.recover()
+    manifest = found.find()
+    found.check(manifest)
+    assert not list(found.folder.glob("*.tmp"))
+    assert not (found.folder / "latest.next").exists()
+    return manifest.step, content_of(manifest.folder)
+
+
+class Killed:
+    """Ranks of their own, to be killed from here."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def run(self, folder: Path, moment: Callable[[Path], None], victims: list[int]) -> None:
+        """Start the ranks, wait for `moment`, kill `victims`, and the others a little later."""
+        distributed._start_forkserver()
+        context = multiprocessing.get_context("forkserver")
+        (folder / "ranks").mkdir(parents=True)
+        torch.save((self.args, {}), folder / "ranks" / "call.pt")
+        environment = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(distributed._free_port()),
+        }
+        target = (train_and_save.__module__, train_and_save.__qualname__)
+        processes = [
+            context.Process(
+                target=distributed._rank_main,
+                args=(rank, environment, "cpu", target, 60, folder / "ranks"),
+                daemon=True,
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            moment(folder)
+            for victim in victims:
+                os.kill(processes[victim].pid, signal.SIGKILL)
+            wait([processes[victim].sentinel for victim in victims], timeout=10)
+            time.sleep(0.05)  # what a survivor still does must do no harm
+        finally:
+            distributed._kill(processes)
+
+
+def events(folder: Path) -> list[tuple[float, str]]:
+    path = folder / "log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(float(line.split(" ", 1)[0]), line.split(" ", 1)[1]) for line in lines]
+
+
+def wait_for(folder: Path, line: str) -> None:
+    deadline = time.monotonic() + 60
+    while not any(event == line for _, event in events(folder)):
+        assert time.monotonic() < deadline, f"no {line!r} in {events(folder)}"
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def unbroken(request, tmp_path_factory) -> tuple[int, dict[int, str], dict[str, float]]:
+    """Stage, content of every step's checkpoint, and how long each part of a save takes."""
+    folder = tmp_path_factory.mktemp(f"unbroken{request.param}")
+    run_distributed(train_and_save, 2, request.param, str(folder), 0)
+    seen = events(folder)
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for (start, part), (stop, _) in zip(seen, seen[1:], strict=False):
+        if part.split()[0] in PARTS:
+            seconds[part.split()[0]] += (stop - start) / STEPS
+    contents = {step: content_of(folder / "checkpoints" / f"step_{step:06d}") for step in range(1, STEPS + 1)}
+    assert len(set(contents.values())) == STEPS
+    return request.param, contents, seconds
+
+
+KILLS = 24
+"""For each stage."""
+
+
+def test_kills_at_random_moments(unbroken, tmp_path):
+    stage, contents, seconds = unbroken
+    chance = random.Random(stage)
+    fell: Counter[str] = Counter()
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        step = chance.randint(2, STEPS - 1)
+        delay = chance.uniform(0, 1.15) * sum(seconds.values())
+        victims = [[0, 1], [1, 0], [0], [1]][number % 4]
+
+        def moment(folder: Path, step: int = step, delay: float = delay) -> None:
+            wait_for(folder, f"writing {step}")
+            time.sleep(delay)
+
+        Killed(stage, str(folder), 2).run(folder, moment, victims)
+        last = events(folder)[-1][1]
+        done = [int(event.split()[1]) for _, event in events(folder) if event.startswith("done")]
+        fell[last.split()[0]] += 1
+        found, content = newest(folder)
+        assert found >= max(done), f"kill {number} during {last}"
+        assert content == contents[found], f"kill {number} during {last}"
+        shutil.rmtree(folder)
+    print(f"stage {stage}: {KILLS} kills, by the last thing begun: {dict(fell)}")
+    assert sum(fell[part] for part in PARTS) >= KILLS // 2
