@@ -35,6 +35,9 @@ from sparseforge_ds.checkpoint.folder import list_files
 RESIDENT_BYTES = 1 << 29
 """Bytes read from mapped files before they are unmapped."""
 
+# What entries of a wrong type raise, wherever they are first used.
+_DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
 
 class ShardedFiles:
     """The `.pt` files of one checkpoint folder.
@@ -51,6 +54,13 @@ class ShardedFiles:
         self._flats: dict[int, RankFlats] = {}
         self._bytes_read = 0
         self._counting = threading.Lock()
+        try:
+            self._open()
+        except _DAMAGE as error:
+            raise ValueError(f"{self._model[0].path}: it or a file of its ranks is damaged ({error!r:.200})") from None
+        self._release()
+
+    def _open(self) -> None:
         first = self._model[0]
         module = field(first, dict, "module")
         self._stage = read_stage(first, self._optimizer[0] if self._optimizer else None)
@@ -78,20 +88,24 @@ class ShardedFiles:
             loss_scale=read_loss_scale(self._state_file(0), self._stage),
             lr_scheduler=field(first, dict, "lr_scheduler") if first.content.get("lr_scheduler") is not None else None,
         )
-        self._release()
 
     def read(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """(stop - start,) elements of a weight (`key` None) or of one of its states, in memory of their own."""
+        try:
+            taken = self._take(name, key, start, stop)
+        except _DAMAGE as error:
+            raise ValueError(f"{self.folder}: {name} cannot be read, its files are damaged ({error!r:.200})") from None
+        self._count(taken)
+        return taken
+
+    def _take(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         if key is None and not self._has_master(name):
             if self._stage < 3 or name in self.contents.buffers:
-                taken = self._module_tensor(name, start, stop).clone()
-            else:
-                taken = self._read_frozen(name, start, stop)
-        else:
-            taken = self._assemble(name, key, start, stop)
-            if key is None and self._stage < 3:
-                self._check_copy(name, taken, start, stop)
-        self._count(taken)
+                return self._module_tensor(name, start, stop).clone()
+            return self._read_frozen(name, start, stop)
+        taken = self._assemble(name, key, start, stop)
+        if key is None and self._stage < 3:
+            self._check_copy(name, taken, start, stop)
         return taken
 
     def check_bytes(self, part: int, parts: int) -> None:

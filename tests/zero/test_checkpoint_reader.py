@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,35 @@ def test_unmapping_in_between_changes_nothing(saved: Any, monkeypatch: pytest.Mo
     pieces = Checkpoint(saved[2][0] / "stage3-fp32")
     for name in whole.shapes:
         assert torch.equal(whole.weight(name), pieces.weight(name))
+
+
+@pytest.mark.parametrize("name", ["stage0-bf16", "stage2-bf16-round-robin", "stage3-fp32"])
+def test_threads_read_what_one_reads(saved: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Checkpoint(saved[2][0] / name)
+    wanted = [(key, state) for key in alone.shapes for state in (None, *alone.states(key))]
+    expected = [alone.weight(key) if state is None else alone.state(key, state) for key, state in wanted]
+    monkeypatch.setattr(sharded, "RESIDENT_BYTES", 64)  # unmaps at nearly every read
+    for _ in range(3):
+        shared = Checkpoint(saved[2][0] / name)
+        with ThreadPoolExecutor(8) as pool:
+            jobs = [
+                pool.submit(shared.weight, key) if state is None else pool.submit(shared.state, key, state)
+                for key, state in wanted * 5
+            ]
+            assert all(torch.equal(job.result(), value) for job, value in zip(jobs, expected * 5, strict=True))
+
+
+@pytest.mark.parametrize(
+    "groups", [3, ["a.weight"], [[*PRUNABLE]], [[*PRUNABLE], ["emb.weight"], ["emb.weight"]], [[], [*PRUNABLE], []]]
+)
+def test_damaged_names_of_groups(saved: Any, tmp_path: Path, groups: object) -> None:
+    shutil.copytree(saved[2][0] / "stage0-fp32", tmp_path / "names")
+    file = tmp_path / "names" / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    content["sparseforge"]["groups"] = groups
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=f"{file.name}: .*(groups|group|weight)"):
+        Checkpoint(tmp_path / "names")
 
 
 def test_latest_is_followed(saved: Any, tmp_path: Path) -> None:

@@ -320,6 +320,99 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(runs: Any) -> None:
     assert said["same"] == "accepted"
 
 
+def counted(folder: str) -> dict[str, int]:
+    """How many elements of weights and of masks this rank reads."""
+    case = target("3 on 4", 2)
+    engine, forge = build(case, model_of(case, fresh=True))
+    checkpoint = Checkpoint(Path(folder, "3 on 4"))
+    read = dict.fromkeys(["mask", "exp_avg", "master"], 0)
+    plain = checkpoint.slice
+
+    def count(name: str, key: str | None, start: int, stop: int) -> Tensor:
+        if key in read or (key is None and name in forge._layout.shards):
+            read[key or "master"] += stop - start
+        return plain(name, key, start, stop)
+
+    checkpoint.slice = count  # type: ignore[method-assign]
+    forge.restore(checkpoint)
+    return read
+
+
+def test_a_rank_reads_its_share_once(runs: Any) -> None:
+    ranks = run_distributed(counted, 3, str(runs[0]))
+    checkpoint = Checkpoint(runs[0] / "3 on 4")
+    for key in ("mask", "exp_avg"):
+        total = sum(checkpoint.state(name, key).numel() for name in checkpoint.shapes if key in checkpoint.states(name))
+        assert sum(read[key] for read in ranks) == total
+        assert max(read[key] for read in ranks) < total / 2
+    assert sum(read["master"] for read in ranks) == sum(read["exp_avg"] for read in ranks)
+
+
+BEFORE = {
+    "stage 2, 1:4 at once": Case(stage=2, config={**RAGGED, "schedule": {"hardening": [0.0, 0.0]}}),
+    "stage 0, bf16": Case(stage=0, dtype="bf16"),
+    "stage 3": Case(stage=3, client=True),
+}
+
+
+def before_the_first_step(folder: str) -> dict[str, tuple[bool, float]]:
+    """Whether a run saved before its first step starts anew from its weights, and how far it then goes astray."""
+    found = {}
+    for name, case in BEFORE.items():
+        engine, forge = build(case, model_of(case, fresh=False))
+        engine.save_checkpoint(folder, tag=name, client_state={"sparseforge": forge.state_dict()})
+        forge.start(probe_of(engine, case, 0))
+        expected = go_on(engine, forge, case, 0, 4)
+        other = replace(case, stage=(case.stage + 1) % 4)
+        engine, forge = build(other, model_of(other, fresh=True))
+        forge.restore(Checkpoint(Path(folder, name)))
+        begun = forge.step_count > 0 or forge._publication.complete
+        forge.start(probe_of(engine, other, 0))
+        seen = go_on(engine, forge, other, 0, 4)
+        dense, kept = seen[4]["dense"], expected[4]["dense"]
+        found[name] = (begun, max((dense[weight] - value).abs().mean().item() for weight, value in kept.items()))
+    return found
+
+
+def test_a_run_saved_before_its_first_step(tmp_path: Path) -> None:
+    for name, (begun, apart) in run_distributed(before_the_first_step, 2, str(tmp_path))[0].items():
+        assert not begun
+        assert apart < (LOW_DENSE if BEFORE[name].dtype == "bf16" else FP32_DENSE), name
+
+
+OWN: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
+OPTIMIZERS: dict[str, tuple[str, Case]] = {
+    "fused, a master each": ("FusedAdam", Case(stage=0, more=OWN)),
+    "offloaded": ("DeepSpeedCPUAdam", Case(stage=3, zero={**OFFLOAD, "sub_group_size": 300}, more=OWN)),
+    "torch": ("AdamW", Case(stage=2, lr=3e-3)),
+}
+
+
+def own_optimizers(folder: str) -> dict[tuple[str, str], float]:
+    """How far a run goes astray in one step when another implementation of AdamW continues it, and its step counts."""
+    found = {}
+    for before, (kind, case) in OPTIMIZERS.items():
+        engine, forge = build(case)
+        assert type(engine.basic_optimizer).__name__ == kind
+        go_on(engine, forge, case, 0, 5)
+        engine.save_checkpoint(folder, tag=before, client_state={"sparseforge": forge.state_dict()})
+        expected = go_on(engine, forge, case, 5, 6)[6]["dense"]
+        for after, (_, other) in OPTIMIZERS.items():
+            engine, forge = build(other)
+            forge.restore(Checkpoint(Path(folder, before)))
+            states = engine.basic_optimizer.state.values()
+            assert {float(state["step"]) for state in states} == {5.0}
+            assert {torch.is_tensor(state["step"]) for state in states} == {after == "torch"}
+            dense = go_on(engine, forge, other, 5, 6)[6]["dense"]
+            found[before, after] = max((dense[name] - value).abs().max().item() for name, value in expected.items())
+    return found
+
+
+def test_another_implementation_of_adam_continues(tmp_path: Path) -> None:
+    for pair, apart in run_distributed(own_optimizers, 2, str(tmp_path), timeout=900)[0].items():
+        assert apart < FP32_DENSE, (pair, apart)
+
+
 PORTABLE = {"2 on 2": (3, 3), "3 on 1": (0, 2), "0 on 3": (1, 2), "3 on 3": (2, 3), "1 on 1": (1, 1)}
 """Saved run -> the stage and ranks that its portable copy is continued with."""
 
