@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from sparseforge_ds.train.packing import Packed
 from sparseforge_ds.train.plan import Plan
+from sparseforge_ds.train.streaming import Streamed
 
 _BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 
 
-def banner(plan: Plan, packed: Packed) -> str:
+def banner(plan: Plan, text: Packed | Streamed) -> str:
     """The start banner."""
     config, arguments, coverage = plan.config, plan.arguments, plan.coverage
     steps, schedule = config.max_steps, config.resolved_schedule
@@ -48,15 +49,14 @@ def banner(plan: Plan, packed: Packed) -> str:
         ),
         (
             "text",
-            f"{plan.documents.name}: {packed.documents:,} documents, {packed.tokens:,} tokens; the run reads "
-            f"{steps * plan.tokens_per_step:,} ({steps * plan.tokens_per_step / packed.tokens:.2f} epochs)",
+            f"{plan.documents.name}: {text.summary(steps * plan.tokens_per_step)}",
         ),
         ("deepspeed", f"ZeRO-{plan.stage}, {str(plan.dtype).removeprefix('torch.')}"),
         ("memory", _memory_line(memory_per_rank(plan))),
         ("output", str(plan.folder)),
     ]
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
+    return "\n".join(f"  {name:<{width}}  {content}" for name, content in lines)
 
 
 def _low_rank_line(plan: Plan) -> list[tuple[str, str]]:

@@ -1,13 +1,14 @@
-"""Which tokens a rank sees when: sample i of the run is window `permutation(seed, epoch)[i]` of the packed text.
+"""Which tokens a rank sees when: the n-th sequence of a run is the n-th window of its text.
 
 The order belongs to the run, not to the ranks: the same position gives the same global batch at every world size, and
-the whole state of the data is that position. Legend of shape suffixes: B sequences, S tokens of a sequence.
+the whole state of the data is that position. Windows come from a text that is there whole (`PackedWindows`) or from a
+stream (streaming.py). Legend of shape suffixes: B sequences, S tokens of a sequence.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,36 +30,101 @@ class Layout:
         return self.micro_batch * self.accumulation * self.world_size
 
 
-class Batches:
-    """An endless iterator over this rank's micro-batches, each (B, S) int64.
+class Windows(Protocol):
+    """An endless order of windows of a text."""
+
+    key: str
+    """Name of the text; a position in it is worth nothing in another one."""
+    seq_length: int
+    """S."""
+    seed: int
+    """Seed of the order."""
+
+    def prepare(self, first: int, stop: int) -> None:
+        """Have the windows from `first` to before `stop` at hand. Every rank calls it with the same numbers."""
+        ...
+
+    def window(self, sample: int) -> np.ndarray:
+        """(S,) ids of a window that is at hand, of any type of integer."""
+        ...
+
+    def passed(self, position: int) -> None:
+        """The run has consumed `position` windows. Every rank calls it with the same number."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to find a position again besides the key, as JSON types."""
+        ...
+
+    def load(self, state: dict[str, Any], position: int) -> None:
+        """Continue at `position`, with what `state` returned. Does not communicate."""
+        ...
+
+
+class PackedWindows:
+    """Window i is window `permutation(seed, epoch)[i]` of a text that is there whole.
 
     Args:
         token: (tokens,) the packed text, in memory or mapped.
-        key: name of the text; a saved position is worth nothing for another one.
+        key: name of the text.
         seq_length: S.
-        layout: how a global batch is divided.
         seed: seed of the order.
+        at_least: windows that the text must have.
 
     Raises:
-        ValueError: the text is shorter than one global batch.
+        ValueError: the text is shorter than `at_least` windows.
     """
 
-    def __init__(self, token: np.ndarray, key: str, seq_length: int, layout: Layout, seed: int) -> None:
+    def __init__(self, token: np.ndarray, key: str, seq_length: int, seed: int, at_least: int) -> None:
         self.windows = len(token) // seq_length
-        if self.windows < layout.global_batch:
+        if self.windows < at_least:
             raise ValueError(
                 f"the text has {len(token):,} tokens, {self.windows} windows of --seq_length {seq_length}: too little "
-                f"for one batch of {layout.global_batch}; give more text with --dataset, or shorter sequences"
+                f"for one batch of {at_least}; give more text with --dataset, or shorter sequences"
             )
         self.token = token
         self.key = key
         self.seq_length = seq_length
-        self.layout = layout
         self.seed = seed
-        self.position = 0
-        """Sequences that the run has consumed, over all ranks."""
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
+
+    def prepare(self, first: int, stop: int) -> None:
+        """Nothing: all windows are at hand."""
+
+    def window(self, sample: int) -> np.ndarray:
+        """(S,) ids."""
+        epoch, place = divmod(sample, self.windows)
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
+            self._epoch = epoch
+        start = int(self._order[place]) * self.seq_length
+        return self.token[start : start + self.seq_length]
+
+    def passed(self, position: int) -> None:
+        """Nothing: the text stays."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: key and position say it all."""
+        return {}
+
+    def load(self, state: dict[str, Any], position: int) -> None:
+        """Nothing."""
+
+
+class Batches:
+    """An endless iterator over this rank's micro-batches, each (B, S) int64.
+
+    Args:
+        windows: the windows of the text, in their order.
+        layout: how a global batch is divided.
+    """
+
+    def __init__(self, windows: Windows, layout: Layout) -> None:
+        self.windows = windows
+        self.layout = layout
+        self.position = 0
+        """Sequences that the run has consumed, over all ranks."""
 
     def __iter__(self) -> Batches:
         return self
@@ -66,27 +132,44 @@ class Batches:
     def __next__(self) -> Tensor:
         batch_BS = self.at(self.position)
         self.position += self.layout.micro_batch * self.layout.world_size
+        self.windows.passed(self.position)
         return batch_BS
 
     def at(self, position: int) -> Tensor:
-        """This rank's (B, S) micro-batch when the run has consumed `position` sequences; consumes nothing."""
-        first = position + self.layout.rank * self.layout.micro_batch
-        return torch.stack([self._window(first + j) for j in range(self.layout.micro_batch)])
+        """This rank's (B, S) micro-batch when the run has consumed `position` sequences; consumes nothing.
+
+        Every rank calls it with the same position: all wait together for a text that is still being tokenised.
+
+        Raises:
+            AgreedError: the text cannot be read any further.
+        """
+        micro_batch = self.layout.micro_batch
+        self.prepare(position)
+        first = position + self.layout.rank * micro_batch
+        window_BS = np.stack([self.windows.window(first + j) for j in range(micro_batch)])
+        return torch.from_numpy(window_BS.astype(np.int64))
+
+    def prepare(self, position: int | None = None) -> None:
+        """Have the micro-batches of all ranks at `position` (default: the present one) at hand; as `at` in all else."""
+        first = self.position if position is None else position
+        self.windows.prepare(first, first + self.layout.micro_batch * self.layout.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""
-        return {"position": self.position, "key": self.key, "seq_length": self.seq_length, "seed": self.seed}
+        windows = self.windows
+        place = {"position": self.position, "key": windows.key, "seq_length": windows.seq_length, "seed": windows.seed}
+        return {**place, **windows.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue where `state` was taken. Does not communicate.
 
         Raises:
             ValueError: the state belongs to another text, another sequence length or another order.
         """
         for name, here, cure in (
-            ("key", self.key, "--dataset and --text_field, with unchanged files"),
-            ("seq_length", self.seq_length, "--seq_length"),
-            ("seed", self.seed, "--seed"),
+            ("key", self.windows.key, "--dataset and --text_field, with unchanged files"),
+            ("seq_length", self.windows.seq_length, "--seq_length"),
+            ("seed", self.windows.seed, "--seed"),
         ):
             if state[name] != here:
                 raise ValueError(
@@ -94,11 +177,4 @@ class Batches:
                     f"resume with the same {cure}"
                 )
         self.position = int(state["position"])
-
-    def _window(self, sample: int) -> Tensor:
-        epoch, place = divmod(sample, self.windows)
-        if epoch != self._epoch:
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-            self._epoch = epoch
-        start = int(self._order[place]) * self.seq_length
-        return torch.from_numpy(self.token[start : start + self.seq_length].astype(np.int64))
+        self.windows.load(state, self.position)

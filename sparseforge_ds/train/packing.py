@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -17,7 +18,7 @@ from typing import IO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.train.documents import Documents
+from sparseforge_ds.train.documents import Documents, Stream
 
 _FORMAT = 1
 _DOCUMENTS_AT_A_TIME = 256
@@ -40,34 +41,45 @@ class Packed:
         Raises:
             ValueError: the file is not where this process can see it.
         """
-        try:
-            return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{self.path}: the token cache cannot be opened ({error}); --output_dir must be a folder that all "
-                "machines of the run share"
-            ) from error
+        return open_tokens(Path(self.path), self.dtype, self.tokens)
+
+    def summary(self, wanted: int) -> str:
+        """What a run of `wanted` tokens reads, for its banner."""
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens; the run reads {wanted:,} "
+            f"({wanted / self.tokens:.2f} epochs)"
+        )
 
 
-def pack(documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path, enough: int) -> Packed:
+def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
+    """(tokens,) ids of a file, read only.
+
+    Raises:
+        ValueError: the file is not where this process can see it.
+    """
+    try:
+        return np.memmap(path, dtype=dtype, mode="r", shape=(tokens,))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: the token cache cannot be opened ({error}); --output_dir must be a folder that all "
+            "machines of the run share"
+        ) from error
+
+
+def pack(documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Packed:
     """The token cache of a text, made if it is not there yet.
 
     Args:
         documents: the text.
         tokenizer: its tokenizer; the documents are framed by its BOS or EOS token.
         folder: where caches lie.
-        enough: tokens after which the reading of an endless source stops.
 
     Raises:
         ValueError: the text cannot be read, or the tokenizer can frame no document.
         OSError: the disk is full.
     """
-    frame = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if frame is None:
-        raise ValueError(
-            "the tokenizer has neither a BOS nor an EOS token to separate documents; set one in its folder"
-        )
-    key = _key(documents, tokenizer, enough)
+    frame_token(tokenizer)
+    key = hashlib.sha256(json.dumps(fingerprint(documents, tokenizer)).encode()).hexdigest()[:16]
     record, path = folder / f"{key}.json", folder / f"{key}.bin"
     if record.exists():
         return Packed(**{**json.loads(record.read_text()), "path": str(path)})
@@ -75,7 +87,7 @@ def pack(documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path,
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("wb") as file:
-            counts = _write(documents, tokenizer, frame, file, enough if documents.endless else None)
+            counts = _write(documents, tokenizer, file)
         packed = Packed(str(path), key, *counts)
         os.replace(temporary, path)
         temporary.write_text(json.dumps(asdict(packed)))
@@ -85,25 +97,47 @@ def pack(documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path,
     return packed
 
 
-def _write(
-    documents: Documents, tokenizer: PreTrainedTokenizerBase, frame: int, file: IO[bytes], enough: int | None
-) -> tuple[str, int, int, int]:
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+def frame_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that separates documents.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    frame = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if frame is None:
+        raise ValueError(
+            "the tokenizer has neither a BOS nor an EOS token to separate documents; set one in its folder"
+        )
+    return int(frame)
+
+
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The ids of every document, framed. A document's ids do not depend on the others."""
+    frame, front = frame_token(tokenizer), tokenizer.bos_token_id is not None
+    batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [[frame, *ids] if front else [*ids, frame] for ids in batch]
+
+
+def token_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The smallest of numpy's types that holds every id."""
+    return "uint16" if len(tokenizer) <= 2**16 else "uint32"
+
+
+def fingerprint(documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase) -> list[object]:
+    """What decides the row of tokens of a text, as JSON types."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    # The null is a length that caches once had.
+    parts: list[object] = [_FORMAT, documents.identity, None, tokenizer.bos_token_id]
+    return [*parts, tokenizer.eos_token_id, type(tokenizer).__name__, vocabulary]
+
+
+def _write(documents: Documents, tokenizer: PreTrainedTokenizerBase, file: IO[bytes]) -> tuple[str, int, int, int]:
+    dtype = token_dtype(tokenizer)
     tokens, count, largest = 0, 0, 0
     texts = (text for text in documents if text.strip())
     while batch := list(itertools.islice(texts, _DOCUMENTS_AT_A_TIME)):
-        for ids in tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]:
-            ids = [frame, *ids] if tokenizer.bos_token_id is not None else [*ids, frame]
+        for ids in encode(batch, tokenizer):
             file.write(np.asarray(ids, dtype=dtype).tobytes())
             tokens, count, largest = tokens + len(ids), count + 1, max(largest, *ids)
-            if enough is not None and tokens >= enough:
-                return dtype.name, tokens, count, largest
-    return dtype.name, tokens, count, largest
-
-
-def _key(documents: Documents, tokenizer: PreTrainedTokenizerBase, enough: int) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    parts = [_FORMAT, documents.identity, enough if documents.endless else None, tokenizer.bos_token_id]
-    parts += [tokenizer.eos_token_id, type(tokenizer).__name__, vocabulary]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return dtype, tokens, count, largest

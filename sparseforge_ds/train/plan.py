@@ -22,7 +22,7 @@ from sparseforge_ds.train.deepspeed_config import (
     training_dtype,
     zero_stage,
 )
-from sparseforge_ds.train.documents import Documents, find_documents
+from sparseforge_ds.train.documents import Documents, Stream, find_documents
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
 from sparseforge_ds.train.schedule import LearningRate
 
@@ -38,7 +38,7 @@ class Plan:
     model: Pretrained
     teacher: Pretrained | None
     tokenizer: PreTrainedTokenizerBase
-    documents: Documents
+    documents: Documents | Stream
     weights: list[PrunableWeight]
     coverage: Coverage
     low_rank_share: tuple[float, float]

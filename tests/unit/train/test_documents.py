@@ -9,7 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sparseforge_ds.train.documents import _stream, find_documents
+from sparseforge_ds.train.documents import Documents, find_documents
+from sparseforge_ds.train.hub import HubStream
+from sparseforge_ds.train.text_files import FileStream
 
 TEXTS = ["one", "two\nlines", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s"]
 
@@ -32,7 +34,7 @@ def test_records_are_documents(files, name):
     documents = find_documents(str(files / name), "text")
     assert list(documents) == TEXTS
     assert list(documents) == TEXTS, "a source can be read again"
-    assert not documents.endless
+    assert isinstance(documents, Documents)
 
 
 def test_a_text_file_is_one_document_and_a_folder_is_all_its_files(files):
@@ -65,9 +67,19 @@ def test_a_missing_file_is_named(dataset):
         find_documents(dataset, "text")
 
 
-def test_a_hub_id_is_looked_up_only_when_it_is_read():
-    documents = find_documents("owner/name:config", "text")
-    assert documents.endless
+def test_a_hub_id_is_a_stream_that_is_looked_up_only_when_it_is_read():
+    assert find_documents("owner/name:config", "text") == HubStream("owner/name:config", "text")
+
+
+def test_files_are_a_stream_on_request(files):
+    stream = find_documents(f"stream:{files}", "text")
+    assert isinstance(stream, FileStream)
+    assert list(stream.read()) == ["\n".join(TEXTS), *TEXTS * 4]
+    assert stream.identity != find_documents(str(files), "text").identity
+    with pytest.raises(ValueError, match="no field 'body'"):
+        find_documents(f"stream:{files}", "body")
+    with pytest.raises(ValueError, match="--dataset stream:owner/name: no such file or folder"):
+        find_documents("stream:owner/name", "text")
 
 
 @pytest.mark.parametrize(
@@ -108,19 +120,3 @@ def test_a_bad_line_far_down_names_its_number(tmp_path):
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no .txt, .jsonl"):
         find_documents(str(tmp_path), "text")
-
-
-def test_a_stream_of_datasets_is_read_lazily(files):
-    """The reader of hub datasets, on a folder that `datasets` streams in the same way."""
-    (files / "only").mkdir()
-    (files / "b.jsonl").rename(files / "only" / "train.jsonl")
-    assert list(_stream(str(files / "only"), "text")) == TEXTS
-    with pytest.raises(ValueError, match="no field 'body'"):
-        next(_stream(str(files / "only"), "body"))
-
-
-def test_a_hub_dataset_that_cannot_be_had_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="--dataset owner/name: neither a local file or folder nor a readable hub"):
-        next(iter(find_documents("owner/name", "text")))

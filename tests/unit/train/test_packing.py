@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from sparseforge_ds.train.documents import Documents
-from sparseforge_ds.train.packing import pack
+from sparseforge_ds.train.packing import fingerprint, pack
 from tests.tiny_folders import byte_tokenizer
 
 TEXTS = ["abc", "", "  \n", "de"]
 
 
-def documents(texts=TEXTS, identity="test", endless=False):
-    return Documents("test", identity, endless, lambda: iter(texts))
+def documents(texts=TEXTS, identity="test"):
+    return Documents("test", identity, lambda: iter(texts))
 
 
 def ids(text):
@@ -23,43 +23,38 @@ def ids(text):
 
 
 def test_every_document_starts_with_bos(tmp_path):
-    packed = pack(documents(), byte_tokenizer(), tmp_path, enough=10)
+    packed = pack(documents(), byte_tokenizer(), tmp_path)
     assert packed.open().tolist() == [256, *ids("abc"), 256, *ids("de")]
     assert (packed.tokens, packed.documents, packed.largest_id, packed.dtype) == (7, 2, 256, "uint16")
 
 
 def test_without_bos_every_document_ends_with_eos(tmp_path):
-    packed = pack(documents(), byte_tokenizer(bos=False), tmp_path, enough=10)
+    packed = pack(documents(), byte_tokenizer(bos=False), tmp_path)
     assert packed.open().tolist() == [*ids("abc"), 257, *ids("de"), 257]
 
 
 def test_a_large_vocabulary_takes_32_bits(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<extra {i}>" for i in range(2**16)])
-    packed = pack(documents(["a<extra 65535>"]), tokenizer, tmp_path, enough=10)
+    packed = pack(documents(["a<extra 65535>"]), tokenizer, tmp_path)
     assert packed.dtype == "uint32"
     assert packed.open().tolist()[-1] == packed.largest_id == 258 + 65535
 
 
 def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_path):
-    first = pack(documents(), byte_tokenizer(), tmp_path, enough=10)
+    first = pack(documents(), byte_tokenizer(), tmp_path)
     unread = documents(itertools.repeat("never read"))
-    assert pack(unread, byte_tokenizer(), tmp_path, enough=99) == first
-    other = pack(documents(["xyz"], identity="other"), byte_tokenizer(), tmp_path, enough=10)
+    assert pack(unread, byte_tokenizer(), tmp_path) == first
+    other = pack(documents(["xyz"], identity="other"), byte_tokenizer(), tmp_path)
     assert other.key != first.key
-    assert pack(documents(), byte_tokenizer(bos=False), tmp_path, enough=10).key not in (first.key, other.key)
+    assert pack(documents(), byte_tokenizer(bos=False), tmp_path).key not in (first.key, other.key)
 
 
 def test_a_moved_cache_is_found_where_it_is(tmp_path):
-    pack(documents(), byte_tokenizer(), tmp_path / "a", enough=10)
+    pack(documents(), byte_tokenizer(), tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
-    packed = pack(documents(), byte_tokenizer(), tmp_path / "b", enough=10)
+    packed = pack(documents(), byte_tokenizer(), tmp_path / "b")
     assert len(packed.open()) == 7
-
-
-def test_an_endless_source_is_read_until_there_is_enough(tmp_path):
-    packed = pack(documents(itertools.repeat("four"), endless=True), byte_tokenizer(), tmp_path, enough=1000)
-    assert packed.tokens == 1000
 
 
 def test_nothing_is_left_when_the_text_is_bad(tmp_path):
@@ -68,7 +63,7 @@ def test_nothing_is_left_when_the_text_is_bad(tmp_path):
         raise ValueError("line 2: not JSON")
 
     with pytest.raises(ValueError, match="line 2"):
-        pack(Documents("test", "bad", False, broken), byte_tokenizer(), tmp_path, enough=10)
+        pack(Documents("test", "bad", broken), byte_tokenizer(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,11 +71,11 @@ def test_a_tokenizer_that_cannot_separate_documents_is_refused(tmp_path):
     tokenizer = byte_tokenizer(bos=False)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
-        pack(documents(), tokenizer, tmp_path, enough=10)
+        pack(documents(), tokenizer, tmp_path)
 
 
 def test_a_cache_that_this_machine_cannot_see_says_so(tmp_path):
-    packed = pack(documents(), byte_tokenizer(), tmp_path, enough=10)
+    packed = pack(documents(), byte_tokenizer(), tmp_path)
     next(tmp_path.glob("*.bin")).unlink()
     with pytest.raises(ValueError, match="all machines of the run share"):
         packed.open()
@@ -88,5 +83,12 @@ def test_a_cache_that_this_machine_cannot_see_says_so(tmp_path):
 
 def test_ids_survive_the_file(tmp_path):
     text = "".join(map(chr, range(32, 1000)))
-    packed = pack(documents([text]), byte_tokenizer(), tmp_path, enough=10)
+    packed = pack(documents([text]), byte_tokenizer(), tmp_path)
     assert np.array_equal(packed.open(), [256, *ids(text)])
+
+
+def test_what_names_a_cache_is_that_of_earlier_versions():
+    """So a run that was started before goes on with its cache and its position."""
+    parts = fingerprint(documents(), byte_tokenizer())
+    assert parts[:-1] == [1, "test", None, 256, 257, type(byte_tokenizer()).__name__]
+    assert parts[-1] == byte_tokenizer().backend_tokenizer.to_str()

@@ -1,0 +1,175 @@
+"""Windows of a stream: the windows of a chunk in a seeded order, chunk after chunk, while later ones are being made.
+
+The order is a function of the stream, the tokenizer, the sequence length and the seed, and of nothing else. All ranks
+wait for a chunk together, and what the producer cannot make is an error of all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparseforge_ds.train.chunks import Chunks, Record, Sizes
+from sparseforge_ds.train.documents import Stream
+from sparseforge_ds.train.packing import fingerprint, frame_token, token_dtype
+from sparseforge_ds.train.producer import KEEP, Job, Producer
+
+T = TypeVar("T")
+
+_OPEN = 8
+"""Chunks that a rank has mapped at a time, unless a batch needs more."""
+
+
+class Agreement(Protocol):
+    """What ranks agree through (see ranks.py)."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    def everywhere(self, work: Callable[[], T]) -> T:
+        """Do something on every rank, and raise on every rank what one rank raises."""
+        ...
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do something on rank 0, and give its result or its error to every rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A stream as tokens: where they lie, and what names them."""
+
+    folder: str
+    key: str
+    dtype: str
+    sizes: Sizes
+
+    def summary(self, wanted: int) -> str:
+        """What a run of `wanted` tokens reads, for its banner."""
+        return f"tokenised while the run reads it; the run reads {wanted:,} tokens"
+
+
+def plan_stream(stream: Stream, tokenizer: PreTrainedTokenizerBase, folder: Path, sizes: Sizes) -> Streamed:
+    """Name a stream's tokens, in a folder below `folder`; reads nothing.
+
+    Raises:
+        ValueError: the tokenizer can frame no document.
+    """
+    frame_token(tokenizer)
+    parts = [*fingerprint(stream, tokenizer), asdict(sizes)]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return Streamed(str(folder / key), key, token_dtype(tokenizer), sizes)
+
+
+class StreamedWindows:
+    """The windows of a stream, as `Batches` takes them.
+
+    Args:
+        streamed: the same on every rank.
+        seed: seed of the order.
+        ranks: the processes of the run.
+        producer: what makes the chunks; on the first rank, and there only.
+    """
+
+    def __init__(self, streamed: Streamed, seed: int, ranks: Agreement, producer: Producer | None) -> None:
+        assert (producer is not None) == ranks.first
+        self.key = streamed.key
+        self.seq_length = streamed.sizes.seq_length
+        self.seed = seed
+        self._sizes = streamed.sizes
+        self._ranks = ranks
+        self._producer = producer
+        self._chunks = Chunks(Path(streamed.folder), streamed.sizes, streamed.dtype)
+        self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # tokens and order, least recently used first
+        self._records: dict[int, Record] = {}
+        self._passed = 0
+
+    def prepare(self, first: int, stop: int) -> None:
+        """Have the windows from `first` to before `stop` at hand; waits until they are made.
+
+        Raises:
+            AgreedError: they cannot be made, or a rank cannot see them.
+        """
+        needed = range(self._sizes.place(first)[0], self._sizes.place(stop - 1)[0] + 1)
+        for chunk in needed:
+            self._open[chunk] = self._open.pop(chunk) if chunk in self._open else self._wait(chunk)
+        for chunk in list(self._open)[: -max(_OPEN, len(needed))]:
+            del self._open[chunk]
+
+    def window(self, sample: int) -> np.ndarray:
+        """(S,) ids."""
+        chunk, place = self._sizes.place(sample)
+        token, order = self._open[chunk]
+        start = int(order[place]) * self.seq_length
+        return token[start : start + self.seq_length]
+
+    def passed(self, position: int) -> None:
+        """Let go of the tokens that are far behind."""
+        chunk = self._sizes.place(position)[0]
+        if chunk > self._passed:
+            self._passed = chunk
+            self._records = {other: record for other, record in self._records.items() if other >= chunk - KEEP}
+            if self._producer is not None:
+                self._producer.discard(chunk - KEEP)
+
+    def state(self) -> dict[str, Any]:
+        """The records of the chunks around the position, so that it can be found again without those before."""
+        return {"chunks": {str(chunk): record for chunk, record in sorted(self._records.items())}}
+
+    def load(self, state: dict[str, Any], position: int) -> None:
+        """Continue at `position`: have its chunk made, and do not wait for it.
+
+        Raises:
+            ValueError: `state` is not one of a stream.
+        """
+        try:
+            self._records = {int(chunk): dict(record) for chunk, record in state["chunks"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"the checkpoint's position in the stream is damaged ({error!r}); resume from another checkpoint"
+            ) from None
+        self._passed = self._sizes.place(position)[0]
+        self._open.clear()
+        if self._producer is not None:
+            self._producer.adopt(self._records)
+            self._producer.discard(self._passed - KEEP)
+            self._producer.want(self._passed)
+
+    def _wait(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        producer = self._producer
+        self._records[chunk] = self._ranks.on_first(lambda: producer.wait(chunk) if producer is not None else {})
+        token = self._ranks.everywhere(lambda: self._chunks.open(chunk))
+        order = np.random.default_rng([self.seed, chunk]).permutation(self._sizes.windows(chunk))
+        return token, order
+
+
+def open_stream(
+    streamed: Streamed,
+    stream: Stream,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    seed: int,
+    ranks: Agreement,
+) -> StreamedWindows:
+    """The windows of a stream on this rank; rank 0 starts the process that makes them.
+
+    Args:
+        streamed: from `plan_stream`, the same on every rank.
+        stream: the text.
+        tokenizer: its tokenizer.
+        vocabulary: ids that the model knows.
+        seed: seed of the order.
+        ranks: the processes of the run.
+    """
+    job = Job(stream, tokenizer, Path(streamed.folder), streamed.sizes, vocabulary)
+    producer = Producer(job, lambda line: print(line, flush=True)) if ranks.first else None
+    return StreamedWindows(streamed, seed, ranks, producer)

@@ -1,0 +1,45 @@
+"""Small streams of documents, and the row of tokens that they must become, as a literal loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sparseforge_ds.train.chunks import Sizes
+from sparseforge_ds.train.producer import Job
+from sparseforge_ds.train.text_files import FileStream, find_files
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
+
+SIZES = Sizes(seq_length=5, smallest=20, largest=80)
+"""Chunks of 4, 8, 16, 16, 16, ... windows of 5 tokens."""
+
+
+def texts(count: int = 60) -> list[str]:
+    """Documents of very different lengths, some of them blank."""
+    return ["" if i % 7 == 3 else "  " if i % 11 == 5 else f"{i}:" + "abcdefghijk" * (i * i % 13) for i in range(count)]
+
+
+def write_stream(folder: Path, documents: list[str] | None = None) -> FileStream:
+    """The documents, over three files."""
+    documents = texts() if documents is None else documents
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in range(3):
+        lines = documents[part * len(documents) // 3 : (part + 1) * len(documents) // 3]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return FileStream(f"stream:{folder}", find_files(folder), "text")
+
+
+def job(stream: FileStream, folder: Path, sizes: Sizes = SIZES, vocabulary: int = BYTE_VOCABULARY) -> Job:
+    """What makes the chunks of a stream of bytes."""
+    return Job(stream, byte_tokenizer(), folder, sizes, vocabulary)
+
+
+def row_of(documents: list[str], count: int) -> list[int]:
+    """The first `count` tokens of the endless row: one document after another, the first again after the last."""
+    tokenizer, once, row = byte_tokenizer(), [], []
+    for text in documents:
+        if text.strip():
+            once += [256, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    while len(row) < count:
+        row += once
+    return row[:count]
