@@ -89,7 +89,9 @@ def read_random_state(path: Path) -> dict[str, Any]:
         if not isinstance(state, dict) or not isinstance(state["accelerator"], list):
             raise TypeError("no object with the states of generators")
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: holds no random number generators ({error!r:.200}); use another checkpoint") from None
+        raise ValueError(
+            f"{path}: holds no random number generators ({error!r:.200}); use another checkpoint"
+        ) from None
     return state
 
 

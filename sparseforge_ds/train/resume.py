@@ -66,11 +66,11 @@ def continue_from(found: Resumption, shop: Workshop) -> str:
     manifest, plan, ranks = found.manifest, shop.plan, shop.ranks
     shop.forge.restore(found.checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
-    before, now = (manifest.world_size, manifest.stage), (ranks.world_size, plan.stage)
+    before, now = (found.checkpoint.world_size, found.checkpoint.stage), (ranks.world_size, plan.stage)
     if before != now:
         line += f" (saved by {before[0]} ranks at ZeRO stage {before[1]}, going on with {now[0]} at stage {now[1]})"
-    if before[0] == now[0]:
-        path = manifest.folder / random_file(ranks.rank)
+    path = manifest.folder / random_file(ranks.rank)
+    if before[0] == now[0] and path.name in manifest.files:
         state = ranks.everywhere(lambda: read_random_state(path))
         if all(ranks.gather(fits_accelerator(state))):
             ranks.everywhere(_named(path.name, lambda: set_random_state(state)))
@@ -88,7 +88,9 @@ def load_position(found: Resumption, batches: Batches) -> None:
     try:
         batches.load_state_dict(found.data_state)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"--resume: {found.manifest.folder}: its data position cannot be read ({error!r:.200})") from None
+        raise ValueError(
+            f"--resume: {found.manifest.folder}: its data position cannot be read ({error!r:.200})"
+        ) from None
 
 
 def _open(plan: Plan, manifest: Manifest) -> Resumption:
@@ -98,7 +100,7 @@ def _open(plan: Plan, manifest: Manifest) -> Resumption:
         ("ranks", manifest.world_size, checkpoint.world_size),
         ("ZeRO stage", manifest.stage, checkpoint.stage),
     ):
-        if recorded != found:
+        if recorded != found and recorded is not None:  # a portable checkpoint has no stage
             raise ValueError(
                 f"--resume: {folder}: checkpoint.json says {what} {recorded}, the files {found}; use another checkpoint"
             )

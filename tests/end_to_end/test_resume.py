@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparseforge_ds.checkpoint.manifest import fingerprint
+from sparseforge_ds.cli.main import main
 from tests.end_to_end.test_train import differences, flags_of, states, train
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text
 from tests.tiny_models import tiny_gpt2
@@ -99,6 +100,18 @@ def test_the_random_numbers_matter(tmp_path):
     (folder / "checkpoint.json").write_text(json.dumps(record))
     copy = continued(flags, run, 6)
     assert differences(states(run / "checkpoints" / LAST), states(copy / "checkpoints" / LAST)) != []
+
+
+def test_a_resharded_copy_goes_on_bit_for_bit(tmp_path):
+    """In the layout that it comes from; no file of the copy is one of DeepSpeed's."""
+    flags = inputs(tmp_path, 3)
+    train(*flags)
+    run, copy = tmp_path / "run", tmp_path / "portable"
+    assert main(["reshard", str(run / "checkpoints" / "step_000006"), str(copy)]) == 0
+    assert not list(copy.rglob("*.pt"))
+    train(*(flag for flag in flags if not flag.startswith("--output_dir")), f"--output_dir={copy}", "--resume")
+    assert differences(states(run / "checkpoints" / LAST), states(copy / "checkpoints" / LAST)) == []
+    assert generators(copy) == generators(run)
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 0)), ((1, 0), (2, 2)), ((2, 2), (3, 3))])
