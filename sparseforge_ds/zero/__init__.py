@@ -16,6 +16,7 @@ A weight's journey through one optimizer step, on every ZeRO stage and at every 
 shard    which elements of which weight this rank holds: the only code that reads DeepSpeed's layout
 refuse   engine settings under which the journey would break, as errors at attach time
 publish  the two hooks, the state they carry, and its survival through a checkpoint
+restore  an engine of any layout filled from a checkpoint of any layout
 edges    groups that a shard boundary cuts
 moments  one table of sums for all matrices
 taps     what linear layers see and receive during a probe
