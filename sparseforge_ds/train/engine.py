@@ -11,8 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 import sparseforge_ds as sf
 from sparseforge_ds.model.distill import Teacher, teacher_ds_config
-from sparseforge_ds.train.data import Batches, Layout
-from sparseforge_ds.train.packing import Packed, pack
+from sparseforge_ds.train.data import Batches
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import load_model
 from sparseforge_ds.train.random_state import seed_everything
@@ -30,43 +29,6 @@ class Workshop:
     teacher: Teacher | None
     batches: Batches
     device: torch.device
-
-
-def pack_text(plan: Plan, ranks: Ranks) -> Packed:
-    """Tokenise the text on rank 0, or find it done, and check it on every rank.
-
-    Raises:
-        AgreedError: the text is unreadable or does not suit the model, or the disk is full.
-    """
-    enough = (plan.config.max_steps + 1) * plan.tokens_per_step
-    packed = ranks.on_first(lambda: pack(plan.documents, plan.tokenizer, plan.folder / "data", enough))
-
-    def check() -> None:
-        vocabulary = plan.model.config.get_text_config().vocab_size
-        if packed.largest_id >= vocabulary:
-            raise ValueError(
-                f"--model {plan.model.name}: its tokenizer gives token {packed.largest_id}, but the model knows "
-                f"{vocabulary}; tokenizer and weights do not belong together"
-            )
-        make_batches(plan, ranks, packed)
-
-    ranks.everywhere(check)
-    return packed
-
-
-def make_batches(plan: Plan, ranks: Ranks, packed: Packed) -> Batches:
-    """The stream of this rank's micro-batches, at its beginning.
-
-    Raises:
-        ValueError: the text is shorter than one global batch.
-    """
-    layout = Layout(
-        micro_batch=plan.deepspeed["train_micro_batch_size_per_gpu"],
-        accumulation=plan.deepspeed["gradient_accumulation_steps"],
-        world_size=ranks.world_size,
-        rank=ranks.rank,
-    )
-    return Batches(packed.open(), packed.key, plan.arguments.seq_length, layout, plan.arguments.seed)
 
 
 def build(plan: Plan, ranks: Ranks, batches: Batches) -> Workshop:

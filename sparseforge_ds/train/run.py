@@ -19,7 +19,7 @@ from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.train.arguments import RunArguments, parse_arguments
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.engine import build, make_batches, pack_text
+from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.loop import train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.plan import Plan, make_plan, read_config
@@ -27,6 +27,7 @@ from sparseforge_ds.train.preemption import EXIT_CODE, Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError, Ranks, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import check_folder, write_folder, write_json
+from sparseforge_ds.train.text import make_batches, pack_text
 
 
 class InstantError(ValueError):
@@ -54,6 +55,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     batches = make_batches(plan, ranks, packed)
     if found is not None:
         ranks.everywhere(lambda: load_position(found, batches))
+    batches.prepare()
     _say(ranks, banner(plan, packed))
 
     shop = build(plan, ranks, batches)

@@ -132,7 +132,7 @@ def differences(before: Any, now: Any, where: str) -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(set(before) | set(now))
         return [line for key in keys for line in differences(before.get(key), now.get(key), f"{where}.{key}")]
-    return [] if before == now else [f"{where} was {json.dumps(before)}, is {json.dumps(now)}"]
+    return [] if before == now else [f"{where} was {json.dumps(before):.80}, is {json.dumps(now):.80}"]
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
