@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -57,6 +58,4 @@ class _ThenRegister(Loader):
 
 
 def _register() -> None:
-    from sparseforge_ds.model.packed24 import register
-
-    register()
+    import_module("sparseforge_ds.model.packed24")  # registers itself; if it is what imports transformers, at its end

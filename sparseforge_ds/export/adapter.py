@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
+from sparseforge_ds.export.source import Source
 
 
 def block_sum(inputs: int, rank: int, dtype: torch.dtype) -> Tensor:
     """P (rank, inputs): row j has ones where the j-th of `rank` equal runs of inputs lies."""
     return torch.eye(rank, dtype=dtype).repeat_interleave(inputs // rank, dim=1)
+
+
+def write_branches(source: Source, folder: Path) -> None:
+    """`write_adapter` for all branches of a source, which has some."""
+    weights = {name: source.prunable[f"{name}.weight"] for name in source.branches}
+    inputs = {name: weight.shape[weight.input_axis] for name, weight in weights.items()}
+    transposed = next(iter(weights.values())).input_axis == -2
+    write_adapter(folder, source.branches, inputs, source.read_branch, transposed, source.dtype)
 
 
 def write_adapter(
@@ -39,7 +48,7 @@ def write_adapter(
         transposed: the layers are GPT-2's Conv1D, whose weight is (in, out).
         dtype: of the stored tensors.
     """
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     ranks = {name: shape[1] for name, shape in branches.items()}
     usual = Counter(ranks.values()).most_common(1)[0][0]
     unusual = {name: rank for name, rank in ranks.items() if rank != usual}

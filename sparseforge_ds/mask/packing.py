@@ -159,6 +159,16 @@ class MaskCode:
         return torch.tensor(rows, dtype=torch.long, device=device)
 
 
+PACKED24 = "sparseforge_packed24"
+"""What config.json calls the storage that `pack24` makes: its `quant_method`."""
+
+PACKED24_FORMAT = 1
+"""Version of that storage."""
+
+POSITIONS = "_positions"
+"""There, behind a weight's name: the tensor with its positions. The values have the name itself."""
+
+
 def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
     """Kept values and positions of a weight that is 2:4 along `input_axis`.
 

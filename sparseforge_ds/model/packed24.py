@@ -19,23 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-METHOD = "sparseforge_packed24"
-"""`quant_method` in config.json."""
-
-POSITIONS = "_positions"
-"""Behind a weight's name: where its kept values belong."""
-
-FORMAT = 1
-"""Version of the storage."""
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS
 
 
 class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
@@ -49,13 +37,13 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         ValueError: a format that this version does not know.
     """
 
-    def __init__(self, format: int = FORMAT, semi_structured: bool = True, **more: Any) -> None:
-        if format != FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
+    def __init__(self, format: int = PACKED24_FORMAT, semi_structured: bool = True, **more: Any) -> None:
+        if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
             raise ValueError(
-                f"{METHOD}: format {format!r} with {sorted(more)} is not one that this version of sparseforge_ds reads "
-                f"(format {FORMAT}); upgrade it, or export again"
+                f"{PACKED24}: format {format!r} with {sorted(more)} is not what this version of sparseforge_ds reads "
+                f"(format {PACKED24_FORMAT}); upgrade it, or export again"
             )
-        self.quant_method = METHOD
+        self.quant_method = PACKED24
         self.format = format
         self.semi_structured = semi_structured
 
@@ -65,19 +53,29 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
 
     requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
     serialized_names = {"weight": ["weight", f"weight{POSITIONS}"]}
+    """For a model's own conversions, like the merge of experts; see `get_load_operations`."""
+    _leaves = ("weight",)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is needed beyond torch."""
 
     def get_load_operations(self) -> dict[str, Any]:
-        """For a model's own conversions, like the merge of experts: unpacking comes first."""
+        """Before a model's own conversions: unpacking comes first."""
         return {"dequantize": _operation}
 
     def get_weight_conversions(self) -> list[Any]:
         """`weight` and `weight_positions` become `weight`; a weight that is not packed is passed through."""
         from transformers.core_model_loading import WeightConverter
 
-        return [WeightConverter(self.serialized_names["weight"], "weight", [_operation(self)])]
+        return [
+            WeightConverter([rf"\.{leaf}$", rf"\.{leaf}{POSITIONS}$"], f".{leaf}", [_operation(self)])
+            for leaf in self._leaves
+        ]
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Matrices are called `weight` in most layers; fused experts have other names."""
+        self._leaves = tuple(sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 1}))
+        return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Nothing of the packing is left in a dense model: it may be saved, trained, and quantized."""
@@ -108,14 +106,6 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     def is_trainable(self) -> bool:
         """Semi-structured weights have no gradient."""
         return False
-
-
-def register() -> None:
-    """Make the format known to transformers; again is no error."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(Packed24Config)
-    if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(METHOD)(Packed24Quantizer)
 
 
 def semi_structured(weight: Tensor, layer: object) -> Tensor | None:
@@ -151,3 +141,8 @@ def _operation(quantizer: Packed24Quantizer) -> Any:
     from sparseforge_ds.model.packed24_loading import Unpack24
 
     return Unpack24(quantizer.quantization_config.semi_structured)
+
+
+if PACKED24 not in AUTO_QUANTIZER_MAPPING:  # a reload is no error
+    register_quantization_config(PACKED24)(Packed24Config)
+    register_quantizer(PACKED24)(Packed24Quantizer)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from sparseforge_ds.mask.packing import unpack24
-from sparseforge_ds.model.packed24 import POSITIONS, semi_structured
+from sparseforge_ds.mask.packing import POSITIONS, unpack24
+from sparseforge_ds.model.packed24 import semi_structured
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
@@ -38,25 +38,32 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         """
         result: dict[str, Any] = {}
         for name, tensors in input_dict.items():
-            if name.endswith(POSITIONS):
-                if name.removesuffix(POSITIONS) not in input_dict:
-                    raise ValueError(f"{full_layer_name}{POSITIONS} is there without {full_layer_name}")
+            if _is_positions(name):
                 continue
-            positions = input_dict.get(name + POSITIONS)
+            positions = next((input_dict[other] for other in input_dict if _belongs(other, name)), None)
             if positions is None:
                 result[name] = tensors
             else:
                 result[name] = [unpack24(*pair) for pair in zip(tensors, positions, strict=True)]
-        if list(result) == ["weight"] and full_layer_name is not None:
-            # A layer's own weight, not one of several that the model's conversions merge afterwards.
-            (weight,) = result["weight"]
-            layer = model.get_submodule(full_layer_name.rpartition(".")[0]) if model is not None else None
-            packed = "weight" + POSITIONS in input_dict
-            sparse = semi_structured(weight, layer) if packed and self.semi_structured else None
-            return {full_layer_name: weight if sparse is None else nn.Parameter(sparse, requires_grad=False)}
-        return result
+        if not result:
+            raise ValueError(f"{full_layer_name}{POSITIONS} is there without {full_layer_name}")
+        if not source_patterns[-1].endswith("$") or full_layer_name is None:
+            return result  # for the model's own conversions
+        (tensors,) = result.values()
+        (weight,) = tensors
+        layer = model.get_submodule(full_layer_name.rpartition(".")[0]) if model is not None else None
+        sparse = semi_structured(weight, layer) if self.semi_structured and len(input_dict) == 2 else None
+        return {full_layer_name: weight if sparse is None else nn.Parameter(sparse, requires_grad=False)}
 
     @property
     def reverse_op(self) -> ConversionOps:
         """Saving never packs: the conversion is taken off the model once it is loaded."""
         raise NotImplementedError("a packed model is saved dense")
+
+
+def _is_positions(pattern: str) -> bool:
+    return pattern.removesuffix("$").endswith(POSITIONS)
+
+
+def _belongs(positions: str, values: str) -> bool:
+    return positions.removesuffix("$") == values.removesuffix("$") + POSITIONS

@@ -43,6 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # One file of a part may need more than the part.
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
+    "export.loaded": {"safetensors"},
+    "export.reference": {"peft"},
     "evaluate.perplexity": {"tqdm"},
     "evaluate.pretrained": {"config", "model.families"},
     "evaluate.text": {"train.stdlib_text"},

@@ -1,0 +1,44 @@
+"""`sparseforge apply`: a mask on the dense model that it was learned for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+_EPILOG = """\
+example:
+  sparseforge apply models/qwen3_14b_mask models/Qwen3-14B models/qwen3_14b_2to4
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "apply",
+        help="put a mask (export --format mask) on its dense model: a sparse Hugging Face folder",
+        description="Write mask * dense as a Hugging Face folder, verified and proved. Where a run only learned its "
+        "mask, this is its model; where it trained weights as well, it is not.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("mask", metavar="MASK", help="a folder that `sparseforge export --format mask` wrote")
+    parser.add_argument("dense", metavar="DENSE", help="the dense model: a folder of safetensors, of any float type")
+    parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Apply, and say what was made."""
+    from sparseforge_ds.export.formats import export
+    from sparseforge_ds.export.mask_only import MaskedSource
+
+    source = MaskedSource(args.mask, args.dense)
+    progress = sys.stderr.isatty()
+    record = export(source, args.out, "hf", args.max_shard_size, progress=progress, skip_proof=args.skip_proof)
+    weights, proof = len(record["weights"]), record.get("proof")
+    print(f"{args.out}: {weights} weights in {record['pattern']}, verified")
+    print("not proved: --skip_proof" if proof is None else f"proved: logits {proof['logits']}")
+    return 0

@@ -1,0 +1,103 @@
+"""`sparseforge export`: a run, or an exported folder, in one of the formats."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+_EPILOG = """\
+formats:
+  hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
+  packed24  2:4 weights in 0.5625 of their bf16 bytes; transformers loads it after `import sparseforge_ds`
+  mask      the mask alone, 0.65 bits a weight for 2:4; `sparseforge apply` puts it on the dense model
+  adapter   the low-rank branch as a PEFT LoRA adapter
+
+Each is proved in fresh processes before it reports success: hf and packed24 are loaded and give the source's logits
+bit by bit, a mask is unpacked and compared, peft loads the adapter. --skip_proof is for a machine that cannot hold the
+model.
+
+examples:
+  sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
+  sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask --base models/Qwen3-14B
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "export",
+        help="a run or an exported folder as hf, packed24, mask or adapter, each proved",
+        description="Write a model in one of four formats, offline and one weight at a time. OUT is there whole and "
+        "proved, or not at all.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a run folder (its newest checkpoint), one checkpoint, or an exported folder"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--format", default="hf", help="hf, packed24, mask or adapter (default: hf)")
+    parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
+    parser.add_argument("--base", metavar="DIR", help="with --format mask: the dense model, on which it is proved")
+    parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, and say what was made and how it was proved."""
+    from sparseforge_ds.export.formats import export
+    from sparseforge_ds.export.source import open_source
+
+    record = export(
+        open_source(args.source, args.model, args.dtype),
+        args.out,
+        args.format,
+        args.max_shard_size,
+        progress=sys.stderr.isatty(),
+        base=args.base,
+        skip_proof=args.skip_proof,
+    )
+    if not record["finished"]:
+        print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
+    print(f"{args.out}: {_what(args.format, record)}")
+    print(_proof(args.format, record.get("proof")))
+    return 0
+
+
+def _what(format: str, record: dict[str, Any]) -> str:
+    if format == "adapter":
+        return "low-rank branch, a PEFT LoRA adapter"
+    weights = len(record["weights"])
+    if format == "mask":
+        size = record["size"]
+        return (
+            f"masks of {weights} weights in {record['pattern']}, {size['bytes']:,} bytes, "
+            f"{size['bits_per_weight']:.4f} bits a weight"
+        )
+    if format == "packed24":
+        sparse, model = record["storage"]["sparse_weights"], record["storage"]["model"]
+        return (
+            f"{weights} weights in 2:4, packed into {sparse['ratio']:.4f} of their {sparse['dense_bytes']:,} bytes; "
+            f"the whole model into {model['ratio']:.4f}"
+        )
+    groups = sum(entry["groups"] for entry in record["weights"].values())
+    return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified"
+
+
+def _proof(format: str, proof: dict[str, Any] | None) -> str:
+    if proof is None:
+        return "not proved: --skip_proof"
+    if format == "mask":
+        text = f"proved: masks {proof['masks']}"
+        if proof["applied"] is None:
+            return f"{text}; give --base DENSE to prove them on the dense model too"
+        applied = proof["applied"]
+        equal, of = applied["equal_to_source"], applied["of"]
+        return f"{text}; on the dense model {applied['weights']}, {equal} of {of} weights equal to the source's"
+    if format == "adapter":
+        return f"proved: logits {proof['logits']} (loaded by {proof['loaded_by']})"
+    text = f"proved: loaded by {proof['loaded_by']}, logits {proof['logits']}"
+    return f"{text}; adapter: logits {proof['adapter']['logits']}" if "adapter" in proof else text

@@ -1,0 +1,230 @@
+"""`mask`: only the mask, 0.65 bits a weight for 2:4, and the dense original that it turns into the sparse model.
+
+OUT holds `mask.safetensors`, a row of bytes for each weight (see `mask.packing.MaskCode`), and `mask.json`. `apply`
+gives a Hugging Face folder back: mask * dense with exact +0.0, which for a run that only learned its mask is the model
+itself. From a run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer
+than N non-zeros the first zeros count as kept.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor, tensor_bytes, write_tensors
+from sparseforge_ds.export.source import Prunable, Source, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.mask.packing import MaskCode
+from sparseforge_ds.mask.pattern import Pattern, parse_pattern
+
+FORMAT = 1
+"""Version of mask.json and of the bytes."""
+
+_HEAD = ("pattern", "finished", "step", "source", "coverage", "config")
+
+
+def write_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
+    """Write mask.safetensors.
+
+    Returns:
+        What belongs into mask.json.
+    """
+    code, specs, rows = _code(source.pattern), {}, {}
+    for name, weight in source.prunable.items():
+        groups = torch.Size(weight.shape).numel() // source.pattern.members
+        rows[name] = {"shape": list(weight.shape), "input_axis": weight.input_axis, "groups": groups}
+        specs[name] = TensorSpec((code.nbytes(groups),), torch.uint8)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in tqdm(source.prunable.items(), unit=" masks", disable=not progress, file=sys.stderr):
+            mask = source.read_mask(name)
+            mask_GM = source.pattern.to_groups(mask.reshape(-1), weight.shape, weight.input_axis)
+            yield name, code.pack(mask_GM)
+
+    hashes = write_tensors(folder, "mask", specs, tensors(), max_shard_bytes=1 << 62)
+    for name, entry in rows.items():
+        entry["sha256"] = hashes[name]
+    packed = sum(spec.nbytes for spec in specs.values())
+    dense = sum(source.specs[name].nbytes for name in source.prunable)
+    elements = sum(torch.Size(weight.shape).numel() for weight in source.prunable.values())
+    return {
+        "format": FORMAT,
+        "model_type": source.model_config.get("model_type"),
+        **{key: source.record[key] for key in _HEAD},
+        "encoding": {
+            "word": "pattern indices" if code.by_index else "mask bits",
+            "groups_per_word": code.word[0],
+            "bits_per_word": code.word[1],
+        },
+        "size": {"bytes": packed, "bits_per_weight": 8 * packed / elements, "of_dense_bytes": packed / dense},
+        "weights": rows,
+    }
+
+
+class MaskFolder:
+    """The masks of a folder that `write_masks` wrote.
+
+    Raises:
+        ValueError: (constructor, read) something is missing, damaged, or does not fit together.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._path = self.folder / "mask.json"
+        self.content = read_json(self._path)
+        if self.content.get("format") != FORMAT:
+            raise ValueError(f"{self._path}: format {self.content.get('format')!r}, this version reads {FORMAT}")
+        if not isinstance(self.content.get("pattern"), str) or not set(_HEAD) <= set(self.content):
+            raise ValueError(f"{self._path}: is damaged; export the mask again")
+        self.pattern = parse_pattern(self.content["pattern"])
+        self._tensors = TensorFolder(self.folder, "mask")
+        self.prunable: dict[str, Prunable] = {}
+        rows = self.content.get("weights")
+        if not isinstance(rows, dict) or not rows or set(rows) != set(self._tensors.specs):
+            raise ValueError(f"{self._path}: does not list the weights of mask.safetensors; export the mask again")
+        self._rows: dict[str, dict[str, Any]] = rows
+        for name, entry in rows.items():
+            shape, axis = (entry.get("shape"), entry.get("input_axis")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(shape, list) or len(shape) < 2 or any(type(n) is not int or n < 1 for n in shape):
+                raise ValueError(f"{self._path}: the shape of {name} is damaged; export the mask again")
+            if axis not in (-1, -2) or self.pattern.misfit(tuple(shape), axis) is not None:
+                raise ValueError(f"{self._path}: the input axis of {name} is damaged; export the mask again")
+            self.prunable[name] = Prunable(name, tuple(shape), axis)
+
+    def read(self, name: str) -> Tensor:
+        """The mask of a weight, bool in its shape."""
+        weight, packed = self.prunable[name], self._tensors.read(name)
+        if hash_tensor(packed) != self._rows[name].get("sha256"):
+            raise ValueError(f"{self.folder}: the mask of {name} has not the sha256 that mask.json gives; export again")
+        groups = torch.Size(weight.shape).numel() // self.pattern.members
+        try:
+            mask_GM = _code(self.pattern).unpack(packed, groups)
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {name}: {error}") from None
+        return self.pattern.from_groups(mask_GM, weight.shape, weight.input_axis).view(weight.shape)
+
+
+class MaskedSource(Source):
+    """A mask on the dense model that it was learned for.
+
+    Args:
+        path: a folder with mask.json.
+        model: the dense model: any Hugging Face folder of safetensors, in any floating-point type.
+        dtype: one of `DTYPES`, or auto: every tensor as it is stored.
+
+    Raises:
+        ValueError: something is missing or damaged, or the dense model is another one.
+    """
+
+    def __init__(self, path: str | Path, model: str | Path | None, dtype: str = "auto") -> None:
+        if model is None:
+            raise ValueError(f"{path}: is a mask; give the folder of the dense model that it belongs to")
+        self.masks = MaskFolder(path)
+        self.model_folder = Path(model)
+        self.opened = (self.masks.folder, self.model_folder, dtype)
+        self.model_config = read_model_config(self.model_folder)
+        expected, held = self.masks.content.get("model_type"), self.model_config.get("model_type")
+        if held != expected:
+            raise ValueError(f"{model}: is a {held}, the mask in {path} is of a {expected}; give its dense model")
+        self._tensors = TensorFolder(self.model_folder)
+        self.pattern, self.prunable = self.masks.pattern, self.masks.prunable
+        prefix = self._prefix()
+        self._stored = {prefix + name: name for name in self._tensors.specs}
+        for name, weight in self.prunable.items():
+            found = self._tensors.specs[self._stored[name]].shape if name in self._stored else None
+            if found != weight.shape:
+                cure = "give the dense model that it was learned for"
+                if found is None and len(weight.shape) == 3:
+                    cure += "; if its experts are stored one by one, save it with save_original_format=False first"
+                raise ValueError(
+                    f"{model}: {name} is {found or 'missing'} there, the mask in {path} is for {weight.shape}; {cure}"
+                )
+        chosen = None if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
+        self.specs = {}
+        for name, stored in self._stored.items():
+            spec = self._tensors.specs[stored]
+            self.specs[name] = TensorSpec(spec.shape, chosen if chosen and spec.dtype.is_floating_point else spec.dtype)
+        self.dtype = self.specs[next(iter(self.prunable))].dtype
+        self.branches = {}
+        content = self.masks.content
+        self.record = {"format": 1, **{key: content[key] for key in _HEAD}, "dtype": str(self.dtype)[6:]}
+        files = sorted({self._tensors.folder / file for file in self._tensors.files.values()})
+        self.identity = {
+            "version": importlib.metadata.version("sparseforge_ds"),
+            "mask": content,
+            "dtype": dtype,
+            "model_config": self.model_config,
+            "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        }
+
+    def read(self, name: str) -> Tensor:
+        """See `Source.read`."""
+        value = self.read_dense(name)
+        if name in self.prunable:
+            value = masked(value, self.masks.read(name))
+        require_finite(value, name, self.model_folder)
+        return value
+
+    def read_dense(self, name: str) -> Tensor:
+        """A tensor of the dense model, at its dtype in `specs`."""
+        return self._tensors.read(self._stored[name]).to(self.specs[name].dtype)
+
+    def read_mask(self, name: str) -> Tensor:
+        """See `Source.read_mask`."""
+        return self.masks.read(name)
+
+    def read_branch(self, name: str) -> Tensor:
+        """See `Source.read_branch`; there are none."""
+        raise KeyError(name)
+
+    def check_bytes(self, workers: int = 1) -> None:
+        """See `Source.check_bytes`; masks are checked as they are read, the dense model has no checksums."""
+
+    def _prefix(self) -> str:
+        """What the dense folder leaves away: some models are stored without the name of their class' inner model."""
+        name = next(iter(self.prunable))
+        first, _, rest = name.partition(".")
+        return f"{first}." if name not in self._tensors.specs and rest in self._tensors.specs else ""
+
+
+def masked(dense: Tensor, mask: Tensor) -> Tensor:
+    """dense where the mask is True, else +0.0; -0.0 becomes +0.0, as in every export."""
+    return torch.where(mask, dense, torch.zeros((), dtype=dense.dtype)) + 0.0
+
+
+def prove_masks(source: Source, folder: Path, base: str | Path | None, progress: bool) -> dict[str, Any]:
+    """Read every mask back and compare it with the source's; with `base`, also applied to the dense model.
+
+    Returns:
+        What mask.json says of it.
+
+    Raises:
+        ValueError: a mask differs, or `base` is not the model of the mask.
+    """
+    written = MaskFolder(folder)
+    applied = None if base is None else MaskedSource(folder, base)
+    same = 0
+    for name in tqdm(source.prunable, unit=" masks checked", disable=not progress, file=sys.stderr):
+        mask = source.read_mask(name)
+        if not torch.equal(written.read(name), mask):
+            raise ValueError(f"{folder}: the proof failed: the mask of {name} does not unpack to the source's")
+        if applied is not None:
+            value, dense = applied.read(name), applied.read_dense(name)
+            if tensor_bytes(value) != tensor_bytes(torch.where(mask, dense + 0.0, 0.0)):
+                raise ValueError(f"{folder}: the proof failed: {name} of {base} with its mask is not mask * dense")
+            same += torch.equal(value, source.read(name).to(value.dtype))
+    proof: dict[str, Any] = {"masks": "equal to the source's", "applied": None}
+    if applied is not None:
+        proof["applied"] = {"weights": "bit-equal to mask * dense", "equal_to_source": same, "of": len(source.prunable)}
+    return proof
+
+
+def _code(pattern: Pattern) -> MaskCode:
+    return MaskCode(pattern.members, pattern.kept)

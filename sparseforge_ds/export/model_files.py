@@ -1,0 +1,28 @@
+"""What lies beside the weights of a model: config, tokenizer, licence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sparseforge_ds.export.source import Source
+
+_COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_WRITTEN = ("config.json", "sparsity.json", "mask.json")
+
+
+def copy_model_files(source: Source, folder: Path, quantization_config: dict[str, Any] | None = None) -> None:
+    """Everything that belongs to the model but its weights; config.json with the exported dtype."""
+    for file in sorted(source.model_folder.iterdir()):
+        weights = ".safetensors" in file.name or ".bin" in file.name
+        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
+            shutil.copyfile(file, folder / file.name)
+    config = dict(source.model_config)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(source.dtype).removeprefix("torch.")
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

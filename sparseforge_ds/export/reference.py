@@ -1,0 +1,108 @@
+"""The logits that an export must have, from a model that is filled from the source and never saw the exported files.
+
+    python -m sparseforge_ds.export.reference REQUEST
+
+REQUEST is a JSON file that `proof` writes: where the source is, and where the logits go. The model is made from its
+config, and every one of its tensors is copied from the source, one at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
+from sparseforge_ds.export.source import Source, open_source
+
+
+def filled_model(source: Source) -> Any:
+    """The source's model, in evaluation mode, on the CPU.
+
+    Raises:
+        ValueError: the tensors of the source are not exactly those of the model that config.json describes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=source.dtype)
+    model.tie_weights()
+    state, filled = model.state_dict(), set()
+    ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+    for name, spec in source.specs.items():
+        if name not in state:
+            if any(re.search(glob, name) for glob in ignored):
+                continue
+            raise ValueError(f"{source.model_folder}/config.json: its {type(model).__name__} has no {name}")
+        if tuple(state[name].shape) != spec.shape:
+            raise ValueError(
+                f"{source.model_folder}/config.json: its {type(model).__name__} has {name} of shape "
+                f"{tuple(state[name].shape)}, the source {spec.shape}"
+            )
+        state[name].copy_(source.read(name))
+        filled.add(state[name].data_ptr())
+    missing = [name for name, tensor in state.items() if tensor.numel() and tensor.data_ptr() not in filled]
+    if missing:
+        raise ValueError(f"the source has no {missing[0]}, which the {type(model).__name__} of config.json needs")
+    return model.eval()
+
+
+def token_ids(model: Any, count: int) -> Tensor:
+    """(1, count) fixed tokens from all over the vocabulary; fewer where the model has not that many positions."""
+    count = min(count, getattr(model.config, "max_position_embeddings", count))
+    return (torch.arange(count)[None] * 7919 + 3) % model.get_input_embeddings().weight.shape[0]
+
+
+def add_branches(model: nn.Module, source: Source) -> list[Any]:
+    """Our low-rank branch (design eq. 13) as forward hooks, in the model's dtype; what removes them."""
+
+    def hook(b_OK: Tensor) -> Any:
+        def add(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+            x = args[0]
+            runs = x.reshape(*x.shape[:-1], b_OK.shape[1], -1).sum(-1)
+            return output + nn.functional.linear(runs, b_OK)
+
+        return add
+
+    dtype = next(model.parameters()).dtype
+    branches = {name: source.read_branch(name).to(dtype) for name in source.branches}
+    return [model.get_submodule(name).register_forward_hook(hook(b_OK)) for name, b_OK in branches.items()]
+
+
+@torch.no_grad()
+def _answer(request: dict[str, Any]) -> dict[str, Tensor]:
+    source = open_source(request["path"], request["model"], request["dtype"])
+    model = filled_model(source)
+    if request["adapter"] is None:
+        return {"logits": model(token_ids(model, request["tokens"])).logits}
+    from peft import PeftModel
+
+    model.float()  # so that only the order of sums differs between the two ways to write the branch
+    ids = token_ids(model, request["tokens"])
+    answer = {"without": model(ids).logits}
+    hooks = add_branches(model, source)
+    answer["ours"] = model(ids).logits
+    for each in hooks:
+        each.remove()
+    answer["peft"] = PeftModel.from_pretrained(model, request["adapter"]).eval()(ids).logits
+    return answer
+
+
+def _main(request: Path) -> None:
+    answer = {name: tensor.contiguous() for name, tensor in _answer(read_json(request)).items()}
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in answer.items()}
+    write_tensors(request.parent, "reference", specs, iter(answer.items()), max_shard_bytes=1 << 62)
+
+
+if __name__ == "__main__":
+    try:
+        _main(Path(sys.argv[1]))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,148 @@
+"""From real runs, over the command line, to every format, each proved in fresh processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.cli.main import main
+from tests import tiny_models
+from tests.distributed import run_distributed
+from tests.sparse_folders import bits
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
+from tests.zero.case import Case, batch_at, build, probe_of, train_step
+
+STILL = {"lr": 0.0, "weight_decay": 0.0}
+"""Nothing is trained but the mask."""
+CASES: dict[str, tuple[Any, Case]] = {
+    "llama-fp16": (tiny_models.tiny_llama, Case(stage=3, dtype="fp16", more={"fp16": {"loss_scale": 16}})),
+    "qwen3-tied-padded": (tiny_models.tiny_qwen3, Case(stage=1, dtype="bf16")),
+    "gpt2": (tiny_models.tiny_gpt2, Case(stage=2, dtype="bf16")),
+    "llama-branch": (tiny_models.tiny_llama, Case(stage=3, config={"low_rank": {"k": 8}})),
+    "gpt2-branch": (tiny_models.tiny_gpt2, Case(stage=2, dtype="bf16", config={"low_rank": {"k": 8}})),
+    "llama-still": (tiny_models.tiny_llama, Case(stage=2, dtype="bf16", **STILL)),
+    "gpt2-still": (tiny_models.tiny_gpt2, Case(stage=3, **STILL)),
+    "llama-block": (tiny_models.tiny_llama, Case(stage=2, config={"pattern": "block16"}, **STILL)),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def save_runs(folder: str) -> dict[str, Tensor]:
+    """Train every case and save it as the trainer does; the logits of the engines at the end."""
+    logits = {}
+    for name, (build_model, case) in CASES.items():
+        run = Path(folder) / name
+        model = build_model(**({"vocab_size": BYTE_VOCABULARY} if "padded" in name else {}))
+        if torch.distributed.get_rank() == 0:
+            model.to(DTYPES[case.dtype]).save_pretrained(run / "model")  # the dense model, as a run starts from it
+            byte_tokenizer().save_pretrained(run / "model")
+            (run / "sparseforge.json").write_text(json.dumps({"coverage": {"masked": 1}}))
+            model = model.float()
+        torch.distributed.barrier()
+        model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+        engine, forge = build(case, model)
+        for step in range(case.steps):
+            train_step(engine, case, step)
+            forge.step(probe_of(engine, case, step))
+        engine.save_checkpoint(str(run / "checkpoints"), tag="step", client_state={"sparseforge": forge.state_dict()})
+        engine.eval()
+        with torch.no_grad():
+            logits[name] = engine(batch_at(0)["input_ids"]).logits
+    return logits
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    logits: Tensor
+
+    @property
+    def dense(self) -> Path:
+        return self.folder / "model"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    results = run_distributed(save_runs, 2, str(folder))[0]
+    return {name: Run(folder / name, logits) for name, logits in results.items()}
+
+
+def export(run: Run, out: Path, *arguments: str) -> Path:
+    assert main(["export", str(run.folder), str(out), *arguments]) == 0
+    return out
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(batch_at(0)["input_ids"]).logits
+
+
+@pytest.mark.parametrize("name", ["llama-fp16", "qwen3-tied-padded", "gpt2"])
+def test_packed24(runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = export(runs[name], tmp_path / "hf", "--skip_proof", "--max_shard_size", "20KB")
+    packed = export(runs[name], tmp_path / "packed", "--format", "packed24", "--max_shard_size", "20KB")
+    told = capsys.readouterr().out
+    assert "packed into 0.5625 of their" in told
+    assert "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
+    expected, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (hf, packed))
+    state = model.state_dict()
+    assert all(torch.equal(bits(state[key]), bits(value)) for key, value in expected.state_dict().items())
+    assert torch.equal(logits(model).float(), runs[name].logits.float())
+    again = tmp_path / "again"
+    assert main(["export", str(hf), str(again), "--format", "packed24", "--skip_proof"]) == 0
+    one, two = TensorFolder(packed), TensorFolder(again)
+    assert one.specs.keys() == two.specs.keys()
+    assert all(torch.equal(bits(one.read(key)), bits(two.read(key))) for key in one.specs)
+    assert (packed / "tokenizer.json").read_bytes() == (runs[name].dense / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["llama-still", "gpt2-still", "llama-block"])
+def test_a_mask_on_the_dense_model_is_the_run(
+    runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where only the mask was trained, mask and dense model give the `hf` export back, bit by bit."""
+    run = runs[name]
+    hf = TensorFolder(export(run, tmp_path / "hf", "--skip_proof"))
+    mask = export(run, tmp_path / "mask", "--format", "mask", "--base", str(run.dense))
+    weights = len(json.loads((mask / "mask.json").read_text())["weights"])
+    assert f"{weights} of {weights} weights equal to the source's" in capsys.readouterr().out
+    skip = [] if name == "gpt2-still" else ["--skip_proof"]
+    assert main(["apply", str(mask), str(run.dense), str(tmp_path / "out"), *skip]) == 0
+    out = TensorFolder(tmp_path / "out")
+    assert out.specs == hf.specs
+    assert all(torch.equal(bits(out.read(key)), bits(hf.read(key))) for key in hf.specs)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), run.logits)
+
+
+def test_hf_with_a_branch_is_proved_with_its_adapter(runs: dict[str, Run], tmp_path: Path) -> None:
+    out = export(runs["llama-branch"], tmp_path / "out")
+    proof = json.loads((out / "sparsity.json").read_text())["proof"]
+    assert proof["logits"] == "bit-equal" and proof["loaded_by"] == "transformers"
+    assert proof["adapter"]["difference"] <= 1e-5 < 1e-2 < proof["adapter"]["effect"]
+    base = AutoModelForCausalLM.from_pretrained(out)
+    adapted = logits(PeftModel.from_pretrained(base, out / "adapter").eval())
+    torch.testing.assert_close(adapted, runs["llama-branch"].logits, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_alone(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs["gpt2-branch"]
+    out = export(run, tmp_path / "adapter", "--format", "adapter")
+    assert "proved: logits within 1e-05 of the largest, fp32 (loaded by peft)" in capsys.readouterr().out
+    assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    packed = export(run, tmp_path / "packed", "--format", "packed24", "--skip_proof")
+    base = AutoModelForCausalLM.from_pretrained(packed)
+    with_it = logits(PeftModel.from_pretrained(base, out).eval()).float()
+    torch.testing.assert_close(with_it, run.logits.float(), rtol=0, atol=2e-2 * run.logits.abs().max().item())
+    alone, beside = (load_file(folder / "adapter_model.safetensors") for folder in (out, packed / "adapter"))
+    assert alone.keys() == beside.keys() and all(torch.equal(alone[key], beside[key]) for key in alone)

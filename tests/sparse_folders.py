@@ -1,0 +1,86 @@
+"""Sparse models on disk without a training run: a dense model, its magnitude mask, and the folder that is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export.source import Prunable, Source
+from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.model.families import prunable_weights
+from tests.tiny_models import BUILDERS, tiny_llama
+
+_TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+MODELS = BUILDERS | {
+    "llama-tied": lambda: tiny_llama(tie_word_embeddings=True),
+    "llama-odd": lambda: tiny_llama(hidden_size=20, intermediate_size=28, **_TWO_HEADS),  # 5 groups a row: half a byte
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelSource(Source):
+    """A model in memory under its magnitude mask, as if a run had learned that mask and nothing else."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype, pattern: str = "2:4") -> None:
+        config = SparseForgeConfig(pattern=pattern)
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        self.pattern, self.dtype = config.parsed_pattern, dtype
+        self._dense = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
+        self.specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._dense.items()}
+        weights = prunable_weights(model, config)
+        self.prunable = {weight.name: Prunable(weight.name, weight.shape, weight.input_axis) for weight in weights}
+        self.model_folder, self.opened = folder, (folder, None, "auto")
+        self.model_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        self.branches, self.identity = {}, {"model": id(model)}
+        self.record = {
+            "format": 1,
+            "pattern": str(self.pattern),
+            "finished": True,
+            "step": 7,
+            "source": {"checkpoint": "step-7"},
+            "dtype": str(dtype).removeprefix("torch."),
+            "coverage": {},
+            "config": config.to_dict(),
+        }
+
+    def read(self, name: str) -> Tensor:
+        value = self._dense[name].clone()
+        return torch.where(self.read_mask(name), value, 0.0) + 0.0 if name in self.prunable else value
+
+    def read_mask(self, name: str) -> Tensor:
+        weight = self.prunable[name]
+        size_GM = self.pattern.to_groups(self._dense[name].abs().reshape(-1), weight.shape, weight.input_axis)
+        kept_GM = top_n(size_GM, self.pattern.kept)
+        return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
+
+    def read_branch(self, name: str) -> Tensor:
+        raise KeyError(name)
+
+    def check_bytes(self, workers: int = 1) -> None:
+        pass
+
+
+def write_dense(folder: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
+    """The dense model, as transformers saves it."""
+    model = MODELS[family]().to(DTYPES[dtype])
+    model.save_pretrained(folder, **how)
+    return folder
+
+
+def write_sparse(folder: Path, dense: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
+    """The sparse model of `write_dense`, as `consolidate` writes it. `how`: pattern, max_shard_size."""
+    source = ModelSource(MODELS[family](), dense, DTYPES[dtype], how.pop("pattern", "2:4"))
+    consolidate(source, folder, **how)
+    return folder
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, to compare -0.0 with 0.0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

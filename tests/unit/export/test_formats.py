@@ -1,0 +1,183 @@
+"""The frame of all formats, and that the default one carries nothing that other tools take for something else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export import formats
+from sparseforge_ds.export.formats import FORMATS, export
+from sparseforge_ds.export.source import open_source
+from tests.conftest import ROOT
+from tests.sparse_folders import MODELS, ModelSource, write_dense, write_sparse
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
+
+# Read by some version of vLLM, transformers, compressed-tensors, llm-compressor, AutoGPTQ, AutoAWQ or ModelOpt.
+THEIR_KEYS = {
+    "quantization_config",
+    "compression_config",
+    "sparsity_config",
+    "quantization",
+    "quant_method",
+    "quantization_status",
+    "auto_map",
+    "transformers_weights",
+}
+THEIR_FILES = {
+    "recipe.yaml",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "compression_config.json",
+    "hf_quant_config.json",
+    "adapter_config.json",  # in the folder itself it makes transformers load an adapter
+    "consolidated.safetensors",  # makes vLLM take the folder for one of Mistral's
+    "params.json",
+}
+OURS = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "sparsity.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+def all_keys(content: Any) -> set[str]:
+    if isinstance(content, dict):
+        return set(content) | {key for value in content.values() for key in all_keys(value)}
+    return {key for value in content for key in all_keys(value)} if isinstance(content, list) else set()
+
+
+@pytest.fixture
+def padded(tmp_path: Path) -> Path:
+    """A sparse folder with a tokenizer and an embedding of more rows than it has tokens."""
+    model = MODELS["llama"](vocab_size=BYTE_VOCABULARY).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    byte_tokenizer().save_pretrained(tmp_path / "dense")
+    assert len(byte_tokenizer()) < BYTE_VOCABULARY
+    return tmp_path / "dense"
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
+def test_the_default_export_is_nothing_but_an_ordinary_folder(
+    tmp_path: Path, padded: Path, max_shard_size: str
+) -> None:
+    model = MODELS["llama"](vocab_size=BYTE_VOCABULARY)
+    source = ModelSource(model, padded, torch.bfloat16)
+    out = tmp_path / "out"
+    export(source, out, max_shard_size=max_shard_size, skip_proof=True)
+
+    files = {file.name for file in out.iterdir()}
+    shards = {name for name in files if name.startswith("model-")}
+    assert not files & THEIR_FILES and files - shards <= OURS and bool(shards) == (max_shard_size == "10KB")
+    assert not all_keys(json.loads((out / "config.json").read_text())) & THEIR_KEYS
+    expected = model.state_dict()
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(shards or {"model.safetensors"}):
+        with safe_open(out / file, framework="pt") as tensors:
+            assert tensors.metadata() == {"format": "pt"}
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
+    assert found == {name: tuple(value.shape) for name, value in expected.items()}
+    if shards:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index.keys() == {"metadata", "weight_map"} and index["metadata"].keys() == {"total_size"}
+        assert index["weight_map"].keys() == expected.keys() and set(index["weight_map"].values()) == shards
+    loaded, report = AutoModelForCausalLM.from_pretrained(out, use_safetensors=True, output_loading_info=True)
+    assert not any(report.values()) and type(loaded) is type(model)
+
+
+def test_nobody_reads_sparsity_json(tmp_path: Path, padded: Path) -> None:
+    """Not even opened by whoever loads config, weights, tokenizer and generation settings."""
+    model = MODELS["llama"](vocab_size=BYTE_VOCABULARY)
+    export(ModelSource(model, padded, torch.bfloat16), tmp_path / "out", skip_proof=True)
+    code = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+folder = sys.argv[1]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+pipeline("text-generation", model=model, tokenizer=tokenizer)("abc", max_new_tokens=2)
+ours = {path.rpartition("/")[2] for path in opened if path.startswith(folder)}
+assert "config.json" in ours and "sparsity.json" not in ours, ours
+assert "sparseforge_ds" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_source_has_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    out = str(tmp_path / "out")
+    assert main(["export", str(sparse), out, "--format", "adapter"]) == 2
+    assert f"{sparse}: has no low-rank branch" in capsys.readouterr().err
+    assert main(["export", str(sparse), out, "--format", "onnx"]) == 2
+    assert "--format 'onnx': use one of hf, packed24, mask, adapter" in capsys.readouterr().err
+    assert main(["export", str(sparse), out, "--base", str(tmp_path / "dense")]) == 2
+    assert "--format hf needs none" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "dense"), out]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["packed24", "mask"])
+def test_out_is_whole_or_not_there(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    arguments = ["export", str(sparse), str(tmp_path / "out"), "--format", format, "--skip_proof"]
+    (tmp_path / "out").mkdir()
+    assert main(arguments) == 0  # an empty folder is as good as none
+    assert main(arguments) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(formats, "write_packed" if format == "packed24" else "write_masks", full)
+    arguments[2] = str(tmp_path / "two")
+    assert main(arguments) == 2
+    assert "No space left on device); nothing was left behind" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out", "sparse"]
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24", "mask"])
+def test_a_skipped_proof_is_said(tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    out = tmp_path / "out"
+    assert main(["export", str(sparse), str(out), "--format", format, "--skip_proof"]) == 0
+    assert "not proved: --skip_proof" in capsys.readouterr().out
+    record = json.loads((out / ("mask.json" if format == "mask" else "sparsity.json")).read_text())
+    assert record["proof"] is None
+
+
+def test_formats_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n  {format} " in text for format in FORMATS)
+
+
+def test_a_folder_changed_since_its_export_is_no_source(tmp_path: Path) -> None:
+    sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    tensors = load_file(sparse / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"].mul_(2)
+    save_file(tensors, sparse / "model.safetensors", {"format": "pt"})
+    for format in ("packed24", "mask"):
+        with pytest.raises(ValueError, match="sha256"):
+            export(open_source(sparse), tmp_path / "out", format, skip_proof=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "sparse"]

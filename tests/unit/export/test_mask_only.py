@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.mask_only import MaskFolder, masked
+from sparseforge_ds.export.source import open_source
+from tests.sparse_folders import DTYPES, MODELS, ModelSource, bits, write_dense, write_sparse
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def write_mask(tmp_path: Path, family: str, dtype: str = "float32", pattern: str = "2:4") -> tuple[Path, Path]:
+    """(dense, mask) folders; the mask is the source's."""
+    dense = write_dense(tmp_path / "dense", family, dtype, save_original_format=False)
+    source = ModelSource(MODELS[family](), dense, DTYPES[dtype], pattern)
+    export(source, tmp_path / "mask", "mask")
+    return dense, tmp_path / "mask"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "llama-odd", "qwen3", "mistral", "gpt2", "mixtral"])
+def test_applied_to_the_dense_model_it_is_the_sparse_one(tmp_path: Path, family: str, dtype: str) -> None:
+    """Nothing was trained here but the mask, so mask and dense model give the `hf` export, bit by bit."""
+    dense, mask = write_mask(tmp_path, family, dtype)
+    sparse = TensorFolder(write_sparse(tmp_path / "sparse", dense, family, dtype))
+    assert main(["apply", str(mask), str(dense), str(tmp_path / "out"), "--skip_proof"]) == 0
+    out, original = TensorFolder(tmp_path / "out"), TensorFolder(dense)
+    assert out.specs == original.specs and sparse.specs.keys() == out.specs.keys()
+    masks = MaskFolder(mask)
+    for name in out.specs:
+        expected = original.read(name)
+        if name in masks.prunable:
+            expected = torch.where(masks.read(name), expected, 0.0)
+        assert torch.equal(bits(out.read(name)), bits(expected))
+        assert torch.equal(bits(out.read(name)), bits(sparse.read(name)))
+    sparsity = json.loads((tmp_path / "out" / "sparsity.json").read_text())
+    assert sparsity["pattern"] == "2:4" and sparsity["step"] == 7 and sparsity["dtype"] == dtype
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bits_per_weight"), [("2:4", 0.65), ("4:8", 37 / 48), ("1:4", 0.5), ("block16", 1.0)]
+)
+def test_size(tmp_path: Path, pattern: str, bits_per_weight: float) -> None:
+    _, mask = write_mask(tmp_path, "llama", pattern=pattern)
+    content = json.loads((mask / "mask.json").read_text())
+    tensors = load_file(mask / "mask.safetensors")
+    assert content["size"]["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert bits_per_weight <= content["size"]["bits_per_weight"] < bits_per_weight + 0.015  # each row ends in a byte
+    assert content["size"]["of_dense_bytes"] == pytest.approx(content["size"]["bits_per_weight"] / 32)
+    assert content["proof"] == {"masks": "equal to the source's", "applied": None}
+    for name, entry in content["weights"].items():
+        assert entry["sha256"] == hash_tensor(tensors[name])
+        assert entry["shape"] == list(MODELS["llama"]().state_dict()[name].shape)
+
+
+def test_sharded_dense_models(tmp_path: Path) -> None:
+    dense, mask = write_mask(tmp_path, "llama")
+    sharded = write_dense(tmp_path / "sharded", "llama", max_shard_size="20KB")
+    assert not (sharded / "model.safetensors").exists()
+    for name, of in (("one", dense), ("two", sharded)):
+        assert main(["apply", str(mask), str(of), str(tmp_path / name), "--skip_proof"]) == 0
+    one, two = TensorFolder(tmp_path / "one"), TensorFolder(tmp_path / "two")
+    assert all(torch.equal(bits(one.read(name)), bits(two.read(name))) for name in one.specs)
+
+
+def test_a_dense_model_stored_without_the_outer_name(tmp_path: Path) -> None:
+    """As the original GPT-2 is: h.0... for transformer.h.0..."""
+    dense, mask = write_mask(tmp_path, "gpt2")
+    path = dense / "model.safetensors"
+    short = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    short["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()  # the causal mask, which old files carry
+    save_file(short, path, {"format": "pt"})
+    assert main(["apply", str(mask), str(dense), str(tmp_path / "out")]) == 0
+    assert "transformer.h.0.attn.c_attn.weight" in TensorFolder(tmp_path / "out").specs
+
+
+def test_from_a_folder_groups_with_fewer_non_zeros_are_filled_up(tmp_path: Path) -> None:
+    dense = write_dense(tmp_path / "dense", "llama")
+    model = MODELS["llama"]()
+    with torch.no_grad():
+        model.get_parameter(QUERY)[3, 8:12] = torch.tensor([0.0, 0.0, 0.0, 2.0])
+        model.get_parameter(QUERY)[4, 8:12] = 0.0
+    from sparseforge_ds.export.consolidate import consolidate
+
+    consolidate(ModelSource(model, dense, torch.float32), tmp_path / "sparse")
+    export(open_source(tmp_path / "sparse"), tmp_path / "mask", "mask")
+    mask = MaskFolder(tmp_path / "mask").read(QUERY)
+    assert mask[3, 8:12].tolist() == [True, False, False, True]
+    assert mask[4, 8:12].tolist() == [True, True, False, False]
+
+
+def test_minus_zero_does_not_survive() -> None:
+    value = masked(torch.tensor([-0.0, -1.0, -2.0]), torch.tensor([True, True, False]))
+    assert torch.equal(bits(value), bits(torch.tensor([0.0, -1.0, 0.0])))
+
+
+def test_other_dense_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, mask = write_mask(tmp_path, "llama")
+    out = str(tmp_path / "out")
+    write_dense(tmp_path / "gpt2", "gpt2")
+    assert main(["apply", str(mask), str(tmp_path / "gpt2"), out]) == 2
+    assert "is a gpt2, the mask" in capsys.readouterr().err
+    MODELS["llama"](hidden_size=64).save_pretrained(tmp_path / "wide")
+    assert main(["apply", str(mask), str(tmp_path / "wide"), out]) == 2
+    assert f"{QUERY} is (64, 64) there, the mask" in capsys.readouterr().err
+    MODELS["llama"](num_hidden_layers=1).save_pretrained(tmp_path / "short")
+    assert main(["apply", str(mask), str(tmp_path / "short"), out]) == 2
+    assert "model.layers.1.self_attn.q_proj.weight is missing there" in capsys.readouterr().err
+    assert main(["apply", str(mask), str(tmp_path / "none"), out]) == 2
+    assert main(["apply", str(tmp_path / "dense"), str(tmp_path / "dense"), out]) == 2
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_experts_stored_one_by_one_are_refused_with_a_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, mask = write_mask(tmp_path, "mixtral")
+    write_dense(tmp_path / "hub", "mixtral")
+    assert main(["apply", str(mask), str(tmp_path / "hub"), str(tmp_path / "out")]) == 2
+    assert "save it with save_original_format=False first" in capsys.readouterr().err
+
+
+def change_json(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads((folder / "mask.json").read_text())
+    change(content)
+    (folder / "mask.json").write_text(json.dumps(content))
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "format": (lambda content: content.update(format=2), "format 2, this version reads 1"),
+    "pattern": (lambda content: content.update(pattern="2:x"), "unknown pattern"),
+    "no pattern": (lambda content: content.pop("pattern"), "is damaged; export the mask again"),
+    "weights": (lambda content: content.update(weights=[1]), "does not list the weights"),
+    "one weight": (lambda content: content["weights"].pop(QUERY), "does not list the weights"),
+    "shape": (lambda content: content["weights"][QUERY].update(shape=[32, "32"]), f"the shape of {QUERY}"),
+    "axis": (lambda content: content["weights"][QUERY].update(input_axis=0), f"the input axis of {QUERY}"),
+    "smaller": (lambda content: content["weights"][QUERY].update(shape=[32, 16]), "is (32, 32) there, the mask"),
+    "hash": (lambda content: content["weights"][QUERY].update(sha256="0" * 64), f"the mask of {QUERY} has not"),
+    "other pattern": (lambda content: content.update(pattern="2:8"), "bytes; these are"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_masks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    dense, mask = write_mask(tmp_path, "llama")
+    change, message = DAMAGES[damage]
+    change_json(mask, change)
+    assert main(["apply", str(mask), str(dense), str(tmp_path / "out"), "--skip_proof"]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "mask"]
+
+
+def test_changed_bytes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense, mask = write_mask(tmp_path, "llama")
+    content = bytearray((mask / "mask.safetensors").read_bytes())
+    content[-1] ^= 1
+    (mask / "mask.safetensors").write_bytes(content)
+    assert main(["apply", str(mask), str(dense), str(tmp_path / "out"), "--skip_proof"]) == 2
+    assert "has not the sha256 that mask.json gives" in capsys.readouterr().err
+
+
+def test_proof_on_the_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = write_dense(tmp_path / "dense", "gpt2")
+    sparse = write_sparse(tmp_path / "sparse", dense, "gpt2")
+    out = tmp_path / "mask"
+    assert main(["export", str(sparse), str(out), "--format", "mask", "--base", str(dense)]) == 0
+    assert (
+        "on the dense model bit-equal to mask * dense, 8 of 8 weights equal to the source's" in capsys.readouterr().out
+    )
+    assert json.loads((out / "mask.json").read_text())["proof"]["applied"]["equal_to_source"] == 8
+    trained = load_file(dense / "model.safetensors")
+    trained["transformer.h.0.mlp.c_fc.weight"] += 1
+    save_file(trained, dense / "model.safetensors", {"format": "pt"})
+    assert main(["export", str(sparse), str(tmp_path / "two"), "--format", "mask", "--base", str(dense)]) == 0
+    assert "7 of 8 weights equal to the source's" in capsys.readouterr().out
+    write_dense(tmp_path / "llama", "llama")
+    base = str(tmp_path / "llama")
+    assert main(["export", str(sparse), str(tmp_path / "three"), "--format", "mask", "--base", base]) == 2
+    assert "is a llama, the mask" in capsys.readouterr().err and not (tmp_path / "three").exists()
+
+
+def test_a_wrong_byte_does_not_pass_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparseforge_ds.mask.packing import MaskCode
+
+    dense = write_dense(tmp_path / "dense", "llama")
+    source = ModelSource(MODELS["llama"](), dense, torch.float32)
+    pack = MaskCode.pack
+    monkeypatch.setattr(MaskCode, "pack", lambda self, mask_GM: pack(self, mask_GM.flip(1)))
+    with pytest.raises(ValueError, match="the proof failed: the mask of"):
+        export(source, tmp_path / "mask", "mask")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]

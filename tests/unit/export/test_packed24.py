@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.packed24 import is_packed, logical_specs, read_packed
+from sparseforge_ds.export.source import open_source
+from sparseforge_ds.mask.packing import PACKED24, POSITIONS
+from tests.conftest import ROOT
+from tests.sparse_folders import bits, write_dense, write_sparse
+
+CASES = [
+    ("llama", "float32"),
+    ("llama", "bfloat16"),
+    ("llama", "float16"),
+    ("llama-tied", "bfloat16"),
+    ("llama-odd", "bfloat16"),
+    ("qwen3", "bfloat16"),
+    ("mistral", "bfloat16"),
+    ("gpt2", "float32"),
+    ("gpt2", "bfloat16"),
+    ("opt", "float16"),
+    ("mixtral", "bfloat16"),
+    ("qwen2_moe", "bfloat16"),
+    ("qwen3_moe", "float32"),
+    ("olmoe", "bfloat16"),
+    ("deepseek_v3", "bfloat16"),
+]
+
+
+def pack(tmp_path: Path, family: str, dtype: str, **how: Any) -> tuple[Path, Path]:
+    """(sparse, packed) folders."""
+    dense = write_dense(tmp_path / "dense", family, dtype)
+    sparse = write_sparse(tmp_path / "sparse", dense, family, dtype)
+    export(open_source(sparse), tmp_path / "packed", "packed24", skip_proof=True, **how)
+    return sparse, tmp_path / "packed"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(16)[None]).logits
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
+def test_transformers_loads_it_and_it_is_the_dense_model(
+    tmp_path: Path, family: str, dtype: str, max_shard_size: str
+) -> None:
+    sparse, packed = pack(tmp_path, family, dtype, max_shard_size=max_shard_size)
+    assert (packed / "model.safetensors").exists() == (max_shard_size == "5GB")
+    expected = AutoModelForCausalLM.from_pretrained(sparse)
+    model, report = AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
+    assert not any(report.values())
+    assert model.dtype == expected.dtype == getattr(torch, dtype)
+    state = model.state_dict()
+    assert all(torch.equal(bits(state[name]), bits(value)) for name, value in expected.state_dict().items())
+    assert torch.equal(bits(logits(model)), bits(logits(expected)))
+    assert not hasattr(model, "hf_quantizer") and not hasattr(model.config, "quantization_config")
+    assert not model.is_quantized and all(not m.config._is_quantized for m in model.modules() if hasattr(m, "config"))
+    assert all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in model.parameters())
+
+
+def test_sizes(tmp_path: Path) -> None:
+    sparse, packed = pack(tmp_path, "llama", "bfloat16")
+    storage = json.loads((packed / "sparsity.json").read_text())["storage"]
+    assert storage["sparse_weights"]["ratio"] == 0.5625
+    of, into = (sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (sparse, packed))
+    assert storage["model"]["dense_bytes"] <= of and storage["model"]["bytes"] <= into
+    assert 0 < into - storage["model"]["bytes"] < 6000  # the header
+
+
+def test_a_loaded_model_is_saved_as_an_ordinary_one(tmp_path: Path) -> None:
+    sparse, packed = pack(tmp_path, "qwen3", "bfloat16")
+    AutoModelForCausalLM.from_pretrained(packed).save_pretrained(tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    first, again = load_file(sparse / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(bits(first[name]), bits(again[name])) for name in first)
+
+
+def test_a_dtype_of_the_callers_choice(tmp_path: Path) -> None:
+    sparse, packed = pack(tmp_path, "llama", "float32")
+    expected = AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(bits(logits(model)), bits(logits(expected)))
+
+
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=ROOT)
+
+
+LOAD = "from transformers import AutoModelForCausalLM\n"
+CALL = "import sys\nmodel = AutoModelForCausalLM.from_pretrained(sys.argv[1])\nprint('loaded')\n"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_transformers_alone_raises(tmp_path: Path, family: str) -> None:
+    """It ignores a quant_method that it does not know: only the shapes keep it from random weights."""
+    _, packed = pack(tmp_path, family, "bfloat16")
+    done = run_python(LOAD + CALL, packed)
+    assert done.returncode == 1 and "loaded" not in done.stdout
+    assert "RuntimeError" in done.stderr and PACKED24 in done.stderr
+
+
+@pytest.mark.parametrize("code", ["import sparseforge_ds\n" + LOAD, LOAD + "import sparseforge_ds\n"])
+def test_both_orders_of_import(tmp_path: Path, code: str) -> None:
+    _, packed = pack(tmp_path, "llama", "bfloat16")
+    done = run_python(code + CALL + "assert 'deepspeed' not in sys.modules", packed)
+    assert done.returncode == 0 and "loaded" in done.stdout, done.stderr
+
+
+def edit(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("damage", ["no positions", "no values", "positions", "shape"])
+def test_damaged_folders_do_not_load(tmp_path: Path, damage: str) -> None:
+    _, packed = pack(tmp_path, "llama", "bfloat16")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        if damage == "no positions":
+            del tensors[QUERY + POSITIONS]
+        elif damage == "no values":
+            del tensors[QUERY]
+        elif damage == "positions":
+            tensors[QUERY + POSITIONS][3, 1] = 0
+        else:
+            tensors[QUERY] = tensors[QUERY][:-1].contiguous()
+
+    edit(packed, spoil)
+    with pytest.raises(RuntimeError):
+        AutoModelForCausalLM.from_pretrained(packed)
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"groups": 8}, {"semi_structured": "yes"}])
+def test_another_version_of_the_format_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    _, packed = pack(tmp_path, "llama", "bfloat16")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] |= change
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="upgrade it, or export again"):
+        AutoModelForCausalLM.from_pretrained(packed)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama-odd", "float16"), ("gpt2", "bfloat16")])
+def test_read_without_a_model(tmp_path: Path, family: str, dtype: str) -> None:
+    sparse, packed = pack(tmp_path, family, dtype)
+    expected, tensors = TensorFolder(sparse), TensorFolder(packed)
+    assert is_packed(json.loads((packed / "config.json").read_text()))
+    assert logical_specs(tensors) == expected.specs
+    assert all(torch.equal(bits(read_packed(tensors, name)), bits(expected.read(name))) for name in expected.specs)
+
+
+def test_reading_a_damaged_weight_names_it(tmp_path: Path) -> None:
+    _, packed = pack(tmp_path, "llama", "float32")
+    edit(packed, lambda tensors: tensors[QUERY + POSITIONS].fill_(0))
+    with pytest.raises(ValueError, match=f"{packed}: {QUERY}: positions of a packed weight are damaged"):
+        read_packed(TensorFolder(packed), QUERY)
+    edit(packed, lambda tensors: tensors.update({QUERY: tensors[QUERY][:-2].contiguous()}))
+    with pytest.raises(ValueError, match=f"{QUERY}: values of shape"):
+        logical_specs(TensorFolder(packed))
+
+
+def test_other_patterns_are_refused(tmp_path: Path) -> None:
+    dense = write_dense(tmp_path / "dense", "llama")
+    sparse = write_sparse(tmp_path / "sparse", dense, "llama", pattern="4:8")
+    with pytest.raises(ValueError, match="the packed24 format holds 2:4, the pattern here is 4:8; use --format hf"):
+        export(open_source(sparse), tmp_path / "packed", "packed24")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "sparse"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_cuda_linear_weights_are_semi_structured(tmp_path: Path, dtype: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    from torch.sparse import SparseSemiStructuredTensor
+
+    sparse, packed = pack(tmp_path, "llama", dtype)
+    expected = AutoModelForCausalLM.from_pretrained(sparse, device_map="cuda")
+    model = AutoModelForCausalLM.from_pretrained(packed, device_map="cuda")
+    layers = model.model.layers
+    assert isinstance(layers[0].mlp.down_proj.weight, SparseSemiStructuredTensor)
+    assert type(model.lm_head.weight) is nn.Parameter
+    ids = torch.arange(32, device="cuda")[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "again")
+    model.dequantize()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+    shutil.rmtree(tmp_path / "again", ignore_errors=True)
+    model.save_pretrained(tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+@pytest.mark.gpu
+def test_on_cuda_conv1d_is_dense(tmp_path: Path) -> None:
+    sparse, packed = pack(tmp_path, "gpt2", "bfloat16")
+    expected = AutoModelForCausalLM.from_pretrained(sparse, device_map="cuda")
+    model = AutoModelForCausalLM.from_pretrained(packed, device_map="cuda")
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.state_dict().items())

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparseforge_ds.export import proof
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.proof import available_memory, prove_folder, require
+from sparseforge_ds.export.source import Source, open_source
+from tests.conftest import ROOT
+from tests.sparse_folders import write_dense, write_sparse
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("proof")
+    return write_sparse(folder / "sparse", write_dense(folder / "dense", "llama", "bfloat16"), "llama", "bfloat16")
+
+
+@pytest.fixture
+def source(sparse: Path) -> Source:
+    return open_source(sparse)
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24"])
+def test_a_good_export_is_proved_and_says_how(sparse: Path, source: Source, tmp_path: Path, format: str) -> None:
+    record = export(source, tmp_path / "out", format)
+    written = json.loads((tmp_path / "out" / "sparsity.json").read_text())
+    assert written["proof"] == record["proof"]
+    assert written["proof"]["logits"] == "bit-equal" and written["proof"]["class"] == "LlamaForCausalLM"
+    assert written["proof"]["loaded_by"] == ("transformers" if format == "hf" else "transformers with sparseforge_ds")
+    assert written["proof"]["versions"]["torch"] == torch.__version__
+
+
+def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return spoil
+
+
+def _one_bit(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QUERY].view(torch.int16)[0, 0] ^= 1 << 6
+
+
+def _config(key: str, value: object) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+
+    return spoil
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a value": (_edit(lambda tensors: tensors[QUERY].mul_(1.01)), "its logits differ from the source's"),
+    "one bit": (_edit(_one_bit), "its logits differ from the source's"),
+    "a weight is missing": (_edit(lambda tensors: tensors.pop(QUERY)), f"reports missing_keys {QUERY}"),
+    "a weight too many": (_edit(lambda tensors: tensors.update(odd=torch.ones(1))), "reports unexpected_keys odd"),
+    "another shape": (_edit(lambda tensors: tensors.update({QUERY: torch.ones(2, 2)})), "ignore_mismatched_sizes"),
+    "another activation": (_config("hidden_act", "gelu"), "its logits differ from the source's"),
+    "another dtype": (_config("dtype", "float32"), "its logits differ from the source's"),
+    "another class": (_config("model_type", "nonsense"), "the proof failed"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(sparse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the first process finds, once for all tests."""
+    scratch = tmp_path_factory.mktemp("reference")
+    proof._reference(open_source(sparse), scratch, adapter=None)
+    return scratch / "reference.safetensors"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_folder_is_found_out(
+    sparse: Path, source: Source, reference: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_reference", lambda source, scratch, adapter: shutil.copy(reference, scratch))
+    shutil.copytree(sparse, tmp_path / "bad")
+    spoil, message = DAMAGES[damage]
+    spoil(tmp_path / "bad")
+    with pytest.raises(ValueError, match="the proof failed") as raised:
+        prove_folder(source, tmp_path / "bad", plain=True)
+    assert message in str(raised.value)
+
+
+def test_nothing_is_left_of_an_export_that_fails_its_proof(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparseforge_ds.export import packed24
+
+    pack = packed24.pack24
+
+    def wrong(weight: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, positions = pack(weight, axis)
+        return values + 1, positions
+
+    monkeypatch.setattr(packed24, "pack24", wrong)
+    with pytest.raises(ValueError, match="does not unpack to the weight that was packed"):
+        export(source, tmp_path / "out", "packed24")
+
+    def spoil(source: Source, folder: Path, plain: bool) -> None:
+        raise ValueError(f"{folder}: the proof failed: as it should")
+
+    monkeypatch.undo()
+    for format in ("hf", "packed24"):
+        monkeypatch.setattr(proof, "prove_folder", spoil)
+        with pytest.raises(ValueError, match="as it should"):
+            export(source, tmp_path / "out", format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_packed_folder_is_not_loaded_without_us(
+    source: Source, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_reference", lambda source, scratch, adapter: shutil.copy(reference, scratch))
+    export(source, tmp_path / "packed", "packed24", skip_proof=True)
+    with pytest.raises(ValueError, match="the proof failed"):
+        prove_folder(source, tmp_path / "packed", plain=True)
+
+
+def test_too_little_memory_is_said_before_any_work(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "available_memory", lambda: 10**8)
+    for format in ("hf", "packed24"):
+        with pytest.raises(ValueError, match=r"needs about 0\.6 GB of memory, 0\.1 GB are available.*--skip_proof"):
+            export(source, tmp_path / "out", format)
+    export(source, tmp_path / "mask", "mask")  # which loads no model
+    export(source, tmp_path / "out", "packed24", skip_proof=True)
+    monkeypatch.setattr(proof, "available_memory", lambda: None)
+    require(source)
+
+
+def test_available_memory() -> None:
+    free = available_memory()
+    assert free is not None and 10**7 < free < 10**14
+
+
+def test_neither_process_needs_deepspeed() -> None:
+    code = """
+import sys
+import sparseforge_ds.export.reference, sparseforge_ds.export.formats
+from transformers import AutoModelForCausalLM
+assert "deepspeed" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
