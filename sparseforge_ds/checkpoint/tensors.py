@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -144,17 +146,27 @@ def read_at(path: Path, start: int, data: memoryview) -> None:
     Raises:
         ValueError: the file cannot be read, or ends before.
     """
-    done = 0
+    with _opened(path) as file:
+        file.seek(start)
+        _fill(file, data)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[FileIO]:
     try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(start)
-            while done < len(data):
-                count = file.readinto(data[done:])
-                if not count:
-                    raise ValueError(f"{path}: became shorter while it was read")
-                done += count
+        with FileIO(path) as file:
+            yield file
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
+
+
+def _fill(file: FileIO, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        count = file.readinto(data[done:])
+        if not count:
+            raise ValueError(f"{file.name}: became shorter while it was read")
+        done += count
 
 
 def write_at(path: Path, start: int, data: memoryview) -> None:
@@ -208,28 +220,45 @@ class TensorFolder:
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
-        if name not in self.specs:
-            raise ValueError(f"{self.folder}: holds no tensor {name!r}")
-        spec, path = self.specs[name], self.folder / self.files[name]
+        spec = self._spec(name)
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        read_at(path, self._start[name], tensor_bytes(tensor))
+        read_at(self.folder / self.files[name], self._start[name], tensor_bytes(tensor))
         return tensor
 
     def read_run(self, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,) elements of a flat tensor, in memory of their own; no other bytes are read."""
-        dtype = self.specs[name].dtype
+        dtype = self._spec(name).dtype
         run = torch.empty(stop - start, dtype=dtype)
         read_at(self.folder / self.files[name], self._start[name] + start * dtype.itemsize, tensor_bytes(run))
         return run
 
+    def stream(self, name: str, elements: int) -> Iterator[Tensor]:
+        """One tensor as runs of `elements`, (n,) each, all in the same memory: one is used up when the next comes."""
+        spec = self._spec(name)
+        numel = torch.Size(spec.shape).numel()
+        run = torch.empty(min(elements, numel), dtype=spec.dtype)
+        with _opened(self.folder / self.files[name]) as file:
+            file.seek(self._start[name])
+            for start in range(0, numel, elements):
+                part = run[: numel - start]
+                _fill(file, tensor_bytes(part))
+                yield part
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self.specs:
+            raise ValueError(f"{self.folder}: holds no tensor {name!r}")
+        return self.specs[name]
+
     def _header(self, path: Path) -> dict[str, tuple[TensorSpec, int]]:
         """Spec and first byte of every tensor of a file. The safetensors library judges whether it is one."""
         try:
+            if path.exists() and not path.is_file():
+                raise OSError("it is not a file")  # a pipe or a device might never end
             with safe_open(path, framework="pt"), open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+            raise ValueError(f"{path}: not a readable safetensors file ({str(error)[:200]})") from None
         header.pop("__metadata__", None)
         held = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):

@@ -7,8 +7,9 @@ import sys
 from typing import Any
 
 _EPILOG = """\
-example:
+examples:
   sparseforge consolidate runs/qwen3_14b models/qwen3_14b_2to4
+  sparseforge consolidate runs/qwen3_14b/checkpoints/step_000400 models/early --dtype float32 --max_shard_size 2GB
 """
 
 
@@ -18,7 +19,8 @@ def register(commands: Any) -> None:
         "consolidate",
         help="the newest checkpoint of a run, whatever its ranks and ZeRO stage, as a Hugging Face folder",
         description="Read the shards of a checkpoint, offline and one weight at a time, and write a Hugging Face "
-        "folder that plain transformers loads. OUT is there whole or not at all.",
+        "folder that plain transformers loads. OUT is there whole or not at all; after a kill the same command goes on "
+        "where it was.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -26,6 +28,7 @@ def register(commands: Any) -> None:
     parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
     parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
     parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the run's)")
     parser.set_defaults(run=run)
 
@@ -34,9 +37,11 @@ def run(args: argparse.Namespace) -> int:
     """Consolidate, and say what was made."""
     from sparseforge_ds.export.consolidate import consolidate
     from sparseforge_ds.export.source import open_source
+    from sparseforge_ds.export.workers import default_workers
 
     source = open_source(args.source, args.model, args.dtype)
-    sparsity = consolidate(source, args.out, args.max_shard_size, progress=sys.stderr.isatty())
+    workers = default_workers() if args.workers is None else args.workers
+    sparsity = consolidate(source, args.out, args.max_shard_size, workers, sys.stderr.isatty(), say)
     if not sparsity["finished"]:
         print(f"note: the run was not finished at step {sparsity['step']}: its mask is soft and was projected here")
     groups = sum(entry["groups"] for entry in sparsity["weights"].values())
@@ -45,3 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if sparsity["adapter"]:
         print(f"{args.out}/{sparsity['adapter']}: low-rank branch, a PEFT LoRA adapter for this model")
     return 0
+
+
+def say(text: str) -> None:
+    """Print a note."""
+    print(f"note: {text}")

@@ -1,118 +1,199 @@
-"""From a run to a 2:4 Hugging Face model, offline, one weight at a time.
+"""From a run to a 2:4 Hugging Face model: files in, files out, one weight at a time in each worker.
 
     sparseforge consolidate RUN OUT
 
 OUT is an ordinary folder (safetensors, config, tokenizer) that `AutoModelForCausalLM.from_pretrained` loads without
 this package, plus `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved
-config) and, for a run with a low-rank branch, `adapter/`, a PEFT LoRA adapter that belongs on top. The folder is
-written under a temporary name, verified, and renamed at the end: OUT is never half a model.
+config) and, for a run with a low-rank branch, `adapter/`, a PEFT LoRA adapter that belongs on top.
+
+What is checked, and when: the checksums of all files of the source before anything is read from them; masks, masters
+and finiteness as a weight is read; its groups and its hash on the very bytes that are written; then all bytes are read
+back, which must have these hashes, and the folder is verified as `sparseforge verify` does it. Only then it gets its
+name: OUT is never half a model. An error leaves nothing behind. A kill leaves `.OUT.partial`, from which the same
+command goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.tensors import parse_size, write_tensors
-from sparseforge_ds.export.adapter import write_adapter
-from sparseforge_ds.export.source import Source
-from sparseforge_ds.export.verify import check_folder, check_weight
+from sparseforge_ds.checkpoint.tensors import (
+    FileLayout,
+    lay_out,
+    parse_size,
+    read_at,
+    tensor_bytes,
+    write_at,
+    write_index,
+)
+from sparseforge_ds.export.adapter import write_branches
+from sparseforge_ds.export.model_files import copy_model_files
+from sparseforge_ds.export.partial import Partial
+from sparseforge_ds.export.source import Source, config_sha256
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.weight_report import WeightReport, check_weight
+from sparseforge_ds.export.workers import each
 
-_COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_COUNTS = ("groups", "nonzeros", "violations", "negative_zeros", "nonfinite")
 
 
 def consolidate(
-    source: Source, out: str | Path, max_shard_size: str = "5GB", workers: int = 1, progress: bool = False
+    source: Source,
+    out: str | Path,
+    max_shard_size: str = "5GB",
+    workers: int = 1,
+    progress: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+    prove: Callable[[Path], dict[str, Any] | None] | None = None,
 ) -> dict[str, Any]:
     """Write the Hugging Face folder.
 
     Args:
         out: a folder that does not exist yet, or is empty.
         max_shard_size: largest safetensors file, like 5GB.
+        workers: threads. Memory grows with them, the bytes that are written are always the same.
+        progress: show a bar on stderr.
+        note: is told what the user should know.
+        prove: is called with the finished folder before it gets its name; what it returns becomes the `proof` of
+            `sparsity.json`, what it raises ends the export.
 
     Returns:
         What `sparsity.json` holds.
 
     Raises:
-        ValueError: `out` is in use or cannot be written, or a weight is not finite in `dtype`; nothing is left behind.
+        ValueError: `out` is in use or cannot be written, the source is damaged, or a weight is not finite in `dtype`;
+            nothing is left behind.
     """
     out = Path(out)
-    shard_bytes = parse_size(max_shard_size)
+    files = lay_out("model", source.specs, parse_size(max_shard_size))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists and is not an empty folder; give another name")
-    source.check_bytes(workers)
-    unfinished = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    headers = {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.mkdir()
-        sparsity = _write(source, unfinished, shard_bytes, progress)
-        report = check_folder(unfinished)
-        if not report.ok:
-            worst = next((row.name for row in report.rows if row.violations), "")
-            raise ValueError(f"{out}: the written folder does not verify ({report.violations} violations {worst})")
-        unfinished.replace(out)
+        partial = Partial(out, {"source": source.identity, "headers": headers})
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
+    try:
+        if partial.discarded:
+            note(f"{partial.folder}: was begun from another source or with other settings; starting afresh")
+        source.check_bytes(workers)
+        counted = _write_weights(source, partial, files, workers, progress)
+        sparsity = _write_rest(source, partial, files)
+        report = check_folder(partial.model, workers=workers, counted=counted)
+        if not report.ok:
+            worst = next(iter([*report.notes, *report.missing, *report.changed]), "")
+            raise ValueError(f"{out}: the written folder does not verify ({report.violations} violations, {worst})")
+        if prove is not None:
+            sparsity["proof"] = prove(partial.model)
+            _write_json(partial.model / "sparsity.json", sparsity)
+        partial.publish()
+    except OSError as error:
+        partial.remove()
+        raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
+    except ValueError:
+        partial.remove()
+        raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        partial.close()
     return sparsity
 
 
-def _write(source: Source, folder: Path, shard_bytes: int, progress: bool) -> dict[str, Any]:
-    """Everything into `folder`, which exists and is empty."""
-    rows: dict[str, dict[str, Any]] = {}
+def _write_weights(
+    source: Source, partial: Partial, files: list[FileLayout], workers: int, progress: bool
+) -> dict[str, WeightReport]:
+    """All safetensors files. What the journal lists, and is there with its hash, stays.
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, spec in tqdm(source.specs.items(), unit=" weights", disable=not progress, file=sys.stderr):
+    Returns:
+        What was counted in every weight of the pattern.
+    """
+    for file in files:
+        _prepare(partial.model / file.name, file)
+    place = {name: (partial.model / file.name, at) for file in files for name, at in file.offsets.items()}
+    total = sum(spec.nbytes for spec in source.specs.values())
+    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
+
+    def write(name: str) -> None:
+        spec = source.specs[name]
+        if name not in partial.done or partial.done[name]["sha256"] != _hash_at(*place[name], spec.nbytes):
             value = source.read(name)
-            rows[name] = {"shape": list(spec.shape)}
+            assert tuple(value.shape) == spec.shape and value.dtype == spec.dtype
+            entry: dict[str, Any] = {"shape": list(spec.shape)}
             if name in source.prunable:
                 axis = source.prunable[name].input_axis
                 counted = check_weight(value, name, source.pattern, axis)
-                rows[name] |= {"input_axis": axis, "groups": counted.groups, "nonzeros": counted.nonzeros}
-            yield name, value
+                entry |= {"input_axis": axis, **{key: getattr(counted, key) for key in _COUNTS}}
+            data = tensor_bytes(value)
+            write_at(*place[name], data)
+            partial.add(name, {**entry, "sha256": hashlib.sha256(data).hexdigest()})
+        bar.update(spec.nbytes)
 
-    hashes = write_tensors(folder, "model", source.specs, tensors(), shard_bytes)
-    for name, entry in rows.items():
-        entry["sha256"] = hashes[name]
-    adapter = _write_adapter(source, folder / "adapter")
-    _copy_model_files(source, folder)
-    sparsity = {
-        **source.record,
-        "adapter": adapter,
-        "weights": {name: rows[name] for name in rows if name in source.prunable},
-        "dense": {name: rows[name] for name in rows if name not in source.prunable},
+    # The largest first, so that the workers end together; equal ones stay in the order of the files.
+    with bar:
+        each(write, sorted(source.specs, key=lambda name: -source.specs[name].nbytes), workers)
+    each(lambda file: _sync(partial.model / file.name), files, workers)
+    return {
+        name: WeightReport(name, source.specs[name].shape, **{key: partial.done[name][key] for key in _COUNTS})
+        for name in source.prunable
     }
-    (folder / "sparsity.json").write_text(json.dumps(sparsity, indent=2) + "\n")
+
+
+def _write_rest(source: Source, partial: Partial, files: list[FileLayout]) -> dict[str, Any]:
+    """Index, adapter, config, tokenizer and sparsity.json, anew even where an interrupted run wrote them."""
+    folder = partial.model
+    write_index(folder, "model", source.specs, files)
+    adapter = folder / "adapter"
+    shutil.rmtree(adapter, ignore_errors=True)
+    if source.branches:
+        write_branches(source, adapter)
+    copy_model_files(source, folder)
+    rows: dict[str, dict[str, dict[str, Any]]] = {"weights": {}, "dense": {}}
+    for name in source.specs:
+        entry = partial.done[name]
+        keys = ("shape", "input_axis", "groups", "nonzeros", "sha256")
+        section = "weights" if name in source.prunable else "dense"
+        rows[section][name] = {key: entry[key] for key in keys if key in entry}
+    sparsity = {**source.record, "adapter": adapter.name if source.branches else None}
+    if source.branches:
+        file = adapter / "adapter_model.safetensors"
+        sparsity["adapter_sha256"] = _hash_at(file, 0, file.stat().st_size)
+    sparsity["config_sha256"] = config_sha256(source.model_config)
+    sparsity |= rows
+    _write_json(folder / "sparsity.json", sparsity)
     return sparsity
 
 
-def _write_adapter(source: Source, folder: Path) -> str | None:
-    if not source.branches:
-        return None
-    weights = {name: source.prunable[f"{name}.weight"] for name in source.branches}
-    inputs = {name: weight.shape[weight.input_axis] for name, weight in weights.items()}
-    transposed = next(iter(weights.values())).input_axis == -2
-    write_adapter(folder, source.branches, inputs, source.read_branch, transposed, source.dtype)
-    return folder.name
+def _prepare(path: Path, layout: FileLayout) -> None:
+    """A file of its final size, with its header; one that is there already keeps its tensors."""
+    if not path.is_file():
+        with open(path, "wb") as file:
+            file.write(layout.header)
+    else:
+        write_at(path, 0, memoryview(layout.header))
+    os.truncate(path, layout.size)
 
 
-def _copy_model_files(source: Source, folder: Path) -> None:
-    """Config (with the exported dtype), tokenizer and whatever else lies beside the weights."""
-    for file in sorted(source.model_folder.iterdir()):
-        weights = ".safetensors" in file.name or ".bin" in file.name
-        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
-        if file.is_file() and wanted and not weights and file.name not in ("config.json", "sparsity.json"):
-            shutil.copyfile(file, folder / file.name)
-    config = dict(source.model_config)
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(source.dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+def _hash_at(path: Path, start: int, nbytes: int) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(min(nbytes, 1 << 20)))
+    for at in range(start, start + nbytes, 1 << 20):
+        part = block[: min(start + nbytes - at, 1 << 20)]
+        read_at(path, at, part)
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
-from sparseforge_ds.export.source import DTYPES, Prunable, Source, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.export.source import (
+    DTYPES,
+    Prunable,
+    Source,
+    check_config,
+    choose_dtype,
+    read_model_config,
+    require_finite,
+)
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
 
 _HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
@@ -32,11 +40,14 @@ class FolderSource(Source):
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)
+        self.opened = (self.folder, None if model is None else Path(model), dtype)
         self._sparsity = read_json(self.folder / "sparsity.json")
         self.record = {key: self._entry(key) for key in _HEAD}
         self.pattern = parse_pattern(str(self.record["pattern"]))
         self.model_folder = self.folder if model is None else Path(model)
         self.model_config = read_model_config(self.model_folder)
+        if model is None:
+            check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
         stored = self.record["dtype"]
         if stored not in DTYPES:
             raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored!r}; export again")

@@ -9,6 +9,7 @@ dense weights stay.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from sparseforge_ds.checkpoint.folder import find_run, read_json
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.source import Prunable, Source, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.export.bits import members_left, pieces
+from sparseforge_ds.export.source import Prunable, Source, check_config, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import LOW_RANK
 
@@ -49,6 +52,7 @@ class RunSource(Source):
         self.model_folder = Path(model) if model is not None else Path(run or path) / "model"
         self.model_config = read_model_config(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
+        self.opened = (checkpoint.folder, self.model_folder, dtype)
         shapes = checkpoint.shapes
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] != LOW_RANK}
         if not self.model_config.get("tie_word_embeddings", False):
@@ -66,7 +70,9 @@ class RunSource(Source):
         magnitude = self.config.importance == "magnitude"
         self.formed = self.step >= schedule.update_every and (magnitude or state.get("refreshes", 0) > 0)
         """Whether masks have moved yet; while all are 1 they say nothing."""
-        coverage = read_json(run / "sparseforge.json").get("coverage") if run else None
+        described = read_json(run / "sparseforge.json") if run else {}
+        if model is None:
+            check_config(self.model_folder, self.model_config, described.get("config_sha256"))
         self.record = {
             "format": 1,
             "pattern": str(self.pattern),
@@ -78,7 +84,7 @@ class RunSource(Source):
                 "ranks": checkpoint.world_size,
             },
             "dtype": str(self.dtype).removeprefix("torch."),
-            "coverage": coverage or {},
+            "coverage": described.get("coverage") or {},
             "config": self.config.to_dict(),
         }
         files = [file for file in sorted(checkpoint.folder.iterdir()) if file.is_file()]
@@ -91,19 +97,25 @@ class RunSource(Source):
 
     def read(self, name: str) -> Tensor:
         """See `Source.read`."""
-        real = self._origin[name]
-        value = self._sparse(self.prunable[name], real) if name in self.prunable else self.checkpoint.weight(real)
-        value = value.to(self.specs[name].dtype)
-        if name in self.prunable:
-            value += 0.0  # small negative values may have become -0.0
-        require_finite(value, name, self.checkpoint.folder)
-        return value
+        real, spec, weight = self._origin[name], self.specs[name], self.prunable.get(name)
+        flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
+        span = 1 if weight is None else self.pattern.span(weight.shape, weight.input_axis)
+        for start, stop in pieces(flat.numel(), span):
+            if weight is None:
+                flat[start:stop] = self.checkpoint.slice(real, None, start, stop)
+            else:
+                flat[start:stop] = self._sparse(weight, real, start, stop)
+                flat[start:stop] += 0.0  # small negative values may have become -0.0
+        require_finite(flat, name, self.checkpoint.folder)
+        return flat.view(spec.shape)
 
     def read_mask(self, name: str) -> Tensor:
         """See `Source.read_mask`."""
         weight = self.prunable[name]
-        kept_GM, _ = self._kept(weight, self._origin[name])
-        return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
+        flat = torch.empty(math.prod(weight.shape), dtype=torch.bool)
+        for start, stop in pieces(flat.numel(), self.pattern.span(weight.shape, weight.input_axis)):
+            flat[start:stop], _ = self._kept(weight, self._origin[name], start, stop)
+        return flat.view(weight.shape)
 
     def read_branch(self, name: str) -> Tensor:
         """See `Source.read_branch`."""
@@ -113,31 +125,30 @@ class RunSource(Source):
 
     def check_bytes(self, workers: int = 1) -> None:
         """See `Source.check_bytes`."""
-        self.checkpoint.check_bytes()
+        each(lambda part: self.checkpoint.check_bytes(part, workers), range(workers), workers)
 
-    def _kept(self, weight: Prunable, real: str) -> tuple[Tensor, Tensor]:
-        """hard(mask) and the dense weight in fp32, both (G, M)."""
-        pattern = self.pattern
-        dense = self.checkpoint.state(real, "dense").float()
-        mask = self.checkpoint.state(real, "mask").float()
-        mask_GM = pattern.to_groups(mask.reshape(-1), weight.shape, weight.input_axis)
-        dense_GM = pattern.to_groups(dense.reshape(-1), weight.shape, weight.input_axis)
+    def _kept(self, weight: Prunable, real: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
+        pattern, shape, axis = self.pattern, weight.shape, weight.input_axis
+        dense = self.checkpoint.slice(real, "dense", start, stop).float()
+        mask = self.checkpoint.slice(real, "mask", start, stop).float()
         if not self.finished:
-            return top_n(mask_GM if self.formed else dense_GM.abs(), pattern.kept), dense_GM
-        kept_GM = mask_GM == 1
-        if not bool((kept_GM | (mask_GM == 0)).all()) or not bool((kept_GM.sum(1) == pattern.kept).all()):
+            value_GM = pattern.to_groups(mask if self.formed else dense.abs(), shape, axis)
+            return pattern.from_groups(top_n(value_GM, pattern.kept), shape, axis), dense
+        kept = mask != 0
+        full = bool((members_left(kept, pattern, shape, axis) == pattern.kept).all())
+        if not full or not torch.equal(kept.float(), mask):
             raise ValueError(
                 f"{self.checkpoint.folder}: the mask of {real} is not binary and {pattern} although it was frozen "
                 f"before step {self.step}; the checkpoint is inconsistent, use another one"
             )
-        return kept_GM, dense_GM
+        return kept, dense
 
-    def _sparse(self, weight: Prunable, real: str) -> Tensor:
-        """hard(mask) * dense in fp32 (design eq. 11), dead members exactly +0.0, in the weight's full shape."""
-        kept_GM, dense_GM = self._kept(weight, real)
-        value_GM = torch.where(kept_GM, dense_GM, 0.0)
-        value = self.pattern.from_groups(value_GM, weight.shape, weight.input_axis).view(weight.shape)
-        if self.finished and not torch.equal(value, self.checkpoint.weight(real)):
+    def _sparse(self, weight: Prunable, real: str, start: int, stop: int) -> Tensor:
+        """hard(mask) * dense in fp32 (design eq. 11) of elements start..stop, dead members exactly +0.0."""
+        kept, dense = self._kept(weight, real, start, stop)
+        value = torch.where(kept, dense, 0.0)
+        if self.finished and not torch.equal(value, self.checkpoint.slice(real, None, start, stop)):
             raise ValueError(
                 f"{self.checkpoint.folder}: the master of {real} is not mask * dense although its mask is frozen; "
                 "the checkpoint is inconsistent, use another one"

@@ -2,16 +2,19 @@
 
     source = open_source("runs/qwen3")                       # a run or a checkpoint: masks are applied as it is read
     source = open_source("models/qwen3_2to4")                # or a folder that consolidate wrote
+    source = open_source("models/qwen3_mask", "Qwen3-14B")   # or a mask, and the dense model that it is for
     for name in source.specs:
         value = source.read(name)
 
-Both kinds check what they give out: a run's mask and masters against each other, a folder's bytes against the hashes in
-its `sparsity.json`.
+Each kind checks what it gives out: a run's mask and masters against each other, the bytes of a folder or a mask
+against the hashes beside them.
 """
 
 from __future__ import annotations
 
 import abc
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.export.bits import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -54,6 +58,8 @@ class Source(abc.ABC):
     """config.json, as the model was given it."""
     branches: dict[str, tuple[int, int]]
     """SLoRB: name of the module -> shape of its B, (out, in/k). Empty without."""
+    opened: tuple[Path, Path | None, str]
+    """With these arguments `open_source` opens the same source again, in another process."""
     identity: dict[str, Any]
     """Changes whenever the bytes of the source or what is made of them could: plain JSON, compared by value."""
 
@@ -88,17 +94,21 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     """Find and check everything that an export needs, before anything is written.
 
     Args:
-        path: a run's folder, one of its checkpoints, or a Hugging Face folder that `consolidate` wrote.
-        model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself.
+        path: a run's folder, one of its checkpoints, a Hugging Face folder that `consolidate` wrote, or a mask.
+        model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself. For a mask,
+            the dense model that it belongs to.
         dtype: one of `DTYPES`, or auto: what config.json says.
 
     Raises:
         ValueError: something is missing, damaged, or does not fit together.
     """
     from sparseforge_ds.export.folder_source import FolderSource
+    from sparseforge_ds.export.mask_only import MaskedSource
     from sparseforge_ds.export.run_source import RunSource
 
     path = Path(path)
+    if (path / "mask.json").is_file():
+        return MaskedSource(path, model, dtype)
     if (path / "sparsity.json").is_file():
         return FolderSource(path, model, dtype)
     return RunSource(path, model, dtype)
@@ -132,9 +142,23 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def config_sha256(config: dict[str, Any]) -> str:
+    """sha256 of what a config.json says, apart from how the weights are stored: equal for a run and all its exports."""
+    storage = ("dtype", "torch_dtype", "quantization_config")
+    content = {key: value for key, value in config.items() if key not in storage}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_config(folder: Path, config: dict[str, Any], expected: object) -> None:
+    """Raise where config.json is not the one that `expected`, the sha256 beside the weights, was taken of.
+
+    A value that was changed there makes another model of the same weights, and nothing else would tell.
+    """
+    if expected is not None and config_sha256(config) != expected:
+        raise ValueError(f"{folder / 'config.json'}: was changed or damaged since the model was written; restore it")
+
+
 def require_finite(value: Tensor, name: str, where: Path) -> None:
-    """Raise unless every element of a floating-point tensor is finite."""
-    if not value.is_floating_point() or bool(torch.isfinite(value.sum(dtype=torch.float32))):
-        return  # one pass; the sum of finite values may overflow, so only then is every element looked at
-    if not bool(torch.isfinite(value).all()):
+    """Raise unless every element is finite."""
+    if count_not_finite(value):
         raise ValueError(f"{where}: {name} is not finite in {value.dtype}; try --dtype float32")

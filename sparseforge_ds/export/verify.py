@@ -1,45 +1,38 @@
 """Is every group of every prunable weight of an exported model in its pattern? The last line of every recipe.
 
-    python -m sparseforge_ds.export.verify OUT
+    sparseforge verify OUT
 
 Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Prunable weights are those that
-`sparsity.json` lists and those that the family table names (without what the run excluded). A group is in order when
-at most N of its members are not zero. Also reported: -0.0, values that are not finite, missing weights, bytes that are
-not the exported ones, and a quantization_config, which makes other tools misread the folder.
-
-Exit code 0: all in order; 1: a violation; 2: the folder cannot be read.
+`sparsity.json` lists and those that the family table names (without what the run excluded); in a model of another
+family, all matrices of numbered layers. A group is in order when at most N of its members are not zero. Also reported:
+-0.0, values that are not finite, missing weights, bytes that are not the exported ones, and a quantization_config that
+makes other tools misread the folder. Every weight is read once, for its hash and its counts alike.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
+from sparseforge_ds.checkpoint.tensors import tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.bits import piece_size
+from sparseforge_ds.export.patterns_found import layer_matrices
+from sparseforge_ds.export.source import config_sha256
+from sparseforge_ds.export.stored import StoredWeights
+from sparseforge_ds.export.weight_report import Counter, WeightReport
+from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
-from sparseforge_ds.model.families import FAMILIES, PrunableWeight, prunable_names
-
-
-@dataclass(frozen=True)
-class WeightReport:
-    """What was found in one weight."""
-
-    name: str
-    shape: tuple[int, ...]
-    groups: int
-    nonzeros: int
-    violations: int
-    """Groups with more than N members that are not zero."""
-    negative_zeros: int
-    nonfinite: int
+from sparseforge_ds.model.families import FAMILIES, prunable_names
 
 
 @dataclass(frozen=True)
@@ -76,56 +69,72 @@ class FolderReport:
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
-def check_weight(weight: Tensor, name: str, pattern: Pattern, input_axis: int) -> WeightReport:
-    """Count groups, non-zeros and what is wrong in one weight of the full shape."""
-    shape = tuple(weight.shape)
-    group_GM = pattern.to_groups(weight.reshape(-1), shape, input_axis)
-    nonzero_G = torch.count_nonzero(group_GM, dim=1)
-    finite = bool(torch.isfinite(weight.sum(dtype=torch.float32)))  # a single pass; only if it is not, count
-    return WeightReport(
-        name=name,
-        shape=shape,
-        groups=group_GM.shape[0],
-        nonzeros=int(nonzero_G.sum()),
-        violations=int((nonzero_G > pattern.kept).sum()),
-        negative_zeros=int(((weight == 0) & torch.signbit(weight)).sum()),
-        nonfinite=0 if finite else int((~torch.isfinite(weight)).sum()),
-    )
-
-
-def check_folder(folder: str | Path, pattern: Pattern | None = None, progress: bool = False) -> FolderReport:
-    """Check a Hugging Face folder, one weight at a time.
+def check_folder(
+    folder: str | Path,
+    pattern: Pattern | None = None,
+    progress: bool = False,
+    workers: int = 1,
+    counted: Mapping[str, WeightReport] | None = None,
+) -> FolderReport:
+    """Check a Hugging Face folder, one weight at a time in each worker.
 
     Args:
         pattern: by default the one in `sparsity.json`.
+        progress: show a bar on stderr.
+        workers: threads.
+        counted: what was counted in the bytes that `sparsity.json` has the hashes of, as they were written. It is not
+            counted again: bytes that are not those are reported as changed.
 
     Raises:
-        ValueError: the folder cannot be read, or nothing says what its pattern or its prunable weights are.
+        ValueError: the folder cannot be read, or nothing says what its pattern is.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give an exported model")
     config = read_json(folder / "config.json")
     sparsity = read_json(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
-    tensors = TensorFolder(folder)
+    tensors = StoredWeights(folder, config)
     if pattern is None:
         if not isinstance(sparsity.get("pattern"), str):
             raise ValueError(f"{folder}: has no sparsity.json with a pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity["pattern"])
-    weights, misfits = _prunable(folder, config, sparsity, tensors.shapes, pattern)
-    rows = []
-    for weight in tqdm(weights, unit=" weights", disable=not progress, file=sys.stderr):
-        rows.append(check_weight(tensors.read(weight.name), weight.name, pattern, weight.input_axis))
+    shapes = {name: spec.shape for name, spec in tensors.specs.items()}
+    weights, misfits = _prunable(folder, config, sparsity, shapes, pattern)
     listed = {**_section(folder, sparsity, "weights"), **_section(folder, sparsity, "dense")}
-    missing = [name for name in listed if name not in tensors.shapes]
-    changed = [
-        name
-        for name, entry in listed.items()
-        if name in tensors.shapes and entry.get("sha256") != hash_tensor(tensors.read(name))
-    ]
+    names = [name for name in tensors.specs if name in weights or name in listed]
+    total = sum(tensors.specs[name].nbytes for name in names)
+    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
+
+    def check(name: str) -> tuple[list[WeightReport], bool]:
+        """The counts along each axis that may be the right one, and whether the bytes are the listed ones."""
+        shape, digest, expected = shapes[name], hashlib.sha256(), listed.get(name, {}).get("sha256")
+        counters = [Counter(name, shape, pattern, axis) for axis in weights.get(name, ())]
+        known = counted.get(name) if counted is not None and name in listed else None
+        span = math.lcm(1, *(pattern.span(shape, axis) for axis in weights.get(name, ())))
+        for piece in tensors.stream(name, piece_size(span)):
+            if name in listed:
+                digest.update(tensor_bytes(piece))
+            for counter in counters if known is None else ():
+                counter.add(piece)
+        bar.update(tensors.specs[name].nbytes)
+        as_listed = name not in listed or digest.hexdigest() == expected
+        if known is None:
+            return [counter.report for counter in counters], as_listed
+        return [known], as_listed
+
+    with bar:
+        results = dict(zip(names, each(check, names, workers), strict=True))
+    found = [results[name][0] for name in weights]
+    # Without a table the axis is the one along which the whole model does better.
+    choices = [list(rows) for rows in zip(*found, strict=True)]
+    rows = min(choices, key=lambda rows: sum(row.violations for row in rows), default=[])
+    missing = [name for name in listed if name not in tensors.specs]
+    changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     notes = []
-    if "quantization_config" in config:
+    if "quantization_config" in config and not tensors.packed:
         notes.append("config.json has a quantization_config: other tools will misread the weights")
+    if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
+        notes.append("config.json is not the exported one: the weights may be those of another model")
     return FolderReport(str(pattern), rows, missing + misfits, changed, notes)
 
 
@@ -135,29 +144,34 @@ def _prunable(
     sparsity: dict[str, Any],
     shapes: dict[str, tuple[int, ...]],
     pattern: Pattern,
-) -> tuple[list[PrunableWeight], list[str]]:
-    """The weights to check, and those that the pattern does not fit."""
-    found: dict[str, PrunableWeight] = {}
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """The weights to check, with the axes along which their groups may lie; and those that the pattern does not fit."""
+    found: dict[str, tuple[int, ...]] = {}
+    misfits: list[str] = []
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
-        chosen = SparseForgeConfig(
-            pattern=str(pattern), include=tuple(block.get("include", ())), exclude=tuple(block.get("exclude", ()))
-        )
-        found = {weight.name: weight for weight in prunable_names(config["model_type"], shapes, chosen)}
+        block = {"pattern": str(pattern), **{key: block.get(key, []) for key in ("include", "exclude")}}
+        try:
+            chosen = SparseForgeConfig.from_dict(block)
+            found = {w.name: (w.input_axis,) for w in prunable_names(config["model_type"], shapes, chosen)}
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
     elif not sparsity:
-        raise ValueError(f"{folder}: family {config.get('model_type')!r} is not known and there is no sparsity.json")
-    misfits = []
+        matrices = layer_matrices(shapes)
+        axes = [axis for axis in (-1, -2) if not any(pattern.misfit(shapes[name], axis) for name in matrices)]
+        found = {name: tuple(axes) for name in matrices} if axes else {}
+        if not axes:
+            misfits = [f"{name} ({why})" for name in matrices if (why := pattern.misfit(shapes[name], -1)) is not None]
     for name, entry in _section(folder, sparsity, "weights").items():
         if name not in shapes or name in found:
             continue
-        weight = PrunableWeight(name, shapes[name], entry["input_axis"], name.rpartition(".")[0])
-        if (why := pattern.misfit(weight.shape, weight.input_axis)) is not None:
+        if (why := pattern.misfit(shapes[name], entry["input_axis"])) is not None:
             misfits.append(f"{name} ({why})")
         else:
-            found[name] = weight
-    return list(found.values()), misfits
+            found[name] = (entry["input_axis"],)
+    return found, misfits
 
 
 def _section(folder: Path, sparsity: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:

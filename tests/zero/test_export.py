@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.sharded_checkpoint import write_run
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import verify
+from sparseforge_ds.export.source import open_source
 from sparseforge_ds.model.families import LOW_RANK
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed
-from tests.zero.case import Case, batch_at, build, gathered, probe_of, train_step
+from tests.zero.case import Case, batch_at, build, gathered, probe_of, published, train_step
 
 CASES: dict[str, tuple[str, Case]] = {
     "stage0-fp32": ("llama", Case(stage=0)),
@@ -30,15 +32,19 @@ CASES: dict[str, tuple[str, Case]] = {
     "stage2-conv1d": ("gpt2", Case(stage=2)),
     "stage3-tied": ("qwen3", Case(stage=3)),
     "stage3-bf16": ("llama", Case(stage=3, dtype="bf16")),
+    "stage3-tied-bf16": ("qwen3", Case(stage=3, dtype="bf16")),
     "stage3-fp16": ("llama", Case(stage=3, dtype="fp16", more={"fp16": {"loss_scale": 16}})),
     "stage2-block": ("llama", Case(stage=2, config={"pattern": "block16"})),
     "stage3-low-rank": ("llama", Case(stage=3, config={"low_rank": {"k": 8}})),
     "stage2-low-rank-conv1d": ("gpt2", Case(stage=2, config={"low_rank": {"k": 8}})),
     "stage3-excluded": ("llama", Case(stage=3, config={"exclude": ["*.down_proj.weight"]})),
     "stage2-unfinished": ("llama", Case(stage=2, steps=5)),
+    "stage3-unfinished-bf16": ("llama", Case(stage=3, steps=6, dtype="bf16")),
+    "stage1-unfinished-conv1d": ("gpt2", Case(stage=1, steps=4)),
+    "stage3-unfinished-block": ("llama", Case(stage=3, steps=5, config={"pattern": "block16"})),
     "stage3-one-step": ("llama", Case(stage=3, steps=1)),
 }
-UNFINISHED = {"stage2-unfinished", "stage3-one-step"}
+UNFINISHED = {name for name in CASES if "unfinished" in name} | {"stage3-one-step"}
 MODELS = {
     "llama": tiny_models.tiny_llama,
     "gpt2": tiny_models.tiny_gpt2,
@@ -54,6 +60,8 @@ class Run:
     logits: Tensor
     mask: dict[str, Tensor]
     dense: dict[str, Tensor]
+    hard: dict[str, Tensor]
+    """What the network would see if its mask were hardened now; only of unfinished runs."""
 
 
 def save_runs(folder: str) -> dict[str, Any]:
@@ -74,7 +82,12 @@ def save_runs(folder: str) -> dict[str, Any]:
         engine.eval()
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits
-        results[name] = (logits, gathered(forge, "mask"), gathered(forge, "dense"))
+        mask, dense, hard = gathered(forge, "mask"), gathered(forge, "dense"), {}
+        if name in UNFINISHED:
+            forge._hard_now = True
+            forge._republish()
+            hard = published(engine)
+        results[name] = (logits, mask, dense, hard)
     return results
 
 
@@ -132,7 +145,7 @@ def test_low_rank_branch_as_peft_adapter(runs: dict[str, Run], exported: dict[st
     assert not any(LOW_RANK in key for key in names)
 
 
-@pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", *sorted(UNFINISHED)])
+@pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", "stage2-unfinished", "stage3-one-step"])
 def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     assert main(["consolidate", str(runs[name].folder), str(out), "--dtype", "float32"]) == 0
@@ -146,10 +159,43 @@ def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path,
         for m, d, w in zip(
             matrix.reshape(-1, 4).tolist(), dense.reshape(-1, 4).tolist(), weight.reshape(-1, 4).tolist(), strict=True
         ):
-            kept = sorted(range(4), key=lambda i: (-m[i], -abs(d[i]), i))[:2]
+            # Before the first mask update all masks are 1, and the dense weight decides.
+            value = [abs(x) for x in d] if name == "stage3-one-step" else m
+            kept = sorted(range(4), key=lambda i: (-value[i], i))[:2]
             assert w == [d[i] if i in kept else 0.0 for i in range(4)]
             checked += 1
     assert checked > 1000
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "unfinished" in name])
+def test_a_soft_run_exports_what_hardening_would_give(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
+    trained = {"fp32": "float32", "bf16": "bfloat16"}[CASES[name][1].dtype]
+    assert main(["consolidate", str(runs[name].folder), str(tmp_path / "out"), "--dtype", trained]) == 0
+    source = open_source(tmp_path / "out")
+    assert len(source.prunable) == len(runs[name].mask)
+    for key, expected in runs[name].hard.items():
+        value = source.read(key)
+        assert value.dtype == expected.dtype and torch.equal(value, expected), key
+
+
+def test_ties_of_a_soft_mask_go_to_the_lower_index(runs: dict[str, Run], tmp_path: Path) -> None:
+    """As in training; also where the dense weight of the other is larger."""
+    run = tmp_path / "run"
+    shutil.copytree(runs["stage2-unfinished"].folder, run)
+    for file in sorted((run / "checkpoints" / "step").glob("*_optim_states.pt")):
+        content = torch.load(file, weights_only=False)
+        state = content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        state["mask"].copy_(torch.randint(1, 4, state["mask"].shape) / 4)
+        torch.save(content, file)
+    source = open_source(run)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    mask, dense = (source.checkpoint.state(name, key).view(-1, 4) for key in ("mask", "dense"))
+    ties = 0
+    for m, d, w in zip(mask.tolist(), dense.tolist(), source.read(name).view(-1, 4).tolist(), strict=True):
+        kept = sorted(range(4), key=lambda i: (-m[i], i))[:2]
+        ties += m[kept[1]] in [m[i] for i in range(4) if i not in kept]
+        assert w == [d[i] if i in kept else 0.0 for i in range(4)]
+    assert ties > 100
 
 
 def test_unfinished_run_is_said_to_be_so(
@@ -201,7 +247,7 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
         (run, str(tmp_path / "x"), "--model", str(tmp_path)): "config.json: not a readable JSON file",
         (run, str(tmp_path / "file" / "x")): "cannot be written",
         (str(tmp_path / "none"), str(tmp_path / "x")): "none: no such folder",
-        (str(tmp_path / "empty"), str(tmp_path / "x")): "holds no DeepSpeed checkpoint",
+        (str(tmp_path / "empty"), str(tmp_path / "x")): "holds no checkpoint",
     }
     for command, message in cases.items():
         assert main(["consolidate", *command]) == 2, command
@@ -252,3 +298,36 @@ def test_inconsistent_checkpoints_are_refused(
     assert main(["consolidate", str(run), str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def structure(value: Any) -> Any:
+    """Keys, types, dtypes and sizes, without values; of our own client state and DeepSpeed's settings only that they
+    are there."""
+    if isinstance(value, Tensor):
+        return (type(value), value.dtype, tuple(value.shape))
+    if isinstance(value, dict):
+        return {key: "" if key in ("sparseforge", "ds_config") else structure(inner) for key, inner in value.items()}
+    return [structure(inner) for inner in value] if isinstance(value, (list, tuple)) else type(value)
+
+
+@pytest.mark.parametrize("name", ["stage3-bf16", "stage3-tied-bf16"])
+def test_generated_checkpoints_are_built_like_real_ones(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
+    """benchmarks/consolidation.py measures on the former."""
+    config = MODELS[CASES[name][0]]().config
+    generated = write_run(tmp_path / "run", config, ranks=2)
+    real = runs[name].folder / "checkpoints" / "step"
+    names = sorted(file.name for file in real.iterdir())
+    assert names == sorted(file.name for file in generated.iterdir()) and len(names) == 4
+    for file in names:
+        ours, theirs = (torch.load(folder / file, weights_only=False) for folder in (generated, real))
+        assert structure(ours) == structure(theirs), file
+        assert ours["ds_version"] == theirs["ds_version"] and ours["ds_config"].keys() == theirs["ds_config"].keys()
+        if "sparseforge" in theirs:
+            assert structure(ours["sparseforge"]) == structure(theirs["sparseforge"])
+            assert ours["sparseforge"]["weights"] == theirs["sparseforge"]["weights"]
+    assert verify.check_folder(exported_to(tmp_path / "out", tmp_path / "run")).ok
+
+
+def exported_to(out: Path, run: Path) -> Path:
+    assert main(["consolidate", str(run), str(out)]) == 0
+    return out

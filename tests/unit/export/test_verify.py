@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import hash_tensor
+from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export.verify import check_folder, check_weight
+from sparseforge_ds.export import bits
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.weight_report import WeightReport, check_weight
 from sparseforge_ds.mask.pattern import NM, Block, top_n
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
@@ -77,8 +82,10 @@ def test_a_good_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_pattern_flag_instead_of_sparsity_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "sparsity.json").unlink()
-    assert main(["verify", str(folder)]) == 2
-    assert "give one, like --pattern 2:4" in capsys.readouterr().err
+    assert main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith("all matrices of layers are 2:4 along axis -1: OK\n")
+    with pytest.raises(ValueError, match="give one, like --pattern 2:4"):
+        check_folder(folder)
     assert main(["verify", str(folder), "--pattern", "2:4"]) == 0
     assert main(["verify", str(folder), "--pattern", "4:8"]) == 0
     assert main(["verify", str(folder), "--pattern", "1:4"]) == 1
@@ -94,6 +101,33 @@ def test_one_violation_in_one_group(folder: Path, capsys: pytest.CaptureFixture[
     assert [(row.name, row.violations) for row in report.rows if row.violations] == [(DOWN, 1)]
     assert main(["verify", str(folder)]) == 1
     assert capsys.readouterr().out.endswith("NOT OK\n")
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_each_weight_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
+    read: list[str] = []
+    original = TensorFolder.stream
+
+    def counting(self: TensorFolder, name: str, elements: int) -> Iterator[Tensor]:
+        read.append(name)
+        return original(self, name, elements)
+
+    monkeypatch.setattr(TensorFolder, "stream", counting)
+    assert main(["verify", str(folder), "--workers", workers]) == 0
+    assert sorted(read) == sorted(load_file(folder / "model.safetensors"))
+
+
+def test_a_weight_in_several_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = check_folder(folder)
+    monkeypatch.setattr(bits, "PIECE", 100)
+    assert whole.ok and check_folder(folder) == whole
+
+
+def test_counts_are_taken_over_only_for_the_bytes_they_were_made_from(folder: Path) -> None:
+    counted = {row.name: row for row in check_folder(folder).rows}
+    edit(folder, lambda tensors: tensors[DOWN].fill_(1.0), keep_hashes=True)
+    report = check_folder(folder, counted=counted)
+    assert report.changed == [DOWN] and not report.ok
 
 
 @pytest.mark.parametrize(
@@ -179,3 +213,39 @@ def test_check_weight_by_hand() -> None:
     assert check_weight(tile, "w", Block(16), -1).violations == 0
     tile.view(-1)[128] = 1.0
     assert check_weight(tile, "w", Block(16), -1).violations == 1
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["float32", "bfloat16", "float16"]))
+@settings(max_examples=60, deadline=None)
+def test_check_weight_against_loops(seed: int, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (16 * int(n) for n in torch.randint(1, 4, (2,), generator=generator))
+    values = torch.tensor([0.0, 0.0, -0.0, 1.0, -2.5, 6e-8, float("inf"), float("-inf"), float("nan")])
+    some = torch.randint(0, int(torch.randint(2, 10, (1,), generator=generator)), (rows, columns), generator=generator)
+    weight = values[some].to(getattr(torch, dtype))
+    for pattern in (NM(2, 4), NM(1, 2), NM(4, 8), NM(3, 16), NM(1, 4), Block(16)):
+        for axis in (-1, -2):
+            report = check_weight(weight, "w", pattern, axis)
+            if isinstance(pattern, Block):
+                groups = [weight[i : i + 16, j : j + 16] for i in range(0, rows, 16) for j in range(0, columns, 16)]
+            else:
+                lines = weight if axis == -1 else weight.T
+                groups = [line[i : i + pattern.m] for line in lines for i in range(0, line.numel(), pattern.m)]
+            left = [sum(value != 0 for value in group.flatten().tolist()) for group in groups]
+            flat = weight.flatten().tolist()
+            assert report == WeightReport(
+                "w",
+                (rows, columns),
+                groups=len(groups),
+                nonzeros=sum(left),
+                violations=sum(count > pattern.kept for count in left),
+                negative_zeros=sum(value == 0 and math.copysign(1, value) < 0 for value in flat),
+                nonfinite=sum(not math.isfinite(value) for value in flat),
+            )
+
+
+def test_pieces_hold_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(96, 64)
+    whole = [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)]
+    monkeypatch.setattr(bits, "PIECE", 100)
+    assert [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)] == whole

@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""How fast a sharded checkpoint becomes a model, and in how much memory: against a plain copy of the same files.
+
+python benchmarks/consolidation.py /scratch/consolidation                 # about 3 GB of Qwen3-1.7B layers
+python benchmarks/consolidation.py /scratch/consolidation --cold --json consolidation.json
+python benchmarks/consolidation.py /scratch/consolidation --layers 8      # about 10 GB
+
+The checkpoint is generated (random numbers in DeepSpeed's ZeRO-3 files) unless FOLDER has it from before. Contestants
+take turns, so that whatever else the machine does meets all of them; ratios are of medians. Every one is a process of
+its own; the start of Python and its imports do not count. What is written is synced to disk by all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __package__ in (None, ""):
+    sys.path.insert(0, str(ROOT))
+
+GOAL_COPY = 2.0
+"""Seconds of a consolidation, in seconds of the copy."""
+GOAL_READ = 3.0
+"""Seconds of a verification, in seconds of reading the bytes."""
+BLOCK = 1 << 20
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Consolidation against a plain copy of the checkpoint's files")
+    parser.add_argument("folder", type=Path, help="scratch folder, with room for twice the checkpoint")
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size; the rest follows Qwen3-1.7B")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers, 1.2 GB of checkpoint each")
+    parser.add_argument("--vocabulary", type=int, default=24576, help="rows of the tied embedding")
+    parser.add_argument("--ranks", type=int, default=4, help="world size of the checkpoint")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="threads of consolidate and verify")
+    parser.add_argument("--repeats", type=int, default=5, help="times that every contestant has its turn")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each turn")
+    parser.add_argument("--json", type=Path, help="also write the numbers to a file")
+    parser.add_argument("--turn", nargs=4, help=argparse.SUPPRESS)  # one contestant, in this process
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Generate, let all take turns, print the table."""
+    arguments = parse_arguments()
+    if arguments.turn:
+        print(json.dumps(take_turn(*arguments.turn)))
+        return 0
+    run = generate(arguments)
+    checkpoint = next((run / "checkpoints").glob("step_*"))
+    sizes = {"checkpoint": folder_bytes(checkpoint)}
+    contestants = [("copy", 1), *(("consolidate", n) for n in arguments.workers)]
+    contestants += [("read", 1), *(("verify", n) for n in arguments.workers)]
+    turns: dict[tuple[str, int], list[dict[str, float]]] = {contestant: [] for contestant in contestants}
+    model = arguments.folder / "model"
+    if not model.exists():
+        one_turn("consolidate", run, model, 1)
+    sizes["model"] = folder_bytes(model)
+    for _ in range(arguments.repeats):
+        for kind, workers in contestants:
+            source = {"copy": checkpoint, "consolidate": run, "read": model, "verify": model}[kind]
+            out = arguments.folder / "out"
+            shutil.rmtree(out, ignore_errors=True)
+            for file in source.rglob("*"):
+                if file.is_file():
+                    drop(file) if arguments.cold else read_file(file)
+            turns[kind, workers].append(one_turn(kind, source, out, workers))
+    shutil.rmtree(arguments.folder / "out", ignore_errors=True)
+    report = summary(turns, sizes, arguments.cold)
+    print_table(report)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def generate(arguments: argparse.Namespace) -> Path:
+    """The run to consolidate, from before if FOLDER has one of the same shape."""
+    from transformers import Qwen3Config
+
+    from benchmarks.sharded_checkpoint import write_run
+
+    config = Qwen3Config(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden,
+        intermediate_size=3 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 128,
+        num_key_value_heads=max(1, arguments.hidden // 256),
+        head_dim=128,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    name = f"run_{arguments.hidden}_{arguments.layers}_{arguments.vocabulary}_{arguments.ranks}"
+    run: Path = arguments.folder / name
+    if not run.exists():
+        print(f"generating {run}", file=sys.stderr)
+        unfinished = arguments.folder / f"{name}.tmp"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(arguments.folder / "model", ignore_errors=True)
+        write_run(unfinished, config, arguments.ranks)
+        unfinished.replace(run)
+        os.sync()
+    return run
+
+
+def one_turn(kind: str, source: Path, out: Path, workers: int) -> dict[str, float]:
+    """`take_turn` in a process of its own."""
+    command = [sys.executable, __file__, str(out.parent), "--turn", kind, str(source), str(out), str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"{kind} failed:\n{done.stderr}")
+    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def take_turn(kind: str, source: str, out: str, workers: str) -> dict[str, float]:
+    """Seconds, and memory in bytes: peak of the process, of its own memory alone, and what it had before."""
+    if kind == "copy":
+        work = lambda: copy(Path(source), Path(out))  # noqa: E731
+    elif kind == "read":
+        work = lambda: [read_file(file) for file in Path(source).rglob("*") if file.is_file()]  # noqa: E731
+    elif kind == "consolidate":
+        from sparseforge_ds.export.consolidate import consolidate
+        from sparseforge_ds.export.source import open_source
+
+        work = lambda: consolidate(open_source(source), out, workers=int(workers))  # noqa: E731
+    else:
+        from sparseforge_ds.export.verify import check_folder
+
+        work = lambda: check_folder(source, workers=int(workers))  # noqa: E731
+    before = memory("VmHWM")
+    own, done = [memory("RssAnon")], threading.Event()
+    watcher = threading.Thread(target=watch, args=(own, done))
+    watcher.start()
+    begun = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begun
+    done.set()
+    watcher.join()
+    return {"seconds": seconds, "before": before, "peak": memory("VmHWM"), "own": max(own)}
+
+
+def watch(own: list[int], done: threading.Event) -> None:
+    """Sample this process's own memory, without mapped files."""
+    while not done.wait(0.01):
+        own.append(memory("RssAnon"))
+
+
+def memory(key: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) * 1024
+
+
+def copy(source: Path, out: Path) -> None:
+    """What `cp -r` and a sync of each file do."""
+    out.mkdir()
+    for file in sorted(source.iterdir()):
+        shutil.copyfile(file, out / file.name)
+        with open(out / file.name, "rb+") as written:
+            os.fsync(written.fileno())
+
+
+def read_file(path: Path) -> None:
+    """Read all bytes into the same block."""
+    block = memoryview(bytearray(BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+
+
+def drop(path: Path) -> None:
+    """Take a file out of the page cache."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in it."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def summary(turns: dict[tuple[str, int], list[dict[str, float]]], sizes: dict[str, int], cold: bool) -> dict[str, Any]:
+    """Medians, and their ratios to the copy or to the reading."""
+    rows = []
+    seconds = {who: median(turn["seconds"] for turn in held) for who, held in turns.items()}
+    for (kind, workers), held in turns.items():
+        bytes_read = sizes["checkpoint" if kind in ("copy", "consolidate") else "model"]
+        base = seconds["copy" if kind in ("copy", "consolidate") else "read", 1]
+        goal = {"consolidate": GOAL_COPY, "verify": GOAL_READ}.get(kind)
+        ratio = seconds[kind, workers] / base
+        rows.append(
+            {
+                "what": kind,
+                "workers": workers,
+                "seconds": seconds[kind, workers],
+                "all_seconds": [turn["seconds"] for turn in held],
+                "mb_per_second": bytes_read / seconds[kind, workers] / 1e6,
+                "ratio": ratio,
+                "goal": goal,
+                "met": None if goal is None else ratio <= goal,
+                "before": max(turn["before"] for turn in held),
+                "peak": max(turn["peak"] for turn in held),
+                "own": max(turn["own"] for turn in held),
+            }
+        )
+    return {"page_cache": "cold" if cold else "warm", "bytes": sizes, "rows": rows}
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """For people."""
+    sizes = report["bytes"]
+    print(
+        f"checkpoint {sizes['checkpoint'] / 1e9:.2f} GB, model {sizes['model'] / 1e9:.2f} GB, "
+        f"page cache {report['page_cache']}, medians of {len(report['rows'][0]['all_seconds'])}"
+    )
+    print("what         workers  seconds     MB/s  ratio  goal  peak MB  of it own  before")
+    for row in report["rows"]:
+        goal = "" if row["goal"] is None else f"{row['goal']:.0f} {'ok' if row['met'] else 'NO'}"
+        print(
+            f"{row['what']:<12} {row['workers']:>7}  {row['seconds']:>7.2f}  {row['mb_per_second']:>7.0f}  "
+            f"{row['ratio']:>5.2f}  {goal:>4}  {row['peak'] / 1e6:>7.0f}  {row['own'] / 1e6:>9.0f}  "
+            f"{row['before'] / 1e6:>6.0f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""A run with a ZeRO-3 checkpoint in DeepSpeed's own file format, made of random numbers, without training.
+
+Shapes come from a model's config; at most one rank's partition is in memory. Names, types, dtypes and sizes are
+those of a finished 2:4 run in bf16 with AdamW, which a test holds against a run that DeepSpeed saved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import __version__ as deepspeed_version
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+import sparseforge_ds as sf
+from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.model.families import prunable_weights
+
+STEPS = 100
+_STATES = ("exp_avg", "exp_avg_sq", "dense", "mask", "curvature")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: int = 0) -> Path:
+    """Write `folder` with a model config and one checkpoint.
+
+    Args:
+        folder: must not exist.
+        ranks: world size; every file holds 1/ranks of every weight.
+
+    Returns:
+        The checkpoint's folder, `folder/checkpoints/step_000100`.
+    """
+    checkpoint = folder / "checkpoints" / f"step_{STEPS:06d}"
+    checkpoint.mkdir(parents=True)
+    model_config.save_pretrained(folder / "model")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
+    config = sf.SparseForgeConfig(max_steps=STEPS, distillation=None)
+    groups = sf.param_groups(model, config, weight_decay=0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shapes = [OrderedDict((names[id(p)], p.shape) for p in group["params"]) for group in groups]
+    state = {
+        "version": 1,
+        "config": config.to_dict(),
+        "weights": [
+            {"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis}
+            for w in prunable_weights(model, config)
+        ],
+        "groups": [list(held) for held in shapes],
+        "step": STEPS,
+        "refreshes": 1,
+    }
+    (folder / "sparseforge.json").write_text(json.dumps({"config": config.to_dict(), "coverage": {}}))
+    deepspeed = _deepspeed_config(ranks)
+    for rank in range(ranks):
+        torch.save(
+            _model_file(model, shapes, deepspeed, rank, ranks, state),
+            checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+        )
+        torch.save(
+            _optimizer_file(groups, shapes, deepspeed, rank, ranks, seed),
+            checkpoint / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+    (folder / "checkpoints" / "latest").write_text(checkpoint.name)
+    return checkpoint
+
+
+def _deepspeed_config(ranks: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "bf16": {"enabled": True},
+    }
+
+
+def _model_file(
+    model: nn.Module,
+    shapes: list[OrderedDict[str, torch.Size]],
+    deepspeed: dict[str, Any],
+    rank: int,
+    ranks: int,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    """Names without data, as ZeRO-3 saves them, and the client state."""
+    tied = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return {
+        "module": OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in model.state_dict()),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": OrderedDict(),
+        "shared_params": tied if rank == 0 else {},
+        "frozen_param_fragments": OrderedDict(),
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": STEPS,
+        "global_samples": STEPS * ranks,
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": deepspeed,
+        "ds_version": deepspeed_version,
+        "sparseforge": state,
+    }
+
+
+def _optimizer_file(
+    groups: list[dict[str, Any]],
+    shapes: list[OrderedDict[str, torch.Size]],
+    deepspeed: dict[str, Any],
+    rank: int,
+    ranks: int,
+    seed: int,
+) -> dict[str, Any]:
+    """A rank's partition of every group, master = mask * dense."""
+    masters, states, settings = [], {}, []
+    for number, (group, held) in enumerate(zip(groups, shapes, strict=True)):
+        prunable = group.get("sparseforge") == "prunable"
+        sizes = {name: math.ceil(shape.numel() / ranks) for name, shape in held.items()}
+        keys = (*_STATES, "master") if prunable else (*_MOMENTS, "master")
+        flats = {key: torch.empty(sum(sizes.values())) for key in keys}
+        offset = 0
+        for index, (name, size) in enumerate(sizes.items()):
+            values = _values(held[name].numel(), prunable, hash((seed, number, index)))
+            for key, flat in flats.items():
+                piece = values[key][rank * size : (rank + 1) * size]
+                flat[offset : offset + piece.numel()] = piece
+                flat[offset + piece.numel() : offset + size] = 0.0
+            offset += size
+        masters.append(flats.pop("master"))
+        states[number] = {"step": torch.tensor(float(STEPS)), **flats}
+        settings.append({**group, **_ADAM, "params": [number]})
+    return {
+        "optimizer_state_dict": {
+            "zero_stage": ZeroStageEnum.weights,
+            "loss_scaler": LossScaler(1.0),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+            "partition_count": ranks,
+            "optimizer_state_dict": {"state": states, "param_groups": settings},
+            "fp32_flat_groups": masters,
+        },
+        "ds_config": deepspeed,
+        "ds_version": deepspeed_version,
+    }
+
+
+_ADAM = {
+    "lr": 1e-4,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+def _values(numel: int, prunable: bool, seed: int) -> dict[str, Tensor]:
+    """What AdamW and the forge would hold for a weight, random and of plausible size."""
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(numel, generator=generator) * 0.02
+    values = {"master": dense, "exp_avg": dense.flip(0) * 1e-3, "exp_avg_sq": dense.roll(1).square() * 1e-3}
+    if prunable:
+        mask = top_n(dense.view(-1, 4).abs(), 2).view(-1).float()
+        values |= {"dense": dense, "mask": mask, "master": dense * mask + 0.0, "curvature": dense.roll(2).square()}
+    return values

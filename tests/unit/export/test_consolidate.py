@@ -1,0 +1,352 @@
+"""Consolidation of a checkpoint that DeepSpeed could have written: workers, kills, damage, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from benchmarks.sharded_checkpoint import write_run
+from sparseforge_ds.checkpoint import tensors
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export import consolidate as module
+from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export.run_source import RunSource
+from sparseforge_ds.export.source import Source, open_source
+from sparseforge_ds.export.verify import check_folder
+
+ROOT = Path(__file__).resolve().parents[3]
+LAYERS = 6
+
+
+def model_config(hidden: int = 64, layers: int = LAYERS, vocabulary: int = 96) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    write_run(folder, model_config(), ranks=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    consolidate(open_source(run), out, "200KB")
+    return content(out)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Interrupted(Source):
+    """A source whose `read` raises at a given call, and writes down what was asked."""
+
+    def __init__(self, source: Source, at: int, error: BaseException) -> None:
+        self.__dict__.update(source.__dict__)
+        self.source, self.left, self.error = source, at, error
+        self.asked: list[str] = []
+        self.lock = threading.Lock()
+
+    def read(self, name: str) -> Tensor:
+        with self.lock:
+            self.asked.append(name)
+            self.left -= 1
+            if self.left < 0:
+                raise self.error
+        return self.source.read(name)
+
+    def read_mask(self, name: str) -> Tensor:
+        return self.source.read_mask(name)
+
+    def read_branch(self, name: str) -> Tensor:
+        return self.source.read_branch(name)
+
+    def check_bytes(self, workers: int = 1) -> None:
+        self.source.check_bytes(workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_write_the_same_bytes(
+    run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["consolidate", str(run), str(tmp_path / "out"), "--max_shard_size", "200KB", "--workers", str(workers)]
+    assert main(command) == 0
+    assert "42 weights in 2:4" in capsys.readouterr().out
+    assert content(tmp_path / "out") == unbroken
+    assert len([name for name in unbroken if name.endswith(".safetensors")]) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_file_is_shared_by_all_workers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single file must not mean a single worker: some moment finds all of them inside of `read`."""
+    barrier = threading.Barrier(3, timeout=60)
+    original, met = RunSource.read, threading.Event()
+
+    def read(self: RunSource, name: str) -> Tensor:
+        if not met.is_set():
+            barrier.wait()
+            met.set()
+        return original(self, name)
+
+    monkeypatch.setattr(RunSource, "read", read)
+    consolidate(open_source(run), tmp_path / "out", workers=3)
+    assert met.is_set() and (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("workers", ["0", "-2"])
+def test_workers_must_be_positive(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str) -> None:
+    assert main(["consolidate", str(run), str(tmp_path / "out"), "--workers", workers]) == 2
+    assert f"workers {workers}: use 1 or more" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_ctrl_c_and_go_on(run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int) -> None:
+    first = Interrupted(open_source(run), 20, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        consolidate(first, tmp_path / "out", "200KB", workers)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    notes: list[str] = []
+    second = Interrupted(open_source(run), 10**6, KeyboardInterrupt())
+    consolidate(second, tmp_path / "out", "200KB", workers, note=notes.append)
+    assert content(tmp_path / "out") == unbroken and notes == []
+    finished = len(set(first.asked)) - (len(first.asked) - 20)
+    assert finished == 20 and len(second.asked) == len(second.specs) - finished
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_error_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="such a pity"):
+        consolidate(Interrupted(open_source(run), 20, ValueError("such a pity")), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_proof_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    def prove(folder: Path) -> dict[str, Any]:
+        assert check_folder(folder).ok and not (tmp_path / "out").exists()
+        raise ValueError("not the same logits")
+
+    with pytest.raises(ValueError, match="not the same logits"):
+        consolidate(open_source(run), tmp_path / "out", prove=prove)
+    assert list(tmp_path.iterdir()) == []
+    consolidate(open_source(run), tmp_path / "out", prove=lambda folder: {"logits": "equal"})
+    assert json.loads((tmp_path / "out" / "sparsity.json").read_text())["proof"] == {"logits": "equal"}
+
+
+@pytest.mark.parametrize("change", ["size", "dtype", "touched"])
+def test_the_work_of_another_source_is_discarded(
+    run: Path, unbroken: dict[str, bytes], tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size, dtype = ("100KB" if change == "size" else "200KB"), ("float16" if change == "dtype" else "auto")
+    with pytest.raises(KeyboardInterrupt):
+        consolidate(Interrupted(open_source(run, dtype=dtype), 20, KeyboardInterrupt()), tmp_path / "out", size)
+    if change == "touched":
+        os.utime(next((run / "checkpoints").glob("*/*optim_states.pt")))
+    assert main(["consolidate", str(run), str(tmp_path / "out"), "--max_shard_size", "200KB"]) == 0
+    assert "was begun from another source or with other settings; starting afresh" in capsys.readouterr().out
+    assert content(tmp_path / "out") == unbroken
+
+
+@pytest.mark.parametrize("damage", ["bytes", "journal", "cut journal", "file", "foreign"])
+def test_damaged_work_is_done_again(run: Path, unbroken: dict[str, bytes], tmp_path: Path, damage: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        consolidate(Interrupted(open_source(run), 60, KeyboardInterrupt()), tmp_path / "out", "200KB")
+    journal = tmp_path / ".out.partial" / "journal.jsonl"
+    files = sorted((tmp_path / ".out.partial" / "model").glob("*.safetensors"))
+    if damage == "bytes":
+        for file in files:
+            held = bytearray(file.read_bytes())
+            held[len(held) // 2] ^= 1
+            file.write_bytes(held)
+    elif damage == "journal":
+        journal.write_bytes(b"\x00\xff" + journal.read_bytes())
+    elif damage == "cut journal":
+        journal.write_bytes(journal.read_bytes()[:-9])
+    elif damage == "file":
+        files[0].unlink()
+    else:
+        lines = journal.read_text().splitlines()
+        journal.write_text("\n".join([lines[0], "[1]", *lines[2:]]) + "\n")
+    consolidate(open_source(run), tmp_path / "out", "200KB")
+    assert content(tmp_path / "out") == unbroken
+
+
+def test_a_second_process_is_refused(run: Path, unbroken: dict[str, bytes], tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Slow(Interrupted):
+        def read(self, name: str) -> Tensor:
+            if not seen:
+                command = [sys.executable, "-m", "sparseforge_ds", "consolidate", str(run), str(tmp_path / "out")]
+                done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+                seen.append(f"{done.returncode} {done.stderr}")
+            return super().read(name)
+
+    consolidate(Slow(open_source(run), 10**6, KeyboardInterrupt()), tmp_path / "out", "200KB")
+    assert seen[0].startswith("2 error: ") and "another process is writing it" in seen[0]
+    assert content(tmp_path / "out") == unbroken
+
+
+def test_what_is_written_wrong_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = tensors.write_at
+
+    def lie(path: Path, start: int, data: memoryview) -> None:
+        original(path, start + (8 if len(data) == 2 * 64 * 128 else 0), data)
+
+    monkeypatch.setattr(module, "write_at", lie)
+    with pytest.raises(ValueError, match="the written folder does not verify"):
+        consolidate(open_source(run), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", [0.05, 0.5, 0.95])
+def test_a_damaged_checkpoint_is_refused_before_anything_is_read(
+    run: Path, tmp_path: Path, where: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
+    file = sorted((copy / "checkpoints").glob("*/*optim_states.pt"))[1]
+    held = bytearray(file.read_bytes())
+    held[int(where * len(held))] ^= 4
+    file.write_bytes(held)
+    monkeypatch.setattr(RunSource, "read", lambda self, name: pytest.fail("read"))
+    with pytest.raises(ValueError, match=rf"{file.name}: .*(checksum|damaged)"):
+        consolidate(open_source(copy), tmp_path / "out", workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+_KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import sparseforge_ds.export.consolidate as module
+from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.run_source import RunSource
+
+run, out, log, workers = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+random.seed(int(sys.argv[5]))
+original = RunSource.read
+
+def read(self, name):
+    with open(log, "a") as file:
+        file.write(name + "\\n")
+    time.sleep(0.002)
+    return original(self, name)
+
+RunSource.read = read
+log.touch()
+
+def child():
+    pid = os.fork()
+    if pid == 0:
+        module.consolidate(open_source(run), out, "200KB", workers)
+        os._exit(0)
+    return pid
+
+def lines():
+    return log.read_text().count("\\n")
+
+kills = 0
+pid = child()
+for number in range(60):
+    # Half of the kills come some tensors later, the others anywhere from the first check to the last rename.
+    begun, moment = lines(), time.monotonic()
+    tensors = random.randint(0, 6) if number % 2 else 10**6
+    seconds = random.uniform(0, 0.25)
+    while lines() - begun < tensors and time.monotonic() - moment < seconds:
+        time.sleep(0.0005)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    kills += os.WIFSIGNALED(status)
+    if out.exists():
+        break
+    pid = child()
+else:
+    os.waitpid(pid, 0)
+print(kills, lines())
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_kill_at_random_moments(run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int) -> None:
+    total = len(open_source(run).specs)
+    kills = 0
+    for seed in range(20):
+        out, log = tmp_path / f"out{seed}", tmp_path / f"log{seed}"
+        arguments = [str(run), str(out), str(log), str(workers), str(seed)]
+        done = subprocess.run([sys.executable, "-c", _KILLS, *arguments], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        killed, reads = map(int, done.stdout.split())
+        # Only what was under way at a kill is read again.
+        assert total <= reads <= total + killed * workers
+        assert content(out) == unbroken
+        kills += killed
+        if kills >= 12 and seed >= 1:
+            break
+    assert kills >= 12
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+import torch
+from sparseforge_ds.checkpoint import sharded
+from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export.source import open_source
+
+torch.set_num_threads(1)
+sharded.RESIDENT_BYTES = 1 << 20  # what stays mapped is a constant; small here, so that the rest shows
+small, medium, out, workers = *map(Path, sys.argv[1:4]), int(sys.argv[4])
+
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+consolidate(open_source(small), out / "small", workers=workers)
+before = peak()
+consolidate(open_source(medium), out / "medium", workers=workers)
+print(before, peak())
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_peak_memory_is_of_a_weight_and_not_of_the_model(run: Path, tmp_path: Path, workers: int) -> None:
+    write_run(tmp_path / "run", model_config(hidden=512, layers=10), ranks=2)
+    (tmp_path / "out").mkdir()
+    arguments = [str(run), str(tmp_path / "run"), str(tmp_path / "out"), str(workers)]
+    done = subprocess.run([sys.executable, "-c", _PEAK, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split())
+    checkpoint = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.pt"))
+    largest = 4 * 512 * 1024  # in fp32
+    allowed = workers * 4 * largest + (32 << 20)
+    assert after - before < allowed < checkpoint / 8
+
+
+def test_generated_checkpoint_is_read_as_generated(run: Path) -> None:
+    source = open_source(run)
+    assert isinstance(source, RunSource) and source.finished
+    name = "model.layers.3.mlp.down_proj.weight"
+    dense, mask = source.checkpoint.state(name, "dense"), source.checkpoint.state(name, "mask")
+    assert torch.equal(source.read(name), (dense * mask).bfloat16() + 0.0)
+    assert torch.equal(source.read_mask(name), mask.bool())
