@@ -33,8 +33,8 @@ class RankFlats:
 
 
 def _number(step: Any) -> float:
-    if isinstance(step, Tensor) and step.numel() != 1:
-        raise TypeError(f"the step of a state has {step.numel()} elements")
+    if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))):
+        raise TypeError(f"the step of a state is {str(step)[:80]}")
     return float(step)
 
 

@@ -140,6 +140,8 @@ def fingerprint(path: Path) -> str:
     Raises:
         ValueError: the file cannot be read, or is a `.pt` file without a directory.
     """
+    if not path.is_file():  # a pipe or a device might never end
+        raise ValueError(f"{path}: no such file; the checkpoint is incomplete, use another one")
     if path.suffix != ".pt":
         try:
             digest = hashlib.sha256()

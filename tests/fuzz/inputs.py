@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.checkpoint.reshard import reshard
+from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.source import open_source
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
@@ -33,12 +34,16 @@ DONORS: dict[str, dict[str, Any]] = {
 }
 """Runs of which single files end up in the folders of others; `one_rank_*` come on top."""
 ONE_RANK = {"one_rank_stage2": {"stage": 2}, "one_rank_stage3": {"stage": 3}}
+PORTABLE = {"portable_stage3": "stage3_fp32", "portable_low_rank": "stage2_low_rank"}
+"""Copies by `sparseforge reshard`, and of what."""
 EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "export_whole": ("stage2_fp32", {}),
-    "export_shards": ("stage3_fp32", {"max_shard_size": "10KB"}),
-    "export_adapter": ("stage3_bf16_low_rank", {}),
+    "hf_whole": ("stage2_fp32", {}),
+    "hf_shards": ("stage3_fp32", {"max_shard_size": "10KB"}),
+    "hf_low_rank": ("stage3_bf16_low_rank", {}),
+    "packed24": ("stage1_bf16", {"format": "packed24"}),
+    "mask": ("stage2_fp32", {"format": "mask"}),
 }
-"""Exported folders: the run, and how it is consolidated."""
+"""Exported folders: the run, and how it is exported."""
 STEPS = 6
 
 
@@ -51,8 +56,10 @@ def write_inputs(folder: Path) -> None:
     flags.mkdir()
     for name in RUNS:
         write_json(flags / f"{name}.json", json.loads((folder / name / "sparseforge.json").read_text())["run"])
+    for name, run in PORTABLE.items():
+        reshard(folder / run, folder / name)
     for name, (run, options) in EXPORTS.items():
-        consolidate(open_source(folder / run), folder / name, **options)
+        export(open_source(folder / run), folder / name, skip_proof=True, **options)
 
 
 def write_model_and_text(folder: Path) -> None:

@@ -1,0 +1,60 @@
+"""Which damage is done to what and read by which tool: a plan that is the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.fuzz import damaged_files, damaged_values, hostile_files
+from tests.fuzz.inputs import PORTABLE, RUNS
+from tests.fuzz.scene import Mutation
+from tests.fuzz.targets import TARGETS, Target
+
+_MODULES = (damaged_files, damaged_values, hostile_files)
+_EVERYWHERE = [mutation for module in _MODULES for mutation in module.MUTATIONS]
+_RUNS = [*_EVERYWHERE, *(mutation for module in _MODULES for mutation in module.RUN_MUTATIONS)]
+
+
+def mutations_of(subject: str) -> list[Mutation]:
+    """The damage that can be done to a folder."""
+    if subject not in RUNS:
+        latest = [damaged_files.latest_is_nonsense] if subject in PORTABLE else []
+        return [*_EVERYWHERE, *hostile_files.SAFETENSORS_MUTATIONS, *latest]
+    return _RUNS if RUNS[subject]["stage"] == 0 else [*_RUNS, *damaged_files.SHARDED_MUTATIONS]
+
+
+MUTATIONS = {mutation.__name__: mutation for subject in TARGETS for mutation in mutations_of(subject)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damaged input and the tool that gets it."""
+
+    number: int
+    subject: str
+    mutation: str
+    target: str
+    seed: int
+
+
+def plan(count: int, seed: int) -> list[Case]:
+    """The first `count` cases: all damage is used about equally often, on changing subjects and tools."""
+    rng = random.Random(seed)
+    subjects = [(subject, target) for subject, targets in TARGETS.items() for target in targets]
+    cases: list[Case] = []
+    while len(cases) < count:
+        for name in rng.sample(list(MUTATIONS), len(MUTATIONS)):
+            fitting = [pair for pair in subjects if MUTATIONS[name] in mutations_of(pair[0])]
+            subject, target = rng.choice(fitting)
+            cases.append(Case(len(cases), subject, name, target, rng.randrange(1 << 32)))
+    return cases[:count]
+
+
+def target_of(case: Case) -> Target:
+    """The tool of a case."""
+    return TARGETS[case.subject][case.target]
+
+
+def kind_of(mutation: str) -> str:
+    """The file in which a mutation is."""
+    return MUTATIONS[mutation].__module__.rpartition(".")[2]

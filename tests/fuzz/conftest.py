@@ -1,0 +1,14 @@
+"""The counts of the fuzzer, at the end of a test run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.campaign import SUMMARY
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line of counts, and a few that divide them."""
+    if text := config.stash.get(SUMMARY, None):
+        terminalreporter.section("fuzzer")
+        terminalreporter.write_line(text)

@@ -1,0 +1,65 @@
+"""One case of the fuzzer: a copy of a good folder, randomness, and what the damage may take from elsewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class NotApplicable(Exception):
+    """This damage has nothing to damage in this folder."""
+
+
+@dataclass
+class Scene:
+    """What a mutation may use."""
+
+    folder: Path
+    """The copy that is damaged."""
+    rng: random.Random
+    inputs: Path
+    """Where the good folders are, those of other runs too."""
+    subject: str
+    """Which of them was copied."""
+    canary: Path
+    """The file that hostile code would create."""
+    touched: set[str] = field(default_factory=set)
+    """Names of the files that were damaged, removed or added."""
+    unlisted: bool = False
+    """The manifest was removed and checksums are right: what was changed consistently, nobody can know."""
+
+    def pick(self, *patterns: str) -> Path:
+        """A random file below the folder, and note that it is going to be damaged."""
+        found = sorted({path for pattern in patterns for path in self.folder.rglob(pattern) if path.is_file()})
+        found = [path for path in found if path.name not in _UNREAD and path.parent.name != "data"]
+        newest = [path for path in found if path.parent.name != "step_000003"]
+        if not found:
+            raise NotApplicable
+        return self.touch(self.rng.choice(newest if newest and self.rng.random() < 0.9 else found))
+
+    def touch(self, path: Path) -> Path:
+        """Note that a file is damaged."""
+        self.touched.add(path.name)
+        return path
+
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint that tools look at: the newest one."""
+        latest = self.folder / "checkpoints" / "latest"
+        if not latest.is_file():
+            raise NotApplicable
+        return self.folder / "checkpoints" / latest.read_text().strip()
+
+    def pick_pt(self, pattern: str = "*_states.pt") -> Path:
+        """A random `.pt` file of the newest checkpoint."""
+        found = sorted(self.checkpoint().glob(pattern))
+        if not found:
+            raise NotApplicable
+        return self.touch(self.rng.choice(found))
+
+
+Mutation = Callable[[Scene], None]
+_UNREAD = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "ds_config.json"}
+"""What no tool looks into; it is copied as it is."""
+ANY_FILE = ("*.pt", "*.json", "latest", "*.safetensors")

@@ -1,0 +1,203 @@
+"""The tools under test, each as a function of a damaged folder: what it makes of it, in a form that can be compared.
+
+A target returns `Result`, or raises what the tool raised. `model` is the digest of what must never be wrong: weights,
+masks, the exported tensors and config. `accepted` is False where the tool itself said that something is not in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.checkpoint.reshard import reshard
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.mask_only import MaskedSource
+from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.inspection import inspect
+from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.plan import Plan, make_plan
+from sparseforge_ds.train.resume import find_resumption
+from sparseforge_ds.train.run_folder import check_folder as check_run_folder
+from tests.fuzz.inputs import EXPORTS, PORTABLE, RUNS
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a tool made of a folder."""
+
+    model: str
+    facts: str = ""
+    """Digest of what else it says, and of what only training needs."""
+    accepted: bool = True
+
+
+Target = Callable[[Path, Path, Path], Result]
+"""(folder to read, folder to write that does not exist, good folders) -> Result."""
+
+
+def _digest(parts: Any) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            total.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            total.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return total.hexdigest()
+
+
+def result_of(checkpoint: Checkpoint) -> Result:
+    """Weights, masks and dense weights are the model; other states, tied names and the step are facts."""
+    strange = False
+    listed = {entry["name"] for entry in checkpoint.client_state.get("sparseforge", {}).get("weights", [])}
+
+    def tensors(model: bool) -> Any:
+        nonlocal strange
+        for name in checkpoint.shapes:
+            keys = [key for key in checkpoint.states(name) if (key in ("mask", "dense")) == model]
+            values = [checkpoint.state(name, key) for key in keys] + [checkpoint.weight(name)] * model
+            if model:
+                strange |= not all(bool(torch.isfinite(value.float()).all()) for value in values)
+                strange |= any(checkpoint.state(name, key).dtype != torch.float32 for key in keys)
+                strange |= name in listed and len(keys) < 2
+            yield [name, keys]
+            yield from values
+
+    def facts() -> Any:
+        yield [sorted(checkpoint.aliases.items()), sorted(checkpoint.buffers), checkpoint.step]
+        yield checkpoint.client_state.get("sparseforge", {})
+        yield from tensors(model=False)
+
+    model = _digest(tensors(model=True))
+    return Result(model, _digest(facts()), accepted=not strange)
+
+
+def digest_folder(folder: Path, adapter: bool = True) -> str:
+    """Tensors and configuration of an exported folder, and of the adapter in it."""
+
+    def parts() -> Any:
+        for part, stem, config in (
+            (folder, "model", "config.json"),
+            (folder, "mask", None),
+            (folder, "adapter_model", "adapter_config.json"),
+            (folder / "adapter", "adapter_model", "adapter_config.json"),
+        ):
+            held = any(part.glob(f"{stem}*.safetensors"))
+            if not held or (part.name == "adapter" and not adapter):
+                continue
+            yield {} if config is None else json.loads((part / config).read_text())
+            tensors = TensorFolder(part, stem)
+            for name in tensors.specs:
+                yield name
+                yield tensors.read(name)
+
+    return _digest(parts())
+
+
+def reader(folder: Path, out: Path, inputs: Path) -> Result:
+    """Every weight and state of a checkpoint, after its checksums."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.check_bytes()
+    return result_of(checkpoint)
+
+
+def resharded(folder: Path, out: Path, inputs: Path) -> Result:
+    """The copy that fits every layout, read back."""
+    reshard(folder, out)
+    return result_of(Checkpoint(out))
+
+
+def exported(format: str) -> Target:
+    """An export of a run, or of a folder that was exported before; without the proof, which costs seconds."""
+
+    def write(folder: Path, out: Path, inputs: Path) -> Result:
+        export(open_source(folder), out, format, skip_proof=True)
+        return Result(digest_folder(out))
+
+    return write
+
+
+def applied(folder: Path, out: Path, inputs: Path) -> Result:
+    """A mask on the dense model that was trained."""
+    export(MaskedSource(folder, inputs / "model"), out, "hf", skip_proof=True)
+    return Result(digest_folder(out))
+
+
+def inspected(folder: Path, out: Path, inputs: Path) -> Result:
+    """What `sparseforge inspect --check` says."""
+    found = inspect(folder, checksums=True)
+    content = found.to_dict()
+    json.dumps(content)
+    contents = content["contents"] or {}
+    return Result("", _digest([contents]), found.ok)
+
+
+def verified(folder: Path, out: Path, inputs: Path) -> Result:
+    """What `sparseforge verify` says, and the model that it says it of; it does not look into an adapter."""
+    report = check_folder(folder)
+    if not report.ok:
+        return Result("", accepted=False)
+    return Result(digest_folder(folder, adapter=False))
+
+
+class OneRank:
+    """The only process of a run, as far as looking for a checkpoint goes."""
+
+    rank = 0
+    world_size = 1
+    first = True
+
+    def everywhere(self, work: Callable[[], T]) -> T:
+        return work()
+
+    on_first = everywhere
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+
+_PLANS: dict[str, Plan] = {}
+
+
+def resumed(folder: Path, out: Path, inputs: Path) -> Result:
+    """The trainer's checks before it loads anything, and what it would load."""
+    name = folder.name
+    if name not in _PLANS:
+        flags = json.loads((inputs / "flags" / f"{name}.json").read_text())
+        _PLANS[name] = make_plan(RunArguments(**flags), 2)
+    plan = _PLANS[name]
+    plan = dataclasses.replace(plan, arguments=dataclasses.replace(plan.arguments, output_dir=str(folder), resume=True))
+    ranks: Any = OneRank()
+    check_run_folder(plan)
+    checkpoints = Checkpoints(folder / "checkpoints", ranks, plan.stage, plan.arguments.keep_checkpoints)
+    return result_of(find_resumption(plan, ranks, checkpoints).checkpoint)
+
+
+_READ = {"reader": reader, "inspect": inspected, "reshard": resharded}
+_EXPORT = {"consolidate": exported("hf"), "export mask": exported("mask")}
+TARGETS: dict[str, dict[str, Target]] = {
+    **{name: {**_READ, **_EXPORT, "resume": resumed} for name in RUNS},
+    **{name: {**_READ, **_EXPORT} for name in PORTABLE},
+    **{name: {"verify": verified, **_EXPORT} for name in EXPORTS},
+    "mask": {"apply": applied},
+    "packed24": {"verify": verified},
+}
+"""By subject, the tools that read such a folder."""
+for _subject in ("stage1_bf16", "portable_stage3", "hf_whole"):
+    TARGETS[_subject]["export packed24"] = exported("packed24")
+for _subject in ("stage3_bf16_low_rank", "hf_low_rank"):
+    TARGETS[_subject]["export adapter"] = exported("adapter")
