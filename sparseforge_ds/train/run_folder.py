@@ -26,6 +26,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.train.arguments import flags
 from sparseforge_ds.train.banner import memory_per_rank, readable_bytes
 from sparseforge_ds.train.plan import Plan
@@ -111,7 +112,8 @@ def write_folder(plan: Plan) -> None:
         GenerationConfig.from_pretrained(plan.model.folder).save_pretrained(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
-    write_json(plan.folder / "sparseforge.json", describe(plan))
+    written = read_json(final / "config.json")
+    write_json(plan.folder / "sparseforge.json", {**describe(plan), "config_sha256": config_sha256(written)})
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
