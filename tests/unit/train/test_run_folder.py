@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.plan import make_plan
 from sparseforge_ds.train.run_folder import check_folder, room_for_checkpoints, write_folder, write_json
@@ -34,7 +35,9 @@ def test_the_folder_describes_the_run(plan, tmp_path):
     write_folder(first)
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
-    assert set(record) == {"config", "weights", "coverage", "model_type", "run", "low_rank", "versions"}
+    keys = {"config", "weights", "coverage", "model_type", "run", "low_rank", "versions", "config_sha256"}
+    assert set(record) == keys
+    assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
     assert SparseForgeConfig.from_dict(record["config"]) == first.config
     assert record["weights"][0] == {
         "name": "model.layers.0.self_attn.q_proj.weight",
