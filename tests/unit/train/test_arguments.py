@@ -97,3 +97,4 @@ def test_help_reads_well():
     assert "None" not in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 115
     assert "deepspeed launch/train.py --deepspeed ds_configs/zero3.json" in run.stdout
+    assert "SIGTERM" in run.stdout and "exit code 143" in run.stdout
