@@ -172,10 +172,10 @@ def test_a_pattern_that_does_not_divide_a_weight(inputs):
 
 def test_an_unsupported_family(inputs):
     config = json.loads((inputs.model / "config.json").read_text())
-    config.update(model_type="opt", architectures=["OPTForCausalLM"])
+    config.update(model_type="bloom", architectures=["BloomForCausalLM"])
     (inputs.model / "config.json").write_text(json.dumps(config))
     message = inputs.refused()
-    assert "opt" in message and "llama" in message
+    assert "bloom" in message and "llama" in message
 
 
 def test_a_batch_that_does_not_fit_the_ranks(inputs):

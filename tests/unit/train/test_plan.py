@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import BloomConfig, BloomForCausalLM
 
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
@@ -125,17 +125,9 @@ def test_unknown_keys_inside_deepspeed_blocks_are_errors(arguments):
 
 
 def test_an_unsupported_family_is_named(arguments, tmp_path):
-    config = OPTConfig(
-        vocab_size=BYTE_VOCABULARY,
-        hidden_size=32,
-        ffn_dim=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-    )
-    folder = write_model(tmp_path / "opt", OPTForCausalLM(config))
-    with pytest.raises(ValueError, match="'opt'.*llama"):
+    config = BloomConfig(vocab_size=BYTE_VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    folder = write_model(tmp_path / "bloom", BloomForCausalLM(config))
+    with pytest.raises(ValueError, match="'bloom'.*llama"):
         make_plan(arguments(model=str(folder)), world_size=2)
 
 
