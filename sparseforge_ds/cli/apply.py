@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from sparseforge_ds.cli.export import proof_line
+
 _EPILOG = """\
 example:
   sparseforge apply models/qwen3_14b_mask models/Qwen3-14B models/qwen3_14b_2to4
@@ -38,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     source = MaskedSource(args.mask, args.dense)
     progress = sys.stderr.isatty()
     record = export(source, args.out, "hf", args.max_shard_size, progress=progress, skip_proof=args.skip_proof)
-    weights, proof = len(record["weights"]), record.get("proof")
-    print(f"{args.out}: {weights} weights in {record['pattern']}, verified")
-    print("not proved: --skip_proof" if proof is None else f"proved: logits {proof['logits']}")
+    print(f"{args.out}: {len(record['weights'])} weights in {record['pattern']}, verified")
+    print(proof_line("hf", record["proof"]))
     return 0

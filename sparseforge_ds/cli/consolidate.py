@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from sparseforge_ds.cli.export import proof_line
+
 _EPILOG = """\
 examples:
   sparseforge consolidate runs/qwen3_14b models/qwen3_14b_2to4
@@ -30,18 +32,21 @@ def register(commands: Any) -> None:
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
     parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the run's)")
+    parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Consolidate, and say what was made."""
-    from sparseforge_ds.export.consolidate import consolidate
+    from sparseforge_ds.export.formats import export
     from sparseforge_ds.export.source import open_source
     from sparseforge_ds.export.workers import default_workers
 
     source = open_source(args.source, args.model, args.dtype)
     workers = default_workers() if args.workers is None else args.workers
-    sparsity = consolidate(source, args.out, args.max_shard_size, workers, sys.stderr.isatty(), say)
+    sparsity = export(
+        source, args.out, "hf", args.max_shard_size, workers, sys.stderr.isatty(), say, skip_proof=args.skip_proof
+    )
     if not sparsity["finished"]:
         print(f"note: the run was not finished at step {sparsity['step']}: its mask is soft and was projected here")
     groups = sum(entry["groups"] for entry in sparsity["weights"].values())
@@ -49,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.out}: {weights} weights in {sparsity['pattern']}, {groups:,} groups, verified")
     if sparsity["adapter"]:
         print(f"{args.out}/{sparsity['adapter']}: low-rank branch, a PEFT LoRA adapter for this model")
+    print(proof_line("hf", sparsity["proof"]))
     return 0
 
 

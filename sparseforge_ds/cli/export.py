@@ -40,6 +40,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--format", default="hf", help="hf, packed24, mask or adapter (default: hf)")
     parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.add_argument("--workers", type=int, help="threads for hf (default: one per processor, at most 8)")
     parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
     parser.add_argument("--base", metavar="DIR", help="with --format mask: the dense model, on which it is proved")
     parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
@@ -50,20 +51,23 @@ def run(args: argparse.Namespace) -> int:
     """Export, and say what was made and how it was proved."""
     from sparseforge_ds.export.formats import export
     from sparseforge_ds.export.source import open_source
+    from sparseforge_ds.export.workers import default_workers
 
     record = export(
         open_source(args.source, args.model, args.dtype),
         args.out,
         args.format,
         args.max_shard_size,
-        progress=sys.stderr.isatty(),
+        default_workers() if args.workers is None else args.workers,
+        sys.stderr.isatty(),
+        lambda text: print(f"note: {text}"),
         base=args.base,
         skip_proof=args.skip_proof,
     )
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(args.format, record)}")
-    print(_proof(args.format, record.get("proof")))
+    print(proof_line(args.format, record.get("proof")))
     return 0
 
 
@@ -87,7 +91,8 @@ def _what(format: str, record: dict[str, Any]) -> str:
     return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified"
 
 
-def _proof(format: str, proof: dict[str, Any] | None) -> str:
+def proof_line(format: str, proof: dict[str, Any] | None) -> str:
+    """How an export was proved, in words."""
     if proof is None:
         return "not proved: --skip_proof"
     if format == "mask":

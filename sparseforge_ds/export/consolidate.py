@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.tensors import (
     FileLayout,
+    hash_file,
     lay_out,
     parse_size,
-    read_at,
     tensor_bytes,
     write_at,
     write_index,
@@ -53,7 +53,7 @@ def consolidate(
     workers: int = 1,
     progress: bool = False,
     note: Callable[[str], None] = lambda text: None,
-    prove: Callable[[Path], dict[str, Any] | None] | None = None,
+    prove: Callable[[Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Write the Hugging Face folder.
 
@@ -64,7 +64,7 @@ def consolidate(
         progress: show a bar on stderr.
         note: is told what the user should know.
         prove: is called with the finished folder before it gets its name; what it returns becomes the `proof` of
-            `sparsity.json`, what it raises ends the export.
+            `sparsity.json`, which is null without, and what it raises ends the export.
 
     Returns:
         What `sparsity.json` holds.
@@ -123,7 +123,8 @@ def _write_weights(
 
     def write(name: str) -> None:
         spec = source.specs[name]
-        if name not in partial.done or partial.done[name]["sha256"] != _hash_at(*place[name], spec.nbytes):
+        path, at = place[name]
+        if name not in partial.done or partial.done[name]["sha256"] != hash_file(path, at, at + spec.nbytes):
             value = source.read(name)
             assert tuple(value.shape) == spec.shape and value.dtype == spec.dtype
             entry: dict[str, Any] = {"shape": list(spec.shape)}
@@ -132,7 +133,7 @@ def _write_weights(
                 counted = check_weight(value, name, source.pattern, axis)
                 entry |= {"input_axis": axis, **{key: getattr(counted, key) for key in _COUNTS}}
             data = tensor_bytes(value)
-            write_at(*place[name], data)
+            write_at(path, at, data)
             partial.add(name, {**entry, "sha256": hashlib.sha256(data).hexdigest()})
         bar.update(spec.nbytes)
 
@@ -161,12 +162,12 @@ def _write_rest(source: Source, partial: Partial, files: list[FileLayout]) -> di
         keys = ("shape", "input_axis", "groups", "nonzeros", "sha256")
         section = "weights" if name in source.prunable else "dense"
         rows[section][name] = {key: entry[key] for key in keys if key in entry}
+        rows[section][name]["dtype"] = str(source.specs[name].dtype).removeprefix("torch.")
     sparsity = {**source.record, "adapter": adapter.name if source.branches else None}
     if source.branches:
-        file = adapter / "adapter_model.safetensors"
-        sparsity["adapter_sha256"] = _hash_at(file, 0, file.stat().st_size)
+        sparsity["adapter_sha256"] = hash_file(adapter / "adapter_model.safetensors")
     sparsity["config_sha256"] = config_sha256(source.model_config)
-    sparsity |= rows
+    sparsity |= {**rows, "proof": None}
     _write_json(folder / "sparsity.json", sparsity)
     return sparsity
 
@@ -179,15 +180,6 @@ def _prepare(path: Path, layout: FileLayout) -> None:
     else:
         write_at(path, 0, memoryview(layout.header))
     os.truncate(path, layout.size)
-
-
-def _hash_at(path: Path, start: int, nbytes: int) -> str:
-    digest, block = hashlib.sha256(), memoryview(bytearray(min(nbytes, 1 << 20)))
-    for at in range(start, start + nbytes, 1 << 20):
-        part = block[: min(start + nbytes - at, 1 << 20)]
-        read_at(path, at, part)
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -70,8 +70,8 @@ def export(
     if format != "mask" and not skip_proof:
         require(source)
     if format == "hf":
-        prove = partial(prove_model, source, plain=True)
-        return consolidate(source, out, max_shard_size, workers, progress, note, _no_proof if skip_proof else prove)
+        prove = None if skip_proof else partial(prove_model, source, plain=True)
+        return consolidate(source, out, max_shard_size, workers, progress, note, prove)
     shard_bytes = parse_size(max_shard_size)
     source.check_bytes(workers)
     with unfinished_folder(out) as folder:
@@ -110,10 +110,6 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _no_proof(folder: Path) -> None:
-    """In the place of a proof; what is written then says so."""
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

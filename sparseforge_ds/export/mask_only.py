@@ -9,6 +9,7 @@ than N non-zeros the first zeros count as kept.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def write_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
     """
     code, specs, rows = _code(source.pattern), {}, {}
     for name, weight in source.prunable.items():
-        groups = torch.Size(weight.shape).numel() // source.pattern.members
+        groups = math.prod(weight.shape) // source.pattern.members
         rows[name] = {"shape": list(weight.shape), "input_axis": weight.input_axis, "groups": groups}
         specs[name] = TensorSpec((code.nbytes(groups),), torch.uint8)
 
@@ -53,7 +54,7 @@ def write_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
         entry["sha256"] = hashes[name]
     packed = sum(spec.nbytes for spec in specs.values())
     dense = sum(source.specs[name].nbytes for name in source.prunable)
-    elements = sum(torch.Size(weight.shape).numel() for weight in source.prunable.values())
+    elements = sum(math.prod(weight.shape) for weight in source.prunable.values())
     return {
         "format": FORMAT,
         "model_type": source.model_config.get("model_type"),
@@ -94,7 +95,7 @@ class MaskFolder:
             shape, axis = (entry.get("shape"), entry.get("input_axis")) if isinstance(entry, dict) else (None, None)
             if not isinstance(shape, list) or len(shape) < 2 or any(type(n) is not int or n < 1 for n in shape):
                 raise ValueError(f"{self._path}: the shape of {name} is damaged; export the mask again")
-            if axis not in (-1, -2) or self.pattern.misfit(tuple(shape), axis) is not None:
+            if type(axis) is not int or axis not in (-1, -2) or self.pattern.misfit(tuple(shape), axis) is not None:
                 raise ValueError(f"{self._path}: the input axis of {name} is damaged; export the mask again")
             self.prunable[name] = Prunable(name, tuple(shape), axis)
 
@@ -103,7 +104,7 @@ class MaskFolder:
         weight, packed = self.prunable[name], self._tensors.read(name)
         if hash_tensor(packed) != self._rows[name].get("sha256"):
             raise ValueError(f"{self.folder}: the mask of {name} has not the sha256 that mask.json gives; export again")
-        groups = torch.Size(weight.shape).numel() // self.pattern.members
+        groups = math.prod(weight.shape) // self.pattern.members
         try:
             mask_GM = _code(self.pattern).unpack(packed, groups)
         except ValueError as error:

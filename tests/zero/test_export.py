@@ -19,6 +19,7 @@ from benchmarks.sharded_checkpoint import write_run
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import verify
+from sparseforge_ds.export.consolidate import consolidate
 from sparseforge_ds.export.source import open_source
 from sparseforge_ds.model.families import LOW_RANK
 from tests import tiny_models
@@ -104,7 +105,7 @@ def exported(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("exported")
     for name, run in runs.items():
         dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[CASES[name][1].dtype]
-        assert main(["consolidate", str(run.folder), str(folder / name), "--dtype", dtype]) == 0
+        assert main(["consolidate", "--skip_proof", str(run.folder), str(folder / name), "--dtype", dtype]) == 0
     return {name: folder / name for name in runs}
 
 
@@ -145,10 +146,30 @@ def test_low_rank_branch_as_peft_adapter(runs: dict[str, Run], exported: dict[st
     assert not any(LOW_RANK in key for key in names)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "low-rank" in name])
+def test_an_export_with_branches_is_a_source_too(
+    runs: dict[str, Run], exported: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    run, folder = open_source(runs[name].folder, dtype="float32"), open_source(exported[name])
+    assert run.branches == folder.branches and len(run.branches) == len(run.prunable)
+    assert all(torch.equal(run.read_branch(key), folder.read_branch(key)) for key in run.branches)
+    consolidate(folder, tmp_path / "again")
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (exported[name] / file).read_bytes()
+    told, again = (json.loads((out / "sparsity.json").read_text()) for out in (exported[name], tmp_path / "again"))
+    assert told == {**again, "proof": None}
+    adapter = tmp_path / "again" / "adapter" / "adapter_model.safetensors"
+    held = bytearray(adapter.read_bytes())
+    held[-1] ^= 1
+    adapter.write_bytes(held)
+    with pytest.raises(ValueError, match="adapter_model.safetensors: has not the sha256"):
+        consolidate(open_source(tmp_path / "again"), tmp_path / "third")
+
+
 @pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", "stage2-unfinished", "stage3-one-step"])
 def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
-    assert main(["consolidate", str(runs[name].folder), str(out), "--dtype", "float32"]) == 0
+    assert main(["consolidate", "--skip_proof", str(runs[name].folder), str(out), "--dtype", "float32"]) == 0
     state = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     checked = 0
     for key, mask in runs[name].mask.items():
@@ -170,7 +191,7 @@ def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path,
 @pytest.mark.parametrize("name", [name for name in CASES if "unfinished" in name])
 def test_a_soft_run_exports_what_hardening_would_give(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
     trained = {"fp32": "float32", "bf16": "bfloat16"}[CASES[name][1].dtype]
-    assert main(["consolidate", str(runs[name].folder), str(tmp_path / "out"), "--dtype", trained]) == 0
+    assert main(["consolidate", "--skip_proof", str(runs[name].folder), str(tmp_path / "out"), "--dtype", trained]) == 0
     source = open_source(tmp_path / "out")
     assert len(source.prunable) == len(runs[name].mask)
     for key, expected in runs[name].hard.items():
@@ -201,7 +222,7 @@ def test_ties_of_a_soft_mask_go_to_the_lower_index(runs: dict[str, Run], tmp_pat
 def test_unfinished_run_is_said_to_be_so(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["consolidate", str(runs["stage2-unfinished"].folder), str(tmp_path / "out")]) == 0
+    assert main(["consolidate", "--skip_proof", str(runs["stage2-unfinished"].folder), str(tmp_path / "out")]) == 0
     assert "note: the run was not finished at step 5" in capsys.readouterr().out
 
 
@@ -214,7 +235,7 @@ def test_tied_head_is_stored_once(exported: dict[str, Path], name: str) -> None:
 def test_shards_hold_the_same_tensors(runs: dict[str, Run], exported: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [str(runs["stage3-bf16"].folder), str(out), "--dtype", "bfloat16", "--max_shard_size", "20KB"]
-    assert main(["consolidate", *command]) == 0
+    assert main(["consolidate", "--skip_proof", *command]) == 0
     files = sorted(out.glob("model-*.safetensors"))
     assert len(files) > 2 and not (out / "model.safetensors").exists()
     assert all(file.stat().st_size < 24_000 for file in files)
@@ -250,10 +271,10 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
         (str(tmp_path / "empty"), str(tmp_path / "x")): "holds no checkpoint",
     }
     for command, message in cases.items():
-        assert main(["consolidate", *command]) == 2, command
+        assert main(["consolidate", "--skip_proof", *command]) == 2, command
         assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "used"]
-    assert main(["consolidate", run, str(tmp_path / "empty")]) == 0
+    assert main(["consolidate", "--skip_proof", run, str(tmp_path / "empty")]) == 0
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
@@ -264,7 +285,7 @@ import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 from sparseforge_ds.cli.main import main
-sys.exit(main(["consolidate", {str(runs["stage3-bf16"].folder)!r}, {str(tmp_path / "out")!r}]))
+sys.exit(main(["consolidate", "--skip_proof", {str(runs["stage3-bf16"].folder)!r}, {str(tmp_path / "out")!r}]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2, done.stderr
@@ -295,7 +316,7 @@ def test_inconsistent_checkpoints_are_refused(
         content["sparseforge"]["weights"][0] = ["q_proj"]
         message = "the client state lists a damaged weight"
     torch.save(content, file)
-    assert main(["consolidate", str(run), str(tmp_path / "out")]) == 2
+    assert main(["consolidate", "--skip_proof", str(run), str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -329,5 +350,5 @@ def test_generated_checkpoints_are_built_like_real_ones(runs: dict[str, Run], tm
 
 
 def exported_to(out: Path, run: Path) -> Path:
-    assert main(["consolidate", str(run), str(out)]) == 0
+    assert main(["consolidate", "--skip_proof", str(run), str(out)]) == 0
     return out

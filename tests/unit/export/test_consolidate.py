@@ -91,7 +91,16 @@ class Interrupted(Source):
 def test_workers_write_the_same_bytes(
     run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["consolidate", str(run), str(tmp_path / "out"), "--max_shard_size", "200KB", "--workers", str(workers)]
+    command = [
+        "consolidate",
+        "--skip_proof",
+        str(run),
+        str(tmp_path / "out"),
+        "--max_shard_size",
+        "200KB",
+        "--workers",
+        str(workers),
+    ]
     assert main(command) == 0
     assert "42 weights in 2:4" in capsys.readouterr().out
     assert content(tmp_path / "out") == unbroken
@@ -117,7 +126,7 @@ def test_one_file_is_shared_by_all_workers(run: Path, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("workers", ["0", "-2"])
 def test_workers_must_be_positive(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str) -> None:
-    assert main(["consolidate", str(run), str(tmp_path / "out"), "--workers", workers]) == 2
+    assert main(["consolidate", "--skip_proof", str(run), str(tmp_path / "out"), "--workers", workers]) == 2
     assert f"workers {workers}: use 1 or more" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -164,7 +173,7 @@ def test_the_work_of_another_source_is_discarded(
         consolidate(Interrupted(open_source(run, dtype=dtype), 20, KeyboardInterrupt()), tmp_path / "out", size)
     if change == "touched":
         os.utime(next((run / "checkpoints").glob("*/*optim_states.pt")))
-    assert main(["consolidate", str(run), str(tmp_path / "out"), "--max_shard_size", "200KB"]) == 0
+    assert main(["consolidate", "--skip_proof", str(run), str(tmp_path / "out"), "--max_shard_size", "200KB"]) == 0
     assert "was begun from another source or with other settings; starting afresh" in capsys.readouterr().out
     assert content(tmp_path / "out") == unbroken
 
@@ -199,7 +208,15 @@ def test_a_second_process_is_refused(run: Path, unbroken: dict[str, bytes], tmp_
     class Slow(Interrupted):
         def read(self, name: str) -> Tensor:
             if not seen:
-                command = [sys.executable, "-m", "sparseforge_ds", "consolidate", str(run), str(tmp_path / "out")]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "sparseforge_ds",
+                    "consolidate",
+                    "--skip_proof",
+                    str(run),
+                    str(tmp_path / "out"),
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
                 seen.append(f"{done.returncode} {done.stderr}")
             return super().read(name)
