@@ -61,7 +61,7 @@ def write_packed(source: Source, folder: Path, shard_bytes: int, progress: bool)
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, spec in tqdm(source.specs.items(), unit=" weights", disable=not progress, file=sys.stderr):
             value = source.read(name)
-            rows[name] = {"shape": list(spec.shape)}
+            rows[name] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
             if name not in source.prunable:
                 yield name, value
                 continue

@@ -42,10 +42,17 @@ class RunSource(Source):
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.checkpoint = checkpoint = Checkpoint(path)
         state = _forge_state(checkpoint)
-        self.config = SparseForgeConfig.from_dict(state["config"])
+        try:
+            self.config = SparseForgeConfig.from_dict(state["config"])
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.folder}: the config in its client state is damaged ({error})") from None
         self.pattern = self.config.parsed_pattern
         self.step: int = state["step"]
         masked = {weight.name: weight for weight in (self._listed(entry) for entry in state["weights"])}
+        if unlisted := [name for name in checkpoint.shapes if "mask" in checkpoint.states(name) and name not in masked]:
+            raise ValueError(
+                f"{checkpoint.folder}: {unlisted[0]} has a mask, but its client state does not list it; it is damaged"
+            )
         run = find_run(path)
         if model is None and run is None:
             raise ValueError(f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
 from sparseforge_ds.export.packed24 import is_packed, logical_specs, read_packed
 
 
@@ -35,3 +35,9 @@ class StoredWeights:
             yield from self.read(name).reshape(-1).split(elements)
         else:
             yield from self._tensors.stream(name, elements)
+
+
+def reads_as(spec: TensorSpec, entry: dict[str, Any]) -> bool:
+    """Whether a tensor has the shape and dtype of its entry in `sparsity.json`: other ones give the same bytes."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return entry.get("shape", list(spec.shape)) == list(spec.shape) and entry.get("dtype", dtype) == dtype

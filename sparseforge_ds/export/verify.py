@@ -28,7 +28,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.bits import piece_size
 from sparseforge_ds.export.patterns_found import layer_matrices
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.export.stored import StoredWeights
+from sparseforge_ds.export.stored import StoredWeights, reads_as
 from sparseforge_ds.export.weight_report import Counter, WeightReport
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
@@ -118,6 +118,7 @@ def check_folder(
                 counter.add(piece)
         bar.update(tensors.specs[name].nbytes)
         as_listed = name not in listed or digest.hexdigest() == expected
+        as_listed &= reads_as(tensors.specs[name], listed.get(name, {}))
         if known is None:
             return [counter.report for counter in counters], as_listed
         return [known], as_listed

@@ -194,7 +194,6 @@ TARGETS: dict[str, dict[str, Target]] = {
     **{name: {**_READ, **_EXPORT} for name in PORTABLE},
     **{name: {"verify": verified, **_EXPORT} for name in EXPORTS},
     "mask": {"apply": applied},
-    "packed24": {"verify": verified},
 }
 """By subject, the tools that read such a folder."""
 for _subject in ("stage1_bf16", "portable_stage3", "hf_whole"):
