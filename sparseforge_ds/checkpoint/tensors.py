@@ -140,6 +140,23 @@ def hash_tensor(tensor: Tensor) -> str:
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
+def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
+    """sha256 of the bytes start..stop of a file, by default of all.
+
+    Raises:
+        ValueError: the file cannot be read, or ends before.
+    """
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with _opened(path) as file:
+        stop = os.fstat(file.fileno()).st_size if stop is None else stop
+        file.seek(start)
+        for at in range(start, stop, len(block)):
+            part = block[: stop - at]
+            _fill(file, part)
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def read_at(path: Path, start: int, data: memoryview) -> None:
     """Fill `data` from byte `start` of a file on.
 
