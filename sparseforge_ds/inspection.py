@@ -211,7 +211,9 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
     if is_checkpoint(path):
         return None, path
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
-        raise ValueError(f"{path}: is an exported model, not a run; look into it with: sparseforge verify {path}")
+        what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
+        what = what or f"model, not a run; look into it with: sparseforge verify {path}"
+        raise ValueError(f"{path}: is an exported {what}")
     if (path / "latest").is_file() or any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
         return path, None
     raise ValueError(

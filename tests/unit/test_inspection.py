@@ -62,6 +62,9 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
         inspect(tmp_path / "none")
     with pytest.raises(ValueError, match=r"export: is an exported model.*sparseforge verify .*export$"):
         inspect(tmp_path / "export")
+    (tmp_path / "export" / "mask.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"export: is an exported mask, not a run; see: sparseforge apply"):
+        inspect(tmp_path / "export")
     with pytest.raises(ValueError, match=r"empty: holds neither a run nor a checkpoint"):
         inspect(tmp_path / "empty")
 
