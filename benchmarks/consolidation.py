@@ -143,12 +143,18 @@ def take_turn(kind: str, source: str, out: str, workers: str) -> dict[str, float
     own, done = [memory("RssAnon")], threading.Event()
     watcher = threading.Thread(target=watch, args=(own, done))
     watcher.start()
-    begun = time.perf_counter()
+    begun, processor = time.perf_counter(), time.process_time()
     work()
     seconds = time.perf_counter() - begun
     done.set()
     watcher.join()
-    return {"seconds": seconds, "before": before, "peak": memory("VmHWM"), "own": max(own)}
+    return {
+        "seconds": seconds,
+        "processor": time.process_time() - processor,
+        "before": before,
+        "peak": memory("VmHWM"),
+        "own": max(own),
+    }
 
 
 def watch(own: list[int], done: threading.Event) -> None:
@@ -208,6 +214,7 @@ def summary(turns: dict[tuple[str, int], list[dict[str, float]]], sizes: dict[st
                 "all_seconds": [turn["seconds"] for turn in held],
                 "mb_per_second": bytes_read / seconds[kind, workers] / 1e6,
                 "ratio": ratio,
+                "processor": median(turn["processor"] for turn in held),
                 "goal": goal,
                 "met": None if goal is None else ratio <= goal,
                 "before": max(turn["before"] for turn in held),
@@ -225,11 +232,12 @@ def print_table(report: dict[str, Any]) -> None:
         f"checkpoint {sizes['checkpoint'] / 1e9:.2f} GB, model {sizes['model'] / 1e9:.2f} GB, "
         f"page cache {report['page_cache']}, medians of {len(report['rows'][0]['all_seconds'])}"
     )
-    print("what         workers  seconds     MB/s  ratio  goal  peak MB  of it own  before")
+    print("what         workers  seconds  processor     MB/s  ratio  goal  peak MB  of it own  before")
     for row in report["rows"]:
         goal = "" if row["goal"] is None else f"{row['goal']:.0f} {'ok' if row['met'] else 'NO'}"
         print(
-            f"{row['what']:<12} {row['workers']:>7}  {row['seconds']:>7.2f}  {row['mb_per_second']:>7.0f}  "
+            f"{row['what']:<12} {row['workers']:>7}  {row['seconds']:>7.2f}  {row['processor']:>9.2f}  "
+            f"{row['mb_per_second']:>7.0f}  "
             f"{row['ratio']:>5.2f}  {goal:>4}  {row['peak'] / 1e6:>7.0f}  {row['own'] / 1e6:>9.0f}  "
             f"{row['before'] / 1e6:>6.0f}"
         )

@@ -1,8 +1,7 @@
-"""A Hugging Face folder that `consolidate` wrote as the source of another export."""
+"""A Hugging Face folder that `consolidate` or `export` wrote, dense or packed, as the source of another export."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
+from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
+from sparseforge_ds.export.packed24 import is_packed
 from sparseforge_ds.export.source import (
     DTYPES,
     Prunable,
@@ -21,6 +21,7 @@ from sparseforge_ds.export.source import (
     read_model_config,
     require_finite,
 )
+from sparseforge_ds.export.stored import StoredWeights, reads_as
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
 
 _HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
@@ -45,24 +46,30 @@ class FolderSource(Source):
         self.record = {key: self._entry(key) for key in _HEAD}
         self.pattern = parse_pattern(str(self.record["pattern"]))
         self.model_folder = self.folder if model is None else Path(model)
-        self.model_config = read_model_config(self.model_folder)
+        stored_config = read_json(self.folder / "config.json")
+        if self.model_folder == self.folder and is_packed(stored_config):
+            self.model_config = {key: value for key, value in stored_config.items() if key != "quantization_config"}
+        else:
+            self.model_config = read_model_config(self.model_folder)
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
         stored = self.record["dtype"]
-        if stored not in DTYPES:
+        if not isinstance(stored, str) or stored not in DTYPES:
             raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored!r}; export again")
         self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
-        self._tensors = TensorFolder(self.folder)
+        self._weights = StoredWeights(self.folder, stored_config)
         weights, dense = self._section("weights"), self._section("dense")
         self._listed = weights | dense
-        if set(self._listed) != set(self._tensors.specs):
-            odd = sorted(set(self._listed) ^ set(self._tensors.specs))[0]
+        if set(self._listed) != set(self._weights.specs):
+            odd = sorted(set(self._listed) ^ set(self._weights.specs))[0]
             raise ValueError(f"{self.folder}: {odd} is not in both sparsity.json and the safetensors; export again")
         self.specs = {}
-        for name, spec in self._tensors.specs.items():
-            if list(spec.shape) != self._listed[name].get("shape"):
-                raise ValueError(f"{self.folder}: {name} has not the shape that sparsity.json gives it; export again")
+        for name, spec in self._weights.specs.items():
+            if "shape" not in self._listed[name] or not reads_as(spec, self._listed[name]):
+                raise ValueError(
+                    f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
+                )
             self.specs[name] = TensorSpec(spec.shape, self.dtype if spec.dtype == DTYPES[stored] else spec.dtype)
         self.prunable = {}
         for name, entry in weights.items():
@@ -83,7 +90,7 @@ class FolderSource(Source):
 
     def read(self, name: str) -> Tensor:
         """See `Source.read`."""
-        value = self._tensors.read(name)
+        value = self._weights.read(name)
         if hash_tensor(value) != self._listed[name].get("sha256"):
             raise ValueError(
                 f"{self.folder}: {name} has not the bytes that sparsity.json gives the sha256 of; the folder was "
@@ -119,9 +126,7 @@ class FolderSource(Source):
         if expected is None:
             return
         path = self.folder / "adapter" / "adapter_model.safetensors"
-        with open(path, "rb") as file:
-            found = hashlib.sha256(file.read()).hexdigest()
-        if found != expected:
+        if hash_file(path) != expected:
             raise ValueError(f"{path}: has not the sha256 that sparsity.json gives; export again")
 
     def _open_adapter(self, folder: Path) -> TensorFolder:

@@ -1,0 +1,45 @@
+"""benchmarks/consolidation.py by its command line, at a size that only shows that every number is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_every_number_is_there(tmp_path: Path, cache: str) -> None:
+    size = ["--hidden=256", "--layers=1", "--vocabulary=64", "--ranks=2", "--repeats=1"]
+    command = ["benchmarks/consolidation.py", str(tmp_path), *size, "--json", str(tmp_path / "report.json")]
+    done = subprocess.run(
+        [sys.executable, *command, *(["--cold"] if cache == "cold" else [])],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["page_cache"] == cache and f"page cache {cache}" in done.stdout
+    rows = {(row["what"], row["workers"]): row for row in report["rows"]}
+    assert list(rows) == [
+        ("copy", 1),
+        ("consolidate", 1),
+        ("consolidate", 2),
+        ("read", 1),
+        ("verify", 1),
+        ("verify", 2),
+    ]
+    assert all(row["seconds"] > 0 and row["peak"] >= row["own"] > 0 for row in rows.values())
+    assert rows["copy", 1]["ratio"] == rows["read", 1]["ratio"] == 1
+    assert rows["consolidate", 2]["goal"] == 2 and rows["verify", 2]["goal"] == 3
+    assert report["bytes"]["checkpoint"] > 10 * report["bytes"]["model"] > 10**6
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["model", "report.json", "run_256_1_64_2"]
