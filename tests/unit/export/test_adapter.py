@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sparseforge_ds.export.adapter import block_sum, write_adapter
+from tests.tiny_models import tiny_gpt2, tiny_llama
+
+# Name of the module -> (outputs, inputs, rank); ranks differ where one k divides other inputs.
+CASES: dict[str, dict[str, tuple[int, int, int]]] = {
+    "llama": {
+        "model.layers.0.self_attn.q_proj": (32, 32, 4),
+        "model.layers.1.self_attn.q_proj": (32, 32, 4),
+        "model.layers.1.mlp.down_proj": (32, 64, 8),
+    },
+    "gpt2": {"transformer.h.0.attn.c_attn": (96, 32, 4), "transformer.h.1.mlp.c_proj": (32, 128, 16)},
+}
+
+
+def test_block_sum_by_hand() -> None:
+    assert block_sum(6, 2, torch.float32).tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str) -> None:
+    """y = x (w^T + P^T B^T), with another rank in every size of layer."""
+    layers = CASES[family]
+    branch = {name: torch.randn(outputs, rank) for name, (outputs, _, rank) in layers.items()}
+    write_adapter(
+        tmp_path / "adapter",
+        {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()},
+        {name: inputs for name, (_, inputs, _) in layers.items()},
+        branch.__getitem__,
+        transposed=family == "gpt2",
+        dtype=torch.float32,
+    )
+    build: Any = {"llama": tiny_llama, "gpt2": tiny_gpt2}[family]
+    ours, ids = build().eval(), torch.arange(16)[None]
+    with torch.no_grad():
+        for name, (_, inputs, rank) in layers.items():
+            added: Tensor = branch[name] @ block_sum(inputs, rank, torch.float32)
+            layer = ours.get_submodule(name)
+            layer.weight += added if isinstance(layer, nn.Linear) else added.T
+        adapted = PeftModel.from_pretrained(build(), tmp_path / "adapter").eval()
+        found, expected, without = (model(ids).logits for model in (adapted, ours, build().eval()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert (expected - without).abs().max() > 0.1
+
+
+def test_files(tmp_path: Path) -> None:
+    layers = CASES["llama"]
+    write_adapter(
+        tmp_path,
+        {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()},
+        {name: inputs for name, (_, inputs, _) in layers.items()},
+        lambda name: torch.zeros(layers[name][0], layers[name][2]),
+        transposed=False,
+        dtype=torch.bfloat16,
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["r"] == config["lora_alpha"] == 4
+    assert config["rank_pattern"] == config["alpha_pattern"] == {"model.layers.1.mlp.down_proj": 8}
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and len(tensors) == 2 * len(layers)
