@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 
 from sparseforge_ds import __version__
-from sparseforge_ds.cli import apply, consolidate, export, inspect, reshard, verify
+from sparseforge_ds.cli import apply, consolidate, export, inspect, plan, reshard, verify
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (inspect, consolidate, export, apply, verify, reshard)
+COMMANDS = (inspect, consolidate, export, apply, verify, reshard, plan)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""

@@ -37,12 +37,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"torch", "safetensors"},
     "export": {"torch", "transformers", "tqdm", "config", "mask", "checkpoint", "model.families"},
     "inspection": {"torch", "tqdm", "config", "mask", "checkpoint"},
+    "planning": {"torch", "transformers", "config", "mask", "model", "train.arguments", "train.deepspeed_config"},
     "cli": {"torch", "config", "mask", "checkpoint", "export", "inspection"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model.families"},
 }
 # One file of a part may need more than the part.
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
+    "cli.plan": {"transformers", "planning"},
     "export.loaded": {"safetensors"},
     "export.reference": {"peft"},
     "evaluate.perplexity": {"tqdm"},

@@ -1,0 +1,87 @@
+"""Floating-point operations of a run, and how long a machine takes for them at a stated utilisation.
+
+A matrix element costs two operations a token forward and four backward; causal attention adds half of its square.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sparseforge_ds.planning.architecture import Architecture
+from sparseforge_ds.planning.settings import Settings
+from sparseforge_ds.planning.traffic import probe_passes
+
+PEAK_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "v100": 125.0}
+"""Dense 16-bit tensor-core peaks of the manufacturer's data sheets, SXM where there are several."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A token budget on a machine."""
+
+    steps: int
+    tokens_per_step: int
+    flops: dict[str, float]
+    """Of one optimizer step on all ranks, averaged over the run, by what it is for."""
+    seconds_per_step: float
+    hours: float
+
+    @property
+    def flops_per_step(self) -> float:
+        """Of all ranks."""
+        return sum(self.flops.values())
+
+
+def forward_flops(model: Architecture, seq_length: int) -> float:
+    """Of one token in a forward pass, head included."""
+    attention = seq_length * (model.score_width + model.value_width) * model.layers  # 2 * S, half of it causal
+    return 2.0 * model.multiplied + attention
+
+
+def duration(
+    model: Architecture,
+    settings: Settings,
+    *,
+    tokens: int,
+    tflops: float,
+    mfu: float,
+    teacher: Architecture | None = None,
+) -> Duration:
+    """Steps and hours of a run.
+
+    Args:
+        model: the student.
+        settings: how it is laid out.
+        tokens: training tokens of the whole run.
+        tflops: peak of one GPU in the dtype of the run, in 10^12 operations a second.
+        mfu: share of the peak that a run reaches, counted over all operations named here, recomputed ones included.
+        teacher: the teacher, when it is another model than the student.
+    """
+    batch = settings.tokens_per_step
+    steps = math.ceil(tokens / batch)
+    forward = forward_flops(model, settings.seq_length)
+    flops = {"forward": forward * batch, "backward": 2 * forward * batch}
+    if settings.checkpointing:
+        flops["recomputed forward"] = forward * batch
+    if settings.teacher:
+        flops["teacher"] = forward_flops(teacher or model, settings.seq_length) * batch
+    passes, backward = probe_passes(settings)
+    schedule = settings.forge.resolved_schedule
+    share = schedule.freeze_step / settings.forge.max_steps if settings.forge.max_steps else 0.0
+    probed = settings.micro_batch * settings.ranks * settings.seq_length * share / schedule.update_every
+    if passes:
+        per_token = forward * (passes + (2 + settings.checkpointing) * backward)
+        if settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token:
+            per_token += 2.0 * sum(math.prod(shape) for shape in model.masked_shapes if len(shape) == 2) * backward
+        flops["mask updates"] = per_token * probed
+    seconds = sum(flops.values()) / (settings.ranks * tflops * 1e12 * mfu)
+    return Duration(steps, batch, flops, seconds, seconds * steps / 3600)
+
+
+def checkpoint_bytes(model: Architecture, settings: Settings) -> int:
+    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
+    total, masked = model.total, model.masked
+    states = 8 * total + masked * (8 + (4 if settings.has_curvature else 0))
+    master = 4 * total if settings.has_master else 0
+    return states + master + (settings.low * total if settings.stage < 3 else 0)

@@ -1,0 +1,300 @@
+"""Memory of one rank, by kind and by moment of a step. Bytes throughout.
+
+Some tensors are there all the time. Others come and go, so that the peak is that of the worst moment: a micro-batch's
+forward and backward pass, the optimizer's step, or a mask update with its probe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from sparseforge_ds.mask.curvature import rademacher, token_fisher
+from sparseforge_ds.planning.activations import Activations
+from sparseforge_ds.planning.architecture import Architecture, is_expert
+from sparseforge_ds.planning.gathering import Gathering, Step, forward_backward, forward_only, replay
+from sparseforge_ds.planning.live import Live
+from sparseforge_ds.planning.settings import Settings
+
+Kinds = dict[str, int]
+
+_MASK_SCRATCH = 32
+"""Bytes an element of the largest shard that scores, gates and the flip count may take while it is updated."""
+
+Trace = Callable[..., Activations]
+"""`trace(micro_batch, checkpointing, teacher)` of the model at hand."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank needs."""
+
+    resident: Kinds
+    """On the device, all the time."""
+    host: Kinds
+    """In the host's memory, for this rank."""
+    moments: dict[str, Kinds]
+    """On the device besides, while this happens."""
+    reserve: int
+    """For the driver's context, communication buffers and fragmentation; assumed, not derived."""
+
+    @property
+    def worst(self) -> str:
+        """The moment with the peak."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def peak(self) -> int:
+        """The most that the device must hold."""
+        return sum(self.resident.values()) + sum(self.moments[self.worst].values()) + self.reserve
+
+    @property
+    def host_total(self) -> int:
+        """Of `host`."""
+        return sum(self.host.values())
+
+
+def memory(
+    model: Architecture,
+    settings: Settings,
+    trace: Trace,
+    *,
+    teacher: Architecture | None = None,
+    reserve: int = 0,
+) -> Memory:
+    """Add up a rank.
+
+    Args:
+        model: the student.
+        settings: how it is laid out.
+        trace: gives the activations of a micro-batch.
+        teacher: the teacher, when it is another model than the student; ignored without distillation.
+        reserve: bytes that are not to be planned with.
+    """
+    states = model_states(model, settings)
+    on_host = _on_host(settings)
+    resident = {name: size for name, size in states.items() if name not in on_host}
+    host = {name: size for name, size in states.items() if name in on_host}
+    gathered = weights_gathered(model, settings)
+    resident["persistent weights"] = gathered.persistent * settings.low if settings.stage == 3 else 0
+    if settings.teacher:
+        for name, size in _teacher(teacher or model, settings).items():
+            (host if settings.weights_on_host and name == "teacher" else resident)[name] = size
+    if settings.stage == 3:
+        if settings.contiguous:
+            resident["gradient bucket"] = settings.bucket * settings.low
+        (host if settings.optimizer_on_host else resident)["gradients"] = kept_gradients(model, settings)
+    if settings.optimizer_on_host:
+        host["fp32 gradients"] = 4 * _local(model, settings, 1)
+        if settings.stage < 3:
+            resident["gradient staging"] = model.largest * settings.low
+            host["weights to copy"] = _local(model, settings, 1) * settings.low
+    return Memory(
+        resident=_positive(resident),
+        host=_positive(host),
+        moments={name: _positive(kinds) for name, kinds in _moments(model, settings, trace, gathered).items()},
+        reserve=reserve,
+    )
+
+
+def model_states(model: Architecture, settings: Settings) -> Kinds:
+    """What lasts from step to step and belongs to the student, wherever it lies, without gradients."""
+    states, masked = _local(model, settings, 1), _local(model, settings, 1, only_masked=True)
+    return {
+        "weights": settings.low * _local(model, settings, 3),
+        "master": 4 * states if settings.has_master else 0,
+        "moments": 8 * states,
+        "dense": 4 * masked,
+        "mask": 4 * masked,
+        "curvature": 4 * masked if settings.has_curvature else 0,
+        "flip bits": math.ceil(masked / 8),
+    }
+
+
+def kept_gradients(model: Architecture, settings: Settings) -> int:
+    """Bytes of reduced gradients between the backward pass and the step."""
+    if settings.stage == 0:
+        return settings.low * model.total
+    return settings.gradient_bytes * _local(model, settings, 1)
+
+
+def weights_gathered(model: Architecture, settings: Settings, backward: bool = True) -> Gathering:
+    """What ZeRO-3 gathers of the student in a micro-batch, or in its forward pass alone; nothing at other stages."""
+    if settings.stage < 3:
+        return Gathering(0, 0, 0, 0)
+    return _gathered(model, settings, forward_backward(model, settings.checkpointing) if backward else None)
+
+
+def teacher_gathered(teacher: Architecture, settings: Settings) -> Gathering:
+    """What a teacher under ZeRO-3 gathers in a micro-batch; nothing for a replicated one."""
+    if not settings.teacher or settings.forge.distillation is None or settings.forge.distillation.hold != "zero3":
+        return Gathering(0, 0, 0, 0)
+    return _gathered(teacher, settings, None)
+
+
+def _gathered(model: Architecture, settings: Settings, steps: list[Step] | None) -> Gathering:
+    limits = (settings.prefetch, settings.persistence, settings.max_live, settings.max_reuse)
+    return _replayed(model, tuple(forward_only(model) if steps is None else steps), limits)
+
+
+@cache
+def _replayed(model: Architecture, steps: tuple[Step, ...], limits: tuple[int, int, int, int]) -> Gathering:
+    prefetch, persistence, max_live, max_reuse = limits
+    return replay(model, steps, prefetch=prefetch, persistence=persistence, max_live=max_live, max_reuse=max_reuse)
+
+
+def _on_host(settings: Settings) -> set[str]:
+    names = {"master", "moments", "dense", "mask", "curvature", "flip bits"} if settings.optimizer_on_host else set()
+    return names | ({"weights"} if settings.weights_on_host else set())
+
+
+def _teacher(teacher: Architecture, settings: Settings) -> Kinds:
+    assert settings.forge.distillation is not None
+    if settings.forge.distillation.hold == "replicated":
+        return {"teacher": settings.low * teacher.total}
+    pieces = sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
+    return {
+        "teacher": settings.low * pieces,
+        "teacher's persistent weights": settings.low * teacher_gathered(teacher, settings).persistent,
+    }
+
+
+def _moments(model: Architecture, settings: Settings, trace: Trace, gathered: Gathering) -> dict[str, Kinds]:
+    low = settings.low
+    passing: Kinds = {}
+    if settings.stage == 3:
+        # The all-gather lands in one flat tensor, from which the weights are copied.
+        copy = gathered.largest if settings.ranks > 1 else 0
+        passing = {"gathered weights": gathered.live * low, "gathering": copy * low}
+    else:
+        whole = settings.stage < 2
+        passing["gradients"] = low * model.total if whole else kept_gradients(model, settings)
+        if settings.stage == 1:
+            passing["reduced gradients"] = 0 if settings.optimizer_on_host else kept_gradients(model, settings)
+        if settings.stage == 2 and settings.optimizer_on_host:
+            passing["gradients"] = 0
+        if settings.stage and settings.contiguous:
+            passing["gradient bucket"] = settings.bucket * low * (2 if settings.overlapped else 1)
+    shard = _largest_shard(model, settings)
+    return {
+        "forward and backward": {**passing, **_of_pass(trace(settings.micro_batch, settings.checkpointing, True))},
+        "optimizer step": _step(model, settings, shard),
+        "mask update": {
+            **passing,
+            **_of_pass(trace(settings.micro_batch, settings.checkpointing, False)),
+            **_probe(model, settings, shard),
+        },
+    }
+
+
+def _of_pass(activations: Activations) -> Kinds:
+    """Split a peak into what causes it."""
+    at_loss = activations.saved + activations.loss
+    if at_loss >= activations.backward:
+        return {
+            "activations": activations.saved,
+            "logits": activations.logits,
+            "loss": activations.loss - activations.logits,
+        }
+    return {"activations": activations.backward}
+
+
+def _step(model: Architecture, settings: Settings, shard: int) -> Kinds:
+    kept = 0 if settings.stage == 3 else kept_gradients(model, settings)
+    if settings.optimizer_on_host:
+        return {}
+    group = _largest_group(model, settings)
+    gradients = 0 if settings.stage == 0 and settings.low == 4 else 4 * group
+    if settings.stage == 0:
+        group = model.total if settings.low == 2 else model.largest
+        gradients = 4 * group if settings.low == 2 else 0
+    return {
+        "gradients": kept,
+        "fp32 gradients": gradients,
+        "optimizer's temporaries": 0 if settings.fused_optimizer else 4 * group,
+        "mask's temporaries": _MASK_SCRATCH * shard,
+    }
+
+
+def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
+    """What a refresh of the curvature needs besides a pass."""
+    masked = _local(model, settings, 1, only_masked=True)
+    forge, tokens = settings.forge, settings.micro_batch * settings.seq_length
+    kinds = {"new curvature": 4 * masked if settings.has_curvature and not settings.optimizer_on_host else 0}
+    if not settings.optimizer_on_host:
+        kinds["mask's temporaries"] = _MASK_SCRATCH * shard
+    if forge.importance in ("fisher", "gauss_newton") and forge.curvature.per_token:
+        kinds["Fisher matrix"] = _fisher(model, settings, tokens)
+    if forge.importance == "gauss_newton":
+        # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once.
+        kinds["sampled labels"] = 3 * 4 * tokens * model.vocabulary
+    if forge.importance == "hutchinson" and not settings.optimizer_on_host:
+        kinds["random signs"] = measured(lambda: rademacher(1, 0, shard, torch.device("meta")))
+    return kinds
+
+
+def _fisher(model: Architecture, settings: Settings, tokens: int) -> int:
+    """The largest layer's full-size matrix of summed squares, its operands, and its way to the shards."""
+    shapes = {shape for shape in model.masked_shapes if len(shape) == 2}
+    if not shapes:
+        return 0
+    outputs, inputs = max(shapes, key=math.prod)
+    if model.input_first:
+        outputs, inputs = inputs, outputs
+    size = 4 * outputs * inputs
+    grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
+    input_TI = torch.empty(tokens, inputs, dtype=settings.dtype, device="meta")
+    formed = measured(lambda: token_fisher(grad_TO, input_TI, 1.0))
+    turned = size if model.input_first else 0
+    received = math.ceil(size / settings.ranks) if settings.stage == 3 and settings.ranks > 1 else 0
+    return max(formed, size + turned + received)
+
+
+def measured(function: Callable[[], object]) -> int:
+    """Bytes at the peak of a computation on the meta device."""
+    with Live() as live:
+        function()
+    return live.peak
+
+
+def _local(model: Architecture, settings: Settings, from_stage: int, only_masked: bool = False) -> int:
+    """Elements of this rank, padding included, of what ZeRO divides from `from_stage` on."""
+    sizes = [parameter.numel for parameter in model.parameters if parameter.masked or not only_masked]
+    if settings.stage < from_stage:
+        return sum(sizes)
+    if settings.stage == 3:
+        return sum(math.ceil(size / settings.ranks) for size in sizes)
+    return math.ceil(sum(sizes) / settings.ranks)
+
+
+def _largest_group(model: Architecture, settings: Settings) -> int:
+    """Elements that one call of the inner optimizer steps at a time, and whose fp32 gradients it needs."""
+    masked = _local(model, settings, 1, only_masked=True)
+    group = max(masked, _local(model, settings, 1) - masked)
+    return min(group, settings.sub_group) if settings.stage == 3 else group
+
+
+def _largest_shard(model: Architecture, settings: Settings) -> int:
+    """Elements of the largest part of one masked weight on this rank."""
+    largest = max(parameter.numel for parameter in model.parameters if parameter.masked)
+    if settings.stage == 3:
+        return math.ceil(largest / settings.ranks)
+    return min(largest, _local(model, settings, 1, only_masked=True))
+
+
+def largest_experts(model: Architecture) -> int:
+    """Elements of one layer's routed experts, which a leaf module gathers at once; 0 without experts."""
+    layers: dict[str, int] = {}
+    for parameter in model.parameters:
+        if is_expert(parameter.name):
+            layer = parameter.name.partition(".experts.")[0]
+            layers[layer] = layers.get(layer, 0) + parameter.numel
+    return max(layers.values(), default=0)
+
+
+def _positive(kinds: Kinds) -> Kinds:
+    return {name: size for name, size in kinds.items() if size}

@@ -1,0 +1,135 @@
+"""The numbers of a resolved DeepSpeed configuration that decide about memory, traffic and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.train.deepspeed_config import training_dtype, zero_stage
+
+_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one run is laid out over the ranks. Sizes are in elements, as in DeepSpeed."""
+
+    name: str
+    """What the configuration is called in reports."""
+    forge: SparseForgeConfig
+    stage: int
+    ranks: int
+    dtype: torch.dtype
+    """In which the model computes."""
+    gradient_bytes: int
+    """Bytes of an element while gradients are reduced and kept."""
+    micro_batch: int
+    accumulation: int
+    seq_length: int
+    checkpointing: bool
+    teacher: bool
+    optimizer_on_host: bool
+    weights_on_host: bool
+    fused_optimizer: bool
+    """Whether the optimizer's step needs no temporary tensors."""
+    bucket: int
+    """reduce_bucket_size."""
+    contiguous: bool
+    """contiguous_gradients."""
+    overlapped: bool
+    """overlap_comm."""
+    prefetch: int
+    persistence: int
+    """stage3_param_persistence_threshold."""
+    max_live: int
+    max_reuse: int
+    sub_group: int
+    leaves: tuple[str, ...]
+    """leaf_module.name_suffixes."""
+
+    @property
+    def low(self) -> int:
+        """Bytes of an element of the weights that the network sees."""
+        return torch.empty((), dtype=self.dtype).element_size()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.micro_batch * self.accumulation * self.ranks * self.seq_length
+
+    @property
+    def has_master(self) -> bool:
+        """Whether fp32 masters exist beside the weights: always, except in fp32 without ZeRO."""
+        return self.stage > 0 or self.low < 4
+
+    @property
+    def has_curvature(self) -> bool:
+        """Whether the score needs one."""
+        return self.forge.importance != "magnitude"
+
+    def divided(self, from_stage: int) -> int:
+        """Over how many ranks ZeRO divides what it divides from `from_stage` on."""
+        return self.ranks if self.stage >= from_stage else 1
+
+
+def settings(
+    resolved: dict[str, Any],
+    forge: SparseForgeConfig,
+    *,
+    name: str,
+    ranks: int,
+    seq_length: int,
+    checkpointing: bool,
+) -> Settings:
+    """Read them from a configuration without "auto" (`train.deepspeed_config.resolve`).
+
+    Raises:
+        ValueError: a state is to be offloaded to NVMe, for which there is no estimate, or offload and stage disagree.
+    """
+    zero = resolved.get("zero_optimization", {})
+    stage, dtype = zero_stage(resolved), training_dtype(resolved)
+    if any((resolved.get(key) or {}).get("bf16_master_weights_and_grads") for key in ("bf16", "fp16")):
+        raise ValueError("bf16_master_weights_and_grads: the planner knows fp32 masters only; plan without")
+    on_host = {}
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device == "nvme":
+            raise ValueError(f'{key}.device = "nvme": the planner has no estimate for NVMe; plan with "cpu"')
+        on_host[key] = device == "cpu"
+        if on_host[key] and stage < least:
+            raise ValueError(f"{key} works from ZeRO stage {least} on, and the stage is {stage}")
+    low = torch.empty((), dtype=dtype).element_size()
+    accumulated = (resolved.get("data_types") or {}).get("grad_accum_dtype")
+    optimizer = resolved.get("optimizer", {})
+    params = optimizer.get("params", {})
+    # DeepSpeed's own Adam is a fused kernel; torch's is one when it is told so.
+    fused = not params.get("torch_adam", False) or bool(params.get("fused", False))
+    leaf = zero.get("leaf_module") or {}
+    return Settings(
+        name=name,
+        forge=forge,
+        stage=stage,
+        ranks=ranks,
+        dtype=dtype,
+        gradient_bytes=low if accumulated is None else _BYTES[str(accumulated)],
+        micro_batch=int(resolved["train_micro_batch_size_per_gpu"]),
+        accumulation=int(resolved["gradient_accumulation_steps"]),
+        seq_length=seq_length,
+        checkpointing=checkpointing,
+        teacher=forge.distillation is not None,
+        optimizer_on_host=on_host["offload_optimizer"],
+        weights_on_host=on_host["offload_param"],
+        fused_optimizer=fused,
+        bucket=int(zero.get("reduce_bucket_size", 5e8)),
+        contiguous=bool(zero.get("contiguous_gradients", True)),
+        overlapped=stage == 3 if zero.get("overlap_comm") is None else bool(zero["overlap_comm"]),
+        prefetch=int(zero.get("stage3_prefetch_bucket_size", 5e7)),
+        persistence=int(zero.get("stage3_param_persistence_threshold", 1e5)),
+        max_live=int(zero.get("stage3_max_live_parameters", 1e9)),
+        max_reuse=int(zero.get("stage3_max_reuse_distance", 1e9)),
+        sub_group=int(zero.get("sub_group_size", 1e9)),
+        leaves=tuple(leaf.get("name_suffixes", ())),
+    )

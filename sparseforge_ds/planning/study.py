@@ -1,0 +1,261 @@
+"""One model on one machine: everything that the planner knows of it, and the text that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.planning.activations import Activations, trace
+from sparseforge_ds.planning.architecture import Architecture, describe, empty_model, read_model_config
+from sparseforge_ds.planning.duration import Duration, checkpoint_bytes, duration
+from sparseforge_ds.planning.memory import Memory, memory
+from sparseforge_ds.planning.recommend import Advice, advise, fewest_ranks, fits, largest_micro_batch
+from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.traffic import Traffic, traffic
+from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.train.deepspeed_config import read_deepspeed_json, resolve
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is planned for."""
+
+    ranks: int
+    device: int
+    """Bytes of a GPU."""
+    host: int | None
+    """Bytes of the host's memory for one rank; None when it does not matter."""
+    reserve: int
+    """Bytes of a GPU that are not to be planned with."""
+    tflops: float
+    """Peak of a GPU."""
+    mfu: float
+    bf16: bool = True
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned; None stands for what the configuration says."""
+
+    model: str
+    teacher: str | None
+    seq_length: int | None
+    checkpointing: bool
+    micro_batch: int | None
+    global_batch: int | None
+    max_steps: int | None
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class Study:
+    """The plan of one DeepSpeed configuration."""
+
+    request: Request
+    machine: Machine
+    settings: Settings
+    model: Architecture
+    teacher: Architecture | None
+    """When it is another model than the student."""
+    memory: Memory
+    activations: dict[str, Activations]
+    """Of a training micro-batch, "kept" and "recomputed"."""
+    traffic: Traffic
+    duration: Duration
+    checkpoint: int
+    layouts: dict[str, Memory]
+    """The same run under each ZeRO stage, and with everything on the host that can be."""
+    largest_micro_batch: int
+    advice: Advice | None
+    """When it does not fit."""
+    ranks_that_fit: int | None
+    """The fewest ranks on which it fits unchanged, when it does not on these."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank finds room."""
+        return fits(self.memory, self.machine.device, self.machine.host)
+
+
+def study(path: str, request: Request, machine: Machine) -> Study:
+    """Plan a run from its DeepSpeed JSON, without weights.
+
+    Args:
+        path: the JSON, as for the launcher.
+        request: model, batch and length.
+        machine: how many GPUs, and of which kind.
+
+    Raises:
+        ValueError: something is missing, unknown, or does not fit together.
+    """
+    overrides = {} if request.max_steps is None else {"max_steps": request.max_steps}
+    content = read_deepspeed_json(path)
+    forge = SparseForgeConfig.from_json(path, **overrides)
+    if request.teacher is not None and forge.distillation is None:
+        raise ValueError(f"--teacher {request.teacher}: the sparseforge block of {path} says distillation null")
+    config = read_model_config(request.model)
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    seq_length = request.seq_length or min(4096, positions or 4096)
+    if positions is not None and seq_length > positions:
+        raise ValueError(f"--seq_length {seq_length}: {request.model} has {positions} positions; use at most that many")
+    if request.micro_batch is not None:
+        content["train_micro_batch_size_per_gpu"] = request.micro_batch
+        content["gradient_accumulation_steps"] = "auto"
+    if request.global_batch is not None:
+        content["train_batch_size"] = request.global_batch
+    resolved = resolve(
+        content,
+        RunArguments(deepspeed=path),
+        forge,
+        world_size=machine.ranks,
+        hidden_size=int(text.hidden_size),
+        supports_bf16=machine.bf16,
+        supports_fp16=True,
+    )
+    laid_out = settings(
+        resolved,
+        forge,
+        name=path,
+        ranks=machine.ranks,
+        seq_length=seq_length,
+        checkpointing=request.checkpointing,
+    )
+    model = describe(empty_model(config, forge, laid_out.dtype), forge, laid_out.leaves)
+    teacher = _teacher(request, forge, laid_out, text.vocab_size)
+
+    @cache
+    def run(micro_batch: int, checkpointing: bool, with_teacher: bool) -> Activations:
+        return _trace(config, laid_out, micro_batch, checkpointing, with_teacher and laid_out.teacher)
+
+    @cache
+    def estimate(changed: Settings) -> Memory:
+        return memory(model, changed, run, teacher=teacher, reserve=machine.reserve)
+
+    found = estimate(laid_out)
+    roomy = fits(found, machine.device, machine.host)
+    tokens = request.tokens or forge.max_steps * laid_out.tokens_per_step
+    return Study(
+        request=request,
+        machine=machine,
+        settings=laid_out,
+        model=model,
+        teacher=teacher,
+        memory=found,
+        activations={
+            name: run(laid_out.micro_batch, recomputed, True)
+            for name, recomputed in (("kept", False), ("recomputed", True))
+        },
+        traffic=traffic(model, laid_out, teacher),
+        duration=duration(model, laid_out, tokens=tokens, tflops=machine.tflops, mfu=machine.mfu, teacher=teacher),
+        checkpoint=checkpoint_bytes(model, laid_out),
+        layouts={name: estimate(changed) for name, changed in _layouts(laid_out).items()},
+        largest_micro_batch=largest_micro_batch(laid_out, estimate, machine.device),
+        advice=None if roomy else advise(laid_out, estimate, machine.device, machine.host),
+        ranks_that_fit=machine.ranks if roomy else fewest_ranks(laid_out, estimate, machine.device, machine.host),
+    )
+
+
+def _teacher(request: Request, forge: SparseForgeConfig, laid_out: Settings, vocabulary: int) -> Architecture | None:
+    if request.teacher is None:
+        return None
+    config = read_model_config(request.teacher)
+    theirs = config.get_text_config().vocab_size
+    if theirs != vocabulary:
+        raise ValueError(
+            f"--teacher {request.teacher} has a vocabulary of {theirs}, --model {request.model} of {vocabulary}; "
+            "distillation needs a teacher with the same tokenizer"
+        )
+    plain = dataclasses.replace(forge, low_rank=None)
+    return describe(empty_model(config, plain, laid_out.dtype), plain, laid_out.leaves)
+
+
+def _trace(
+    config: PretrainedConfig, laid_out: Settings, micro_batch: int, checkpointing: bool, teacher: bool
+) -> Activations:
+    return trace(
+        config,
+        laid_out.forge,
+        dtype=laid_out.dtype,
+        micro_batch=micro_batch,
+        seq_length=laid_out.seq_length,
+        checkpointing=checkpointing,
+        teacher=teacher,
+    )
+
+
+def _layouts(laid_out: Settings) -> dict[str, Settings]:
+    """What the JSONs in ds_configs/ differ in."""
+    change = dataclasses.replace
+    here = change(laid_out, optimizer_on_host=False, weights_on_host=False)
+    stages = {
+        f"ZeRO-{stage}": change(here, stage=stage, overlapped=laid_out.overlapped and stage == laid_out.stage)
+        for stage in (0, 1, 2, 3)
+    }
+    offloaded = change(stages["ZeRO-3"], optimizer_on_host=True)
+    return {
+        **stages,
+        "ZeRO-3, optimizer on the host": offloaded,
+        "ZeRO-3, optimizer and weights on the host": change(offloaded, weights_on_host=True),
+    }
+
+
+def to_dict(found: Study) -> dict[str, Any]:
+    """Plain JSON types."""
+    model, plan = found.model, found.memory
+    return {
+        "deepspeed": found.settings.name,
+        "fits": found.fits,
+        "model": {
+            "name": found.request.model,
+            "model_type": model.model_type,
+            "parameters": model.total,
+            "active": model.active,
+            "prunable": model.prunable,
+            "masked": model.masked,
+        },
+        "settings": {
+            "zero_stage": found.settings.stage,
+            "ranks": found.settings.ranks,
+            "dtype": str(found.settings.dtype).removeprefix("torch."),
+            "micro_batch": found.settings.micro_batch,
+            "accumulation": found.settings.accumulation,
+            "seq_length": found.settings.seq_length,
+            "activation_checkpointing": found.settings.checkpointing,
+        },
+        "memory": {
+            "device": found.machine.device,
+            "peak": plan.peak,
+            "worst": plan.worst,
+            "resident": plan.resident,
+            "moments": plan.moments,
+            "host": plan.host,
+            "reserve": plan.reserve,
+        },
+        "activations": {name: {**vars(each), "peak": each.peak} for name, each in found.activations.items()},
+        "traffic": {"training": found.traffic.training, "ours": found.traffic.ours},
+        "time": {
+            "tokens_per_step": found.duration.tokens_per_step,
+            "steps": found.duration.steps,
+            "flops_per_step": found.duration.flops,
+            "seconds_per_step": found.duration.seconds_per_step,
+            "hours": found.duration.hours,
+        },
+        "checkpoint": found.checkpoint,
+        "layouts": {
+            name: {"peak": each.peak, "host": each.host_total, "fits": each.peak <= found.machine.device}
+            for name, each in found.layouts.items()
+        },
+        "largest_micro_batch": found.largest_micro_batch,
+        "advice": None
+        if found.advice is None
+        else {"changes": list(found.advice.changes), "peak": found.advice.memory.peak, "fits": found.advice.fits},
+        "ranks_that_fit": found.ranks_that_fit,
+    }

@@ -1,0 +1,126 @@
+"""Traced activations against tensors that autograd really saves, and against what the allocator really gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.planning.activations import Activations, trace
+from sparseforge_ds.planning.live import Live
+from tests import tiny_models
+from tests.unit.planning.published_configs import qwen3_14b
+
+FORGE = SparseForgeConfig.from_dict({"distillation": {"chunk_tokens": 64}})
+BATCH, LENGTH = 4, 48
+
+
+# With latent attention, q and v are of different widths, for which torch has no fused kernel on the CPU.
+FAMILIES = [name for name in tiny_models.BUILDERS if name not in ("deepseek_v2", "deepseek_v3")]
+
+
+def real(family: str, checkpointing: bool) -> tuple[Any, Tensor]:
+    model = tiny_models.BUILDERS[family]().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    generator = torch.Generator().manual_seed(0)
+    return model, torch.randint(3, tiny_models.VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+
+def traced(model: PreTrainedModel, checkpointing: bool, teacher: bool = True, **changed: Any) -> Activations:
+    sizes: dict[str, Any] = {"micro_batch": BATCH, "seq_length": LENGTH, "dtype": torch.float32, **changed}
+    return trace(model.config, FORGE, checkpointing=checkpointing, teacher=teacher, **sizes)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_tensors(family: str, checkpointing: bool) -> None:
+    model, token_BS = real(family, checkpointing)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(input_ids=token_BS, use_cache=False).logits
+    found = traced(model, checkpointing)
+    assert found.saved == pytest.approx(sum(size for size, _ in saved.values()), rel=0.1)
+    assert found.logits == 2 * logits.numel() * 4
+
+
+@pytest.mark.parametrize("teacher", [True, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral"])
+def test_peak_of_a_pass(family: str, checkpointing: bool, teacher: bool) -> None:
+    model, token_BS = real(family, checkpointing)
+    assert FORGE.distillation is not None
+
+    def run() -> None:
+        logits = model(input_ids=token_BS, use_cache=False).logits
+        if teacher:
+            loss = distillation_loss(logits, torch.zeros_like(logits), token_BS, FORGE.distillation).total
+        else:
+            loss = task_loss(logits, token_BS)
+        del logits
+        loss.backward()
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    assert traced(model, checkpointing, teacher).peak == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", tiny_models.BUILDERS)
+def test_every_family_runs_without_numbers(family: str, dtype: torch.dtype) -> None:
+    found = traced(tiny_models.BUILDERS[family](), True, dtype=dtype)
+    assert 0 < found.saved < found.backward
+
+
+def test_half_the_bytes_for_half_the_tokens_or_width() -> None:
+    model = tiny_models.tiny_llama()
+    whole = traced(model, False)
+    assert traced(model, False, micro_batch=BATCH // 2).saved == pytest.approx(whole.saved / 2, rel=0.02)
+    assert traced(model, False, dtype=torch.bfloat16).logits == whole.logits / 2
+
+
+def test_full_size_needs_no_memory_and_checkpointing_saves_most() -> None:
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "micro_batch": 1, "seq_length": 4096, "teacher": True}
+    config = qwen3_14b(num_hidden_layers=4)
+    kept, recomputed = (trace(config, FORGE, checkpointing=again, **sizes) for again in (False, True))
+    hidden = 4096 * 5120 * 2
+    assert 4 * hidden <= recomputed.saved <= 9 * hidden  # the input of each block; the last norm's, in fp32; the head's
+    assert kept.saved > 10 * recomputed.saved
+    assert kept.logits == recomputed.logits == 2 * 4096 * 151936 * 2
+    assert kept.peak < 16 * 2**30
+
+
+def test_live_bytes_end_with_their_storage() -> None:
+    with Live() as live:
+        first = torch.empty(1000, device="meta")
+        second = first + 1
+        assert live.bytes == live.peak == 8000
+        view = second[:10]
+        del first, second
+        assert live.bytes == 4000
+        del view
+        assert (live.bytes, live.peak) == (0, 8000)
+        assert live.restart() == 8000
+        assert live.peak == 0

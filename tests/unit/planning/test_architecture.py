@@ -1,0 +1,101 @@
+"""Sizes from a config alone, against what is published and against real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.planning.architecture import Architecture, describe, empty_model, read_model_config
+from sparseforge_ds.planning.duration import forward_flops
+from sparseforge_ds.planning.memory import largest_experts
+from tests import tiny_models
+from tests.unit.planning.published_configs import PUBLISHED, gpt2_xl, llama2_7b, qwen3_14b
+
+FORGE = SparseForgeConfig()
+
+
+def architecture(
+    config: PretrainedConfig, forge: SparseForgeConfig = FORGE, leaves: tuple[str, ...] = ()
+) -> Architecture:
+    return describe(empty_model(config, forge, torch.bfloat16), forge, leaves)
+
+
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda function: function.__name__)
+def test_full_size_models_have_their_published_size(config: Callable[[], PretrainedConfig]) -> None:
+    found = architecture(config())
+    assert found.total == found.active == PUBLISHED[config]
+    assert found.masked == found.prunable
+
+
+def test_what_is_pruned_of_full_size_models() -> None:
+    qwen = architecture(qwen3_14b())
+    assert qwen.total - 2 * 151936 * 5120 == pytest.approx(13.2e9, rel=0.002)  # the model card's non-embedding number
+    assert len(qwen.masked_shapes) == 40 * 7
+    assert qwen.masked == 40 * (2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 5120 * 17408)
+    assert qwen.largest_module == qwen.largest == 151936 * 5120
+    assert architecture(llama2_7b()).masked == 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    xl = architecture(gpt2_xl())
+    assert xl.masked == 48 * 12 * 1600**2
+    assert xl.input_first and not qwen.input_first
+    assert xl.multiplied == xl.masked + 50257 * 1600  # the tied head multiplies, positions do not
+
+
+def test_low_rank_branches_are_parameters() -> None:
+    forge = SparseForgeConfig.from_dict({"low_rank": {"k": 16}})
+    plain, branched = (architecture(llama2_7b(), each) for each in (FORGE, forge))
+    assert branched.total == plain.total + plain.masked // 16
+    assert branched.masked == plain.masked
+
+
+def test_a_token_uses_some_of_the_experts() -> None:
+    config = tiny_models.tiny_mixture(Qwen3MoeConfig).config
+    found = architecture(config, leaves=("mlp.experts",))
+    experts = sum(parameter.numel for parameter in found.parameters if ".experts." in parameter.name)
+    unused = experts - experts * config.num_experts_per_tok // config.num_experts
+    assert unused > 0
+    assert found.active == found.total - unused
+    assert largest_experts(found) == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
+    leaf = next(module for module in found.modules if module.name.endswith("mlp.experts"))
+    assert sum(found.parameters[index].numel for index in leaf.parameters) == largest_experts(found)
+
+
+@pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.tiny_gpt2, tiny_models.tiny_qwen3])
+def test_operations_of_a_forward_pass_are_counted(make: Callable[..., PreTrainedModel]) -> None:
+    model = make(attn_implementation="eager")
+    length = 32
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+    found = architecture(model.config)
+    causal = length * (found.score_width + found.value_width) * found.layers * length  # eager computes both halves
+    assert forward_flops(found, length) * length + causal == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_configs_are_found(tmp_path: Path) -> None:
+    llama2_7b().save_pretrained(tmp_path)
+    for name in (str(tmp_path), str(tmp_path / "config.json")):
+        assert read_model_config(name).hidden_size == 4096
+    assert read_model_config("stdlib_llama").model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./missing", "no such folder or file"),
+        ("some/where/else", "no such folder or file"),
+        ("missing.json", "no such folder or file"),
+        ("{folder}", "no config.json in this folder"),
+        ("{folder}/odd.json", "its config.json cannot be used"),
+        ("nobody/no-such-model", "check the name and the network"),
+    ],
+)
+def test_configs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "odd.json").write_text('{"model_type": "no such thing"}')
+    with pytest.raises(ValueError, match=message):
+        read_model_config(name.format(folder=tmp_path))

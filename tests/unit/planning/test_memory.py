@@ -1,0 +1,168 @@
+"""Memory by kind against DeepSpeed's own estimators where they speak of the same thing, and against arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.planning.activations import Activations
+from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
+from sparseforge_ds.planning.duration import checkpoint_bytes
+from sparseforge_ds.planning.memory import Memory, memory, model_states
+from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.traffic import traffic
+from tests.unit.planning.published_configs import gpt2_xl, llama2_7b, qwen3_14b
+
+# Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
+PLAIN = {"importance": "magnitude", "distillation": None}
+OURS = ("dense", "mask", "curvature", "flip bits")
+NOTHING = Activations(saved=0, logits=0, loss=0, backward=0)
+
+
+def planned(stage: int, ranks: int, block: dict[str, Any] = PLAIN, config: Any = llama2_7b, **zero: Any) -> Any:
+    forge = SparseForgeConfig.from_dict(block)
+    content = {
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 1,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 10**12,
+            **zero,
+        },
+    }
+    laid_out = settings(content, forge, name="test", ranks=ranks, seq_length=128, checkpointing=False)
+    return describe(empty_model(config(), forge, torch.bfloat16), forge), laid_out
+
+
+def total(model: Architecture, laid_out: Settings, moment: str) -> int:
+    """Bytes of a GPU in a moment, without what is ours."""
+    found: Memory = memory(model, laid_out, lambda *_: NOTHING)
+    resident = sum(size for name, size in found.resident.items() if name not in OURS)
+    passing = {name: size for name, size in found.moments[moment].items() if name != "mask's temporaries"}
+    return resident + sum(passing.values())
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("config", [llama2_7b, qwen3_14b, gpt2_xl])
+def test_zero2_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
+    """2 + 18 / N bytes a parameter: DeepSpeed counts fp32 gradients of all groups, and steps one group at a time."""
+    model, laid_out = planned(2, ranks, config=config)
+    _, theirs = estimate_zero2_model_states_mem_needs(model.total, ranks, 1, cpu_offload=False)
+    assert total(model, laid_out, "optimizer step") == pytest.approx(theirs, rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("config", [llama2_7b, qwen3_14b, gpt2_xl])
+def test_zero3_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
+    """18 / N bytes a parameter, and 4 for those of the largest layer, which are not there in the same moment.
+
+    At stage 2 the same estimate is 2 + 18 / N: at stage 3 it leaves out the 16-bit weights, divided though they are.
+    """
+    model, laid_out = planned(3, ranks, config=config)
+    _, theirs, largest = estimate_zero3_model_states_mem_needs(
+        model.total, model.largest_module, ranks, 1, cpu_offload=False, cpu_offload_params=False
+    )
+    weights = 2 * model.total / ranks
+    assert total(model, laid_out, "optimizer step") == pytest.approx(theirs - largest + weights, rel=0.1)
+    found = memory(model, laid_out, lambda *_: NOTHING).moments["forward and backward"]
+    assert found["gathered weights"] + found["gathering"] == pytest.approx(largest, rel=0.1)
+
+
+def test_offload_as_deepspeed_estimates_it() -> None:
+    model, laid_out = planned(3, 8, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    host, theirs, _ = estimate_zero3_model_states_mem_needs(
+        model.total, model.largest_module, 8, 1, additional_buffer_factor=1.0
+    )
+    assert total(model, laid_out, "forward and backward") == pytest.approx(theirs, rel=0.1)
+    found = memory(model, laid_out, lambda *_: NOTHING)
+    ours = sum(size for name, size in found.host.items() if name in OURS)
+    sixteen_bit_gradients = found.host["gradients"]  # which they leave out
+    assert found.host_total - ours - sixteen_bit_gradients == pytest.approx(host / 8, rel=0.1)  # they: the whole node
+
+
+def test_the_price_of_ours_is_12_bytes_and_a_bit() -> None:
+    model, laid_out = planned(3, 8, {"importance": "fisher"})
+    states = model_states(model, laid_out)
+    assert sum(states[name] for name in OURS) == pytest.approx(12.125 * model.masked / 8, rel=1e-3)
+    assert states["weights"] + states["master"] + states["moments"] == pytest.approx(14 * model.total / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_each_stage_divides(stage: int) -> None:
+    one, eight = (model_states(*planned(stage, ranks)) for ranks in (1, 8))
+    for name, since in {"weights": 3, "master": 1, "moments": 1, "dense": 1, "mask": 1, "flip bits": 1}.items():
+        assert one[name] / eight[name] == pytest.approx(8 if stage >= since else 1, rel=1e-3), name
+
+
+def test_teachers() -> None:
+    def teacher_of(hold: str, stage: int, **more: Any) -> Memory:
+        model, laid_out = planned(stage, 8, {"importance": "magnitude", "distillation": {"hold": hold}}, **more)
+        return memory(model, laid_out, lambda *_: NOTHING)
+
+    whole = 2 * 6_738_415_616
+    assert teacher_of("replicated", 3).resident["teacher"] == whole
+    assert teacher_of("zero3", 2).resident["teacher"] == pytest.approx(whole / 8, rel=1e-3)
+    offloaded = teacher_of("zero3", 3, offload_param={"device": "cpu"})
+    assert "teacher" not in offloaded.resident
+    assert offloaded.host["teacher"] == pytest.approx(whole / 8, rel=1e-3)
+    model, laid_out = planned(3, 8, {"distillation": {"hold": "zero3"}})
+    other, _ = planned(3, 8, {"distillation": None}, config=qwen3_14b)
+    found = memory(model, laid_out, lambda *_: NOTHING, teacher=other)
+    assert found.resident["teacher"] == pytest.approx(2 * other.total / 8, rel=1e-3)
+
+
+def test_a_fisher_probe_forms_a_full_matrix() -> None:
+    model, laid_out = planned(3, 8, {"importance": "fisher"})
+    found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
+    assert found["Fisher matrix"] >= 4 * 4096 * 11008
+    assert found["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
+    model, laid_out = planned(3, 8, {"importance": "fisher", "curvature": {"per_token": False}})
+    assert "Fisher matrix" not in memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
+    moments = memory(*planned(3, 8), lambda *_: NOTHING).moments["mask update"]
+    assert "new curvature" not in moments
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert traffic(*planned(3, 1, {"importance": "fisher"})).total == 0
+
+
+def test_traffic_without_read_ahead() -> None:
+    model, laid_out = planned(3, 8, {"importance": "fisher"})
+    found = traffic(model, laid_out)
+    weights = 2 * model.total
+    # Forward and backward; what is used last is used first again, and need not be gathered twice.
+    assert 1.8 * weights <= found.training["weights gathered"] <= 2 * weights
+    assert found.training["gradients reduced"] == weights
+    assert found.ours["teacher gathered"] == weights
+    assert found.ours["curvature reduced"] == 4 * model.masked // 5
+    accumulated = traffic(model, dataclasses.replace(laid_out, accumulation=4))
+    assert accumulated.training == {name: 4 * size for name, size in found.training.items()}
+
+
+def test_checkpoints_hold_20_bytes_a_weight_under_zero3() -> None:
+    model, laid_out = planned(3, 8, {"importance": "fisher"})
+    assert checkpoint_bytes(model, laid_out) == 12 * model.total + 12 * model.masked
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"offload_optimizer": {"device": "nvme"}}, "no estimate for NVMe"),
+        ({"offload_param": {"device": "cpu"}}, "offload_param works from ZeRO stage 3 on"),
+    ],
+)
+def test_layouts_without_an_estimate(zero: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(2, 8, **zero)

@@ -1,0 +1,134 @@
+"""`sparseforge plan`: what it prints, and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseforge_ds.cli.main import main
+from tests.unit.planning.published_configs import qwen3_14b
+
+ROOT = Path(__file__).resolve().parents[3]
+ZERO3 = str(ROOT / "ds_configs" / "zero3.json")
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> str:
+    qwen3_14b(num_hidden_layers=4).save_pretrained(tmp_path)
+    return str(tmp_path / "config.json")
+
+
+def plan(*arguments: str) -> int:
+    return main(["plan", *arguments])
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    plan(*arguments, "--json")
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_demo_fits_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3) == 0
+    text = capsys.readouterr().out
+    for part in ("ZeRO-3, bfloat16, 2 GPUs", "100.0% of the prunable", "+ mask update", "verdict", "fits, with"):
+        assert part in text
+
+
+def test_what_does_not_fit_gets_advice(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", qwen, "--gpus", "2", "--gpu_memory", "40", "--deepspeed", ZERO3)
+    assert plan(*arguments) == 1
+    text = capsys.readouterr().out
+    assert "does not fit: " in text
+    assert "--activation_checkpointing" in text.partition("it fits (")[2]
+    (found,) = plan_json(capsys, *arguments)
+    assert not found["fits"]
+    assert found["advice"]["fits"] and found["advice"]["peak"] <= 40 * 2**30
+    assert found["memory"]["peak"] == (
+        sum(found["memory"]["resident"].values())
+        + sum(found["memory"]["moments"][found["memory"]["worst"]].values())
+        + found["memory"]["reserve"]
+    )
+
+
+def test_other_spellings_and_json(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ("--model", qwen, "--gpus", "8", "--seq_length", "1024", "--activation_checkpointing")
+    (one,) = plan_json(capsys, *shared, "--ds-config", ZERO3, "--gpu-memory", "80")
+    (two,) = plan_json(capsys, *shared, "--ds_config", ZERO3)
+    assert one == two
+    assert one["fits"] and one["advice"] is None
+    assert set(one["layouts"]) >= {"ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, optimizer on the host"}
+    assert one["settings"]["micro_batch"] == 1
+    assert one["model"]["masked"] == one["model"]["prunable"]
+
+
+def test_batch_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "stdlib_llama", "--gpus", "4", "--deepspeed", ZERO3, "--seq_length", "128")
+    (found,) = plan_json(
+        capsys, *arguments, "--global_batch", "32", "--micro_batch", "2", "--tokens", "1.25M", "--mfu", "0.5"
+    )
+    assert (found["settings"]["micro_batch"], found["settings"]["accumulation"]) == (2, 4)
+    took = found["time"]
+    assert took["tokens_per_step"] == 32 * 128
+    assert took["steps"] == -(-1_250_000 // 4096)
+    assert took["seconds_per_step"] == pytest.approx(sum(took["flops_per_step"].values()) / (4 * 989e12 * 0.5))
+    assert took["hours"] == pytest.approx(took["steps"] * took["seconds_per_step"] / 3600)
+
+
+def test_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [
+        str(ROOT / "ds_configs" / name) for name in ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
+    ]
+    assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", *files) == 0
+    text = capsys.readouterr().out
+    assert text.count("verdict") == 4
+    assert text.strip().splitlines()[-1] == f"{', '.join(files)} fit"
+
+
+def test_another_teacher(qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    qwen3_14b(num_hidden_layers=8).save_pretrained(tmp_path / "teacher")
+    shared = ("--model", qwen, "--gpus", "8", "--seq_length", "512", "--deepspeed", ZERO3)
+    (same,) = plan_json(capsys, *shared)
+    (other,) = plan_json(capsys, *shared, "--teacher", str(tmp_path / "teacher"))
+    more = other["memory"]["resident"]["teacher"] - same["memory"]["resident"]["teacher"]
+    assert more == pytest.approx(2 * 4 * (same["model"]["masked"] / 4) / 8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nobody/no-such-model"], "check the name and the network"),
+        (["--model", "./missing"], "no such folder or file"),
+        (["--deepspeed", "missing.json"], "no such file"),
+        (["--gpus", "3"], "train_batch_size = 8 cannot be divided"),
+        (["--seq_length", "100000"], "use at most that many"),
+        (["--gpu", "abacus"], "known are a100, h100"),
+        (["--teacher", "{qwen}"], "has a vocabulary of 151936"),
+    ],
+)
+def test_errors_in_one_line(
+    arguments: list[str],
+    message: str,
+    qwen: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    given = [argument.format(qwen=qwen) for argument in arguments]
+    assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, *given) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--mfu", "1.5"), ("--gpus", "0"), ("--gpus", "1.5")]
+)
+def test_values_that_cannot_be(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, flag, value)
+    assert stopped.value.code == 2
+    assert value in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""Advice that makes a run fit, all of it needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.planning.activations import Activations, trace
+from sparseforge_ds.planning.architecture import describe, empty_model
+from sparseforge_ds.planning.memory import Memory, memory
+from sparseforge_ds.planning.recommend import _apply, advise, fewest_ranks, largest_micro_batch
+from sparseforge_ds.planning.settings import Settings, settings
+from tests.unit.planning.published_configs import qwen3_14b
+
+GIB = 2**30
+FORGE = SparseForgeConfig.from_dict({"distillation": {"hold": "replicated"}})
+LAYERS = 8
+
+
+def laid_out(stage: int = 3, ranks: int = 8, micro_batch: int = 4, **zero: Any) -> Settings:
+    content = {
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    return settings(content, FORGE, name="test", ranks=ranks, seq_length=2048, checkpointing=False)
+
+
+@cache
+def activations(micro_batch: int, checkpointing: bool, teacher: bool) -> Activations:
+    return trace(
+        qwen3_14b(num_hidden_layers=LAYERS),
+        FORGE,
+        dtype=torch.bfloat16,
+        micro_batch=micro_batch,
+        seq_length=2048,
+        checkpointing=checkpointing,
+        teacher=teacher,
+    )
+
+
+MODEL = describe(empty_model(qwen3_14b(num_hidden_layers=LAYERS), FORGE, torch.bfloat16), FORGE)
+
+
+@cache
+def estimate(changed: Settings) -> Memory:
+    return memory(MODEL, changed, activations)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("gib", [24, 32, 40, 48])
+def test_advice_fits_and_nothing_of_it_is_needless(stage: int, gib: int) -> None:
+    start = laid_out(stage)
+    assert estimate(start).peak > gib * GIB
+    found = advise(start, estimate, gib * GIB)
+    assert found.fits
+    assert found.memory == estimate(found.settings)
+    assert found.memory.peak <= gib * GIB
+    assert found.changes
+    for left_out in found.changes:
+        fewer = _apply(start, [text for text in found.changes if text != left_out])
+        assert fewer is None or estimate(fewer).peak > gib * GIB, left_out
+    assert found.settings.tokens_per_step == start.tokens_per_step
+
+
+def test_cheap_settings_come_first() -> None:
+    start = laid_out(3)
+    slightly_less = estimate(start).peak - GIB // 2
+    assert advise(start, estimate, slightly_less).changes == ('"reduce_bucket_size": 50000000 in zero_optimization',)
+    assert advise(start, estimate, 40 * GIB).changes[-1] == "--activation_checkpointing"
+
+
+def test_a_gpu_that_is_too_small() -> None:
+    found = advise(laid_out(3), estimate, 4 * GIB)
+    assert not found.fits
+    assert found.memory.peak > 4 * GIB
+    assert any("offload_param" in text for text in found.changes)
+    assert found.settings.micro_batch == 1
+
+
+def test_the_host_may_be_too_small_to_offload_to() -> None:
+    device = 16 * GIB
+    free = advise(laid_out(3), estimate, device)
+    assert free.fits and free.memory.host_total > 0
+    bounded = advise(laid_out(3), estimate, device, host=free.memory.host_total // 8)
+    assert not bounded.fits
+
+
+def test_more_ranks() -> None:
+    start = dataclasses.replace(laid_out(3, ranks=1), checkpointing=True)
+    ranks = fewest_ranks(start, estimate, 40 * GIB)
+    assert ranks is not None and ranks > 1
+    assert estimate(dataclasses.replace(start, ranks=ranks)).peak <= 40 * GIB
+    assert estimate(dataclasses.replace(start, ranks=ranks // 2)).peak > 40 * GIB
+    assert fewest_ranks(start, estimate, 4 * GIB) is None
+
+
+def test_largest_micro_batch() -> None:
+    start = dataclasses.replace(laid_out(3), checkpointing=True)
+    most = largest_micro_batch(start, estimate, 60 * GIB)
+    assert 1 <= most < 64
+    assert estimate(dataclasses.replace(start, micro_batch=most)).peak <= 60 * GIB
+    assert estimate(dataclasses.replace(start, micro_batch=2 * most)).peak > 60 * GIB
+    assert largest_micro_batch(start, estimate, 4 * GIB) == 0

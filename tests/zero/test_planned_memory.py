@@ -1,0 +1,274 @@
+"""The planner against real runs: bytes of real tensors by kind, gathered weights, collectives, files on disk."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as ds_comm
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from torch import Tensor
+
+from sparseforge_ds.model.distill import Teacher
+from sparseforge_ds.planning.activations import Activations
+from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
+from sparseforge_ds.planning.duration import checkpoint_bytes
+from sparseforge_ds.planning.memory import kept_gradients, memory, model_states, weights_gathered
+from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.traffic import traffic
+from tests import tiny_models
+from tests.distributed import run_distributed
+from tests.zero.case import LENGTH, Case, batch_at, build, build_engine, my_part, probe_of, train_step
+
+SMALL = {"reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 500}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NOTHING = Activations(saved=0, logits=0, loss=0, backward=0)
+
+
+def model_of(case: Case, layers: int = 3) -> Any:
+    model = tiny_models.tiny_llama(hidden_size=64, intermediate_size=160, vocab_size=40, num_hidden_layers=layers)
+    return model.to(DTYPES[case.dtype])
+
+
+def planned(case: Case, checkpointing: bool = False, layers: int = 3) -> tuple[Architecture, Settings]:
+    """What the planner knows of a case; on the ranks."""
+    config = tiny_models.tiny_llama(
+        hidden_size=64, intermediate_size=160, vocab_size=40, num_hidden_layers=layers
+    ).config
+    model = describe(empty_model(config, case.sparseforge, DTYPES[case.dtype]), case.sparseforge)
+    laid_out = settings(
+        case.deepspeed(),
+        case.sparseforge,
+        name="case",
+        ranks=dist.get_world_size(),
+        seq_length=LENGTH,
+        checkpointing=checkpointing,
+    )
+    return model, laid_out
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def size(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def all_bytes(before: set[int]) -> int:
+    """Of all tensors that are not in `before`; a thread of gloo lets go of a collective's tensors a moment later."""
+    sizes = []
+    for _ in range(5):
+        time.sleep(0.1)
+        gc.collect()
+        found = [value for value in gc.get_objects() if isinstance(value, Tensor) and id(value) not in before]
+        sizes.append(size([*found, *(value.grad for value in found if value.is_leaf and value.grad is not None)]))
+        del found
+    return min(sizes)
+
+
+def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
+    """(planned, found) bytes by kind after some steps, and of all tensors, without and with gradients."""
+    model, laid_out = planned(case)
+    plan = memory(model, laid_out, lambda *_: NOTHING)
+    lasting = sum(plan.resident.values()) + plan.host_total
+    gradients = 0 if case.stage == 3 or laid_out.optimizer_on_host else kept_gradients(model, laid_out)
+    expected = {**model_states(model, laid_out), "all": lasting, "with gradients": lasting + gradients}
+    before = {id(value) for value in gc.get_objects() if isinstance(value, Tensor)}
+    engine, forge = build(case, model_of(case))
+    teacher = None
+    if with_teacher:
+        assert case.sparseforge.distillation is not None
+        teacher = Teacher(model_of(case), case.sparseforge.distillation, case.deepspeed())
+        teacher(my_part(batch_at(0))["input_ids"])
+    for step in range(5):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+    inner, flats = engine.basic_optimizer, forge._layout.flats
+    state = [inner.state[flat] for flat in flats]
+    kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
+    kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
+    low = [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()]
+    kinds["weights"] = size(low)
+    kinds["master"] = size([f for f in flats if all(f is not p for p in low)])
+    kinds["flip bits"] = size(list(forge._health._targets.values()))
+    idle = all_bytes(before)
+    engine.backward(engine(**my_part(batch_at(9))).loss)
+    kinds["all"], kinds["with gradients"] = idle, all_bytes(before)
+    del teacher
+    return {name: (expected[name], kinds[name]) for name in expected}
+
+
+def bytes_of_runs(cases: list[tuple[Case, bool]]) -> list[dict[str, Any]]:
+    return [bytes_of_run(*case) for case in cases]
+
+
+STATES = [
+    *((Case(stage=stage, dtype=dtype, zero=SMALL if stage else {}), False) for stage in range(4) for dtype in DTYPES),
+    (Case(stage=2, dtype="bf16", zero=SMALL, config={"importance": "magnitude"}), False),
+    (Case(stage=3, dtype="bf16", zero=SMALL, config={"low_rank": {"k": 4}}), False),
+    (Case(stage=2, dtype="bf16", zero=SMALL, config={"distillation": {"hold": "zero3"}}), True),
+    (Case(stage=3, dtype="bf16", zero=SMALL, config={"distillation": {"hold": "replicated"}}), True),
+    *(
+        (Case(stage=stage, dtype="bf16", zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, client=True), False)
+        for stage in (2, 3)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def bytes_by_rank() -> list[list[dict[str, Any]]]:
+    return run_distributed(bytes_of_runs, 2, STATES)
+
+
+@pytest.mark.parametrize("index", range(len(STATES)))
+def test_memory_of_a_real_run(bytes_by_rank: list[list[dict[str, Any]]], index: int) -> None:
+    for rank in bytes_by_rank:
+        for name, (expected, found) in rank[index].items():
+            assert found == pytest.approx(expected, rel=0.1, abs=512), (STATES[index], name)
+
+
+# -- gathered weights -------------------------------------------------------------------------------------------------
+
+GATHERING = [
+    (Case(stage=3, zero={**SMALL, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": prefetch}), again)
+    for again in (False, True)
+    for reuse in (0, 60_000, 10**9)
+    for prefetch in (0, 20_000)
+]
+
+
+def gathered_by(case: Case, checkpointing: bool) -> tuple[Any, dict[str, int]]:
+    """What the planner replays, and what DeepSpeed does in a step whose order it knows."""
+    built = model_of(case, layers=4)
+    if checkpointing:
+        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = build_engine(case, built.train())
+    for step in range(3):
+        train_step(engine, case, step)
+    name = "_PartitionedParameterCoordinator__all_gather_params_"
+    real = getattr(PartitionedParameterCoordinator, name)
+    found = {"live": 0, "moved": 0}
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self._PartitionedParameterCoordinator__n_available_params
+        real(self, *args, **kwargs)
+        now = self._PartitionedParameterCoordinator__n_available_params
+        found["live"] = max(found["live"], now)
+        found["moved"] += now - before
+
+    setattr(PartitionedParameterCoordinator, name, watched)
+    try:
+        train_step(engine, case, 3)
+    finally:
+        setattr(PartitionedParameterCoordinator, name, real)
+    model, laid_out = planned(case, checkpointing, layers=4)
+    return weights_gathered(model, laid_out), found
+
+
+def gathered_by_all(cases: list[tuple[Case, bool]]) -> list[Any]:
+    return [gathered_by(*case) for case in cases]
+
+
+def test_gathered_weights_are_those_of_deepspeed() -> None:
+    for case, (expected, found) in zip(GATHERING, run_distributed(gathered_by_all, 2, GATHERING)[0], strict=True):
+        assert found == {"live": expected.live, "moved": expected.moved}, case
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes of every collective as the planner counts: whole tensors, all-reduces twice."""
+    calls: list[int] = []
+
+    def counting(function: Callable[..., Any], factor: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            calls.append(factor * max(tensor.numel() * tensor.element_size() for tensor in tensors))
+            return function(*args, **kwargs)
+
+        return call
+
+    backend = ds_comm.comm.cdb  # holds all-gather and reduce-scatter by itself; looks the others up in torch
+    patched = [
+        (backend, "all_gather_function", 1),
+        (backend, "reduce_scatter_function", 1),
+        (dist, "all_reduce", 2),
+        (dist, "reduce", 1),
+        (dist, "reduce_scatter_tensor", 1),
+    ]
+    originals = [getattr(holder, name) for holder, name, _ in patched]
+    for holder, name, factor in patched:
+        setattr(holder, name, counting(getattr(holder, name), factor))
+    try:
+        yield calls
+    finally:
+        for (holder, name, _), original in zip(patched, originals, strict=True):
+            setattr(holder, name, original)
+
+
+def moved_by(case: Case) -> tuple[Any, int, int]:
+    """The plan, and bytes of a step without and of a mask update."""
+    engine, forge = build(case, model_of(case))
+    for step in range(3):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+    with counted() as training:
+        train_step(engine, case, 3)
+    training.pop()  # of the loss, by the test
+    with counted() as update:
+        assert forge.step(probe_of(engine, case, 3))
+    model, laid_out = planned(case)
+    return traffic(model, laid_out), sum(training), sum(update)
+
+
+def moved_by_all(cases: list[Case]) -> list[Any]:
+    return [moved_by(case) for case in cases]
+
+
+HUTCHINSON = {"importance": "hutchinson"}
+TRAFFIC = [
+    *(Case(stage=stage, dtype="bf16", zero=SMALL if stage else {}) for stage in (0, 3)),
+    *(Case(stage=stage, zero=SMALL, config=HUTCHINSON) for stage in (1, 2, 3)),
+    Case(stage=3, zero=SMALL, config={"importance": "wanda"}),
+    Case(stage=2, zero=SMALL, gas=2, config=HUTCHINSON),
+    Case(stage=3, zero=SMALL, gas=2),
+]
+
+
+def test_collectives_carry_what_is_planned() -> None:
+    for case, (plan, training, update) in zip(TRAFFIC, run_distributed(moved_by_all, 2, TRAFFIC)[0], strict=True):
+        every = case.sparseforge.resolved_schedule.update_every
+        assert training == pytest.approx(sum(plan.training.values()), rel=0.1), (case, plan.training)
+        assert update == pytest.approx(every * sum(plan.ours.values()), rel=0.1), (case, plan.ours)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def saved_by(cases: list[Case], folder: Path) -> list[tuple[int, int]]:
+    sizes = []
+    for number, case in enumerate(cases):
+        engine, forge = build(case, model_of(case))
+        train_step(engine, case, 0)
+        forge.step(probe_of(engine, case, 0))
+        engine.save_checkpoint(str(folder / str(number)), client_state={"sparseforge": forge.state_dict()})
+        dist.barrier()
+        files = [path for path in (folder / str(number)).rglob("*") if path.is_file()]
+        sizes.append((checkpoint_bytes(*planned(case)), sum(path.stat().st_size for path in files)))
+    return sizes
+
+
+def test_bytes_on_disk(tmp_path: Path) -> None:
+    cases = [Case(stage=stage, dtype=dtype, zero=SMALL if stage else {}) for stage in range(4) for dtype in DTYPES]
+    for case, (expected, found) in zip(cases, run_distributed(saved_by, 2, cases, tmp_path)[0], strict=True):
+        assert found == pytest.approx(expected, rel=0.1), case
