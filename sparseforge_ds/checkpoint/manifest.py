@@ -117,6 +117,8 @@ class Manifest:
             ValueError: it is not.
         """
         path = self.folder / name
+        if name not in self.fingerprints:
+            raise ValueError(f"{path}: does not belong to this checkpoint; remove it")
         if fingerprint(path) != self.fingerprints[name]:
             raise ValueError(f"{path}: damaged, or of another step or run: its checksums are not those in {NAME}")
         check_content(path)

@@ -61,9 +61,9 @@ def reshard(path: str | Path, out: str | Path, max_shard_size: str = "5GB", prog
         for name in _RUN_FILES if run else ():
             assert run is not None
             if (run / name).is_dir():
-                shutil.copytree(run / name, unfinished / name)
+                shutil.copytree(run / name, unfinished / name, copy_function=_copy)
             elif (run / name).exists():
-                shutil.copyfile(run / name, unfinished / name)
+                _copy(run / name, unfinished / name)
         steps = contents.client_state.get("sparseforge", {}).get("step", contents.step)
         tag = f"step_{steps:06d}"
         folder = unfinished / "checkpoints" / tag
@@ -136,7 +136,9 @@ def _write(checkpoint: Checkpoint, contents: Contents, folder: Path, shard_bytes
     (folder / PORTABLE).write_text(text + "\n")
     for file in sorted(checkpoint.folder.iterdir()):
         if _RANDOM.fullmatch(file.name):
-            shutil.copyfile(file, folder / file.name)
+            if (checkpoint.folder / MANIFEST).exists():
+                Manifest.read(checkpoint.folder).check_file(file.name)
+            _copy(file, folder / file.name)
 
 
 def _read_all(checkpoint: Checkpoint, stem: str, names: list[str], count: _Count) -> Iterator[tuple[str, Tensor]]:
@@ -144,6 +146,12 @@ def _read_all(checkpoint: Checkpoint, stem: str, names: list[str], count: _Count
         tensor = checkpoint.weight(name) if stem == WEIGHT else checkpoint.state(name, stem)
         yield name, tensor
         count.add(tensor)
+
+
+def _copy(file: str | Path, to: str | Path) -> None:
+    if not Path(file).is_file():  # a pipe or a device might never end
+        raise ValueError(f"{file}: is not a file; replace or remove it")
+    shutil.copyfile(file, to)
 
 
 def _describe(folder: Path, step: int, world_size: int) -> None:

@@ -166,10 +166,10 @@ class RunSource(Source):
         """One entry of the client state's list of weights, held against the checkpoint."""
         folder = self.checkpoint.folder
         if not isinstance(entry, dict):
-            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r}")
+            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r:.200}")
         name, shape, input_axis = entry.get("name"), entry.get("shape"), entry.get("input_axis")
         if not isinstance(name, str) or not isinstance(shape, (list, tuple)) or input_axis not in (-1, -2):
-            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r}")
+            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r:.200}")
         weight = Prunable(name, tuple(shape), int(input_axis))
         if self.checkpoint.shapes.get(name) != weight.shape:
             held = self.checkpoint.shapes.get(name, "missing")

@@ -134,6 +134,8 @@ def check_folder(
     notes = []
     if "quantization_config" in config and not tensors.packed:
         notes.append("config.json has a quantization_config: other tools will misread the weights")
+    if "dtype" in sparsity and config.get("dtype", config.get("torch_dtype")) != sparsity["dtype"]:
+        notes.append("config.json gives another dtype than the weights have")
     if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
         notes.append("config.json is not the exported one: the weights may be those of another model")
     return FolderReport(str(pattern), rows, missing + misfits, changed, notes)

@@ -1,0 +1,52 @@
+"""Small files that nobody has checked yet: whatever is in their place, one ValueError that names it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.checkpoint.folder import find_checkpoint, read_json
+from sparseforge_ds.checkpoint.manifest import fingerprint
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+
+IN_PLACE: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "endless device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": lambda path: path.mkdir(),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "nothing": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_something_else_in_the_place_of_a_file(tmp_path: Path, kind: str) -> None:
+    for name in ("a.json", "model.safetensors", "a_states.pt"):
+        IN_PLACE[kind](tmp_path / name)
+    with pytest.raises(ValueError, match=r"a\.json: not a readable JSON file"):
+        read_json(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        TensorFolder(tmp_path)
+    for name in ("a.json", "a_states.pt"):
+        with pytest.raises(ValueError, match=f"{name}: no such file"):
+            fingerprint(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 200_000, b'{"a": ' + b"9" * 10_000 + b"}", b"\xff\xfe", b'{"a": 1} {}', b"", b"[]", b"\xef\xbb\xbf{}"],
+)
+def test_json_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.json: (not a readable JSON file|holds a list)") as refused:
+        read_json(tmp_path / "a.json")
+    assert type(refused.value) is ValueError and len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("tag", ["", "..", ".", "x" * 5000, "\0", "/etc", "a/b"])
+def test_latest_that_names_no_folder(tmp_path: Path, tag: str) -> None:
+    (tmp_path / "latest").write_text(tag)
+    with pytest.raises(ValueError, match=r"latest: names .*, which is no folder beside it"):
+        find_checkpoint(tmp_path)
