@@ -64,13 +64,16 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan every configuration, print, and say in the exit code whether one fits."""
+    import contextlib
+    import sys
     import warnings
 
-    import transformers
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says, while it is imported, that there is no GPU
+        import transformers
 
-    from sparseforge_ds.planning.duration import PEAK_TFLOPS
-    from sparseforge_ds.planning.report import report
-    from sparseforge_ds.planning.study import GIB, Machine, Request, study, to_dict
+        from sparseforge_ds.planning.duration import PEAK_TFLOPS
+        from sparseforge_ds.planning.report import report
+        from sparseforge_ds.planning.study import GIB, Machine, Request, study, to_dict
 
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.deepseek_moe import register
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.low_rank import branches, prepare
 from sparseforge_ds.planning.attention import NAME
@@ -114,6 +115,7 @@ def read_model_config(name: str) -> PretrainedConfig:
     remote = not path.exists()
     if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         raise ValueError(f"--model {name}: no such folder or file; give a model folder, a config.json or a hub id")
+    register()  # a family that transformers does not have
     try:
         return AutoConfig.from_pretrained(name if remote else path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -124,11 +124,8 @@ def _verdict(found: Study) -> Iterator[Line]:
     device = found.machine.device / GIB
     if found.fits:
         spare = device - found.memory.peak / GIB
-        yield (
-            "verdict",
-            f"fits, with {spare:.1f} of {device:.0f} GiB to spare; up to {found.largest_micro_batch} sequences",
-        )
-        yield "", "at a time fit"
+        yield "verdict", f"fits, with {spare:.1f} of {device:.0f} GiB to spare"
+        yield "", f"the largest micro-batch that fits: {found.largest_micro_batch} (of 1, 2, 4 ... 64)"
         return
     yield "verdict", f"does not fit: {found.memory.peak / GIB:.1f} GiB where there are {device:.0f}"
     assert found.advice is not None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,14 @@ def test_other_spellings_and_json(qwen: str, capsys: pytest.CaptureFixture[str])
     assert set(one["layouts"]) >= {"ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, optimizer on the host"}
     assert one["settings"]["micro_batch"] == 1
     assert one["model"]["masked"] == one["model"]["prunable"]
+
+
+def test_json_is_all_that_is_printed() -> None:
+    """DeepSpeed says on import, and on stdout, that it found no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "sparseforge_ds", "plan", "--model", "stdlib_llama", "--gpus", "2", "--json"]
+    done = subprocess.run([*command, "--deepspeed", ZERO3], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout)[0]["fits"]
 
 
 def test_batch_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
