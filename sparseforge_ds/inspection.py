@@ -277,7 +277,7 @@ def _forge_state(checkpoint: Checkpoint, state: dict[str, Any]) -> tuple[SparseF
     try:
         config = SparseForgeConfig.from_dict(block)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.folder}: the config in its client state is damaged ({error})") from None
+        raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
     axes: dict[str, int] = {}
     for entry in listed:
         name, axis = (entry.get("name"), entry.get("input_axis")) if isinstance(entry, dict) else (None, None)

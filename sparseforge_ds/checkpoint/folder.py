@@ -38,7 +38,7 @@ def find_checkpoint(path: str | Path) -> Path:
         latest = parent / "latest"
         if latest.is_file():
             tag = latest.read_text(errors="replace").strip()
-            plain = Path(tag).name == tag and tag != ".." and len(tag) < 256
+            plain = tag not in ("", "..") and Path(tag).name == tag and len(tag) < 256
             if not plain or not (parent / tag).is_dir():
                 raise ValueError(f"{latest}: names {tag[:100]!r}, which is no folder beside it")
             return parent / tag

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.archive import Archive
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import PORTABLE, read_json
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -101,13 +101,15 @@ class Manifest:
             raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
 
     def check_shards(self) -> None:
-        """The `.pt` files are those that were saved; reads their directories only, so not every damaged byte shows.
+        """The `.pt` files, or the one that describes a copy by reshard, are those that were saved.
+
+        Of a `.pt` file it reads the directory only, so not every damaged byte shows.
 
         Raises:
             ValueError: one is missing, cut off, or of another step, rank or run.
         """
-        for name in self.files:
-            if name.endswith(".pt") and fingerprint(self.folder / name) != self.fingerprints[name]:
+        for name in (name for name in self.files if name.endswith(".pt") or name == PORTABLE):
+            if fingerprint(self.folder / name) != self.fingerprints[name]:
                 raise ValueError(f"{self.folder / name}: damaged, or of another step or run: not the file in {NAME}")
 
     def check_file(self, name: str) -> None:

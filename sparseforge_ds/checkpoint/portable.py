@@ -88,7 +88,7 @@ class PortableFiles:
         try:
             self.contents, self._sha256 = _parse(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{self._path}: damaged ({error!r})") from None
+            raise ValueError(f"{self._path}: damaged ({error!r:.200})") from None
         self._tensors = {stem: TensorFolder(folder, stem) for stem in self._sha256}
         for stem, specs in self._expected().items():
             held = self._tensors[stem].specs if stem in self._tensors else {}

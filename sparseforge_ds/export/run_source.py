@@ -45,7 +45,7 @@ class RunSource(Source):
         try:
             self.config = SparseForgeConfig.from_dict(state["config"])
         except ValueError as error:
-            raise ValueError(f"{checkpoint.folder}: the config in its client state is damaged ({error})") from None
+            raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
         self.pattern = self.config.parsed_pattern
         self.step: int = state["step"]
         masked = {weight.name: weight for weight in (self._listed(entry) for entry in state["weights"])}

@@ -62,8 +62,9 @@ def _digest(parts: Any) -> str:
 
 def result_of(checkpoint: Checkpoint) -> Result:
     """Weights, masks and dense weights are the model; other states, tied names and the step are facts."""
-    strange = False
-    listed = {entry["name"] for entry in checkpoint.client_state.get("sparseforge", {}).get("weights", [])}
+    entries = checkpoint.client_state.get("sparseforge", {}).get("weights", [])
+    strange = not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries)
+    listed = set() if strange else {entry["name"] for entry in entries}
 
     def tensors(model: bool) -> Any:
         nonlocal strange
