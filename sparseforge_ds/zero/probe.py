@@ -149,11 +149,12 @@ def reduce_to_shard(layout: Layout, shard: Shard, ranges: list[tuple[int, int]],
         return full
     length = ranges[0][1] - ranges[0][0]
     numel = full.numel()
-    if length * layout.world_size >= numel and all(
+    missing = length * layout.world_size - numel
+    # A weight that one rank holds whole (stages 1 and 2) would be padded to as many times its size.
+    if 0 <= missing < layout.world_size and all(
         (start, stop) == (min(rank * length, numel), min((rank + 1) * length, numel))
         for rank, (start, stop) in enumerate(ranges)
     ):
-        missing = length * layout.world_size - numel
         padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
         mine = full.new_empty(length)
         dist.reduce_scatter_tensor(mine, padded)

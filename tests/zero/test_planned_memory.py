@@ -237,7 +237,7 @@ def moved_by_all(cases: list[Case]) -> list[Any]:
 
 HUTCHINSON = {"importance": "hutchinson"}
 TRAFFIC = [
-    *(Case(stage=stage, dtype="bf16", zero=SMALL if stage else {}) for stage in (0, 3)),
+    *(Case(stage=stage, dtype="bf16", zero=SMALL if stage else {}) for stage in (0, 1, 2, 3)),
     *(Case(stage=stage, zero=SMALL, config=HUTCHINSON) for stage in (1, 2, 3)),
     Case(stage=3, zero=SMALL, config={"importance": "wanda"}),
     Case(stage=2, zero=SMALL, gas=2, config=HUTCHINSON),
