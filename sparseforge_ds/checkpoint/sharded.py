@@ -243,7 +243,10 @@ class ShardedFiles:
         return Entry(shape, dtype, trained_dtype, {key: held[0][key] for key in keys}, scalars, others)
 
     def _check_sizes(self) -> None:
-        """Every slot lies inside the tensors it points into."""
+        """Every slot lies inside the tensors it points into, and all masters have one dtype, as DeepSpeed has them."""
+        masters = [m for rank in range(max(1, len(self._optimizer))) for m in self._rank_flats(rank).masters or ()]
+        if len(dtypes := sorted({str(master.dtype) for master in masters})) > 1:
+            raise ValueError(f"{self.folder}: its masters are of several dtypes, {', '.join(dtypes)}; it was changed")
         for name, slots in self._slots.items():
             for slot in slots:
                 flats = self._rank_flats(slot.rank)

@@ -260,3 +260,14 @@ def test_flipped_bytes_of_a_weight_are_found(saved: Any, tmp_path: Path) -> None
 def test_json_of_a_checkpoint_is_plain(saved: Any) -> None:
     state = Checkpoint(saved[2][0] / "stage2-fp32").client_state["sparseforge"]
     assert json.loads(json.dumps(state)) == state
+
+
+def test_a_master_in_another_dtype(saved: Any, tmp_path: Path) -> None:
+    shutil.copytree(saved[2][0] / "stage1-bf16", tmp_path / "cast")
+    file = sorted((tmp_path / "cast").glob("*_optim_states.pt"))[1]
+    content = torch.load(file, weights_only=False)
+    flats = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    flats[-1] = flats[-1].detach().bfloat16()
+    torch.save(content, file)
+    with pytest.raises(ValueError, match="cast: its masters are of several dtypes, torch.bfloat16, torch.float32"):
+        Checkpoint(tmp_path / "cast")
