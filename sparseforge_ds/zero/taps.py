@@ -42,7 +42,9 @@ def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[Non
             return output  # the first, recording-free pass of re-entrant checkpointing
         return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
 
-    with _on_forward(modules, tapped):
+    # A tap behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
+    # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
+    with _on_forward(modules, tapped, first=True):
         yield
 
 
@@ -66,10 +68,15 @@ def captured_output(module: Module) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _on_forward(modules: dict[str, Module], hook: Callable[[str, tuple[Tensor, ...], Tensor], Any]) -> Iterator[None]:
-    """While active, hook(name, inputs, output) follows every forward; what it returns replaces the output."""
+def _on_forward(
+    modules: dict[str, Module], hook: Callable[[str, tuple[Tensor, ...], Tensor], Any], first: bool = False
+) -> Iterator[None]:
+    """While active, hook(name, inputs, output) follows every forward; what it returns replaces the output.
+
+    `first`: before the hooks that the modules have, such as DeepSpeed's.
+    """
     handles = [
-        module.register_forward_hook(lambda _module, args, output, name=name: hook(name, args, output))
+        module.register_forward_hook(lambda _module, args, output, name=name: hook(name, args, output), prepend=first)
         for name, module in modules.items()
     ]
     try:

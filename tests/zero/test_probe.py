@@ -208,6 +208,39 @@ def test_activation_checkpointing_gives_the_same_curvature(stage: int) -> None:
             assert apart(found[i + j], found[i]) < (1e-3 if requests[i][1] == "hutchinson" else 1e-6), requests[i + j]
 
 
+def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
+    """What ZeRO-3 thinks of its record of the order of modules, from the third step on, per kind and checkpointing."""
+    seen = {}
+    for kind in kinds:
+        for checkpointing in (False, True):
+            case = Case(stage=3, config={"importance": kind, "max_steps": 100})
+            model = MODELS[case.model]()
+            if checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                model.train()
+            engine, forge = build(case, model)
+            coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+            (key,) = (key for key in vars(coordinator) if key.endswith("__trace_mode"))
+            modes = []
+            for step in range(7):
+                train_step(engine, case, step)
+                modes.append(vars(coordinator)[key].name)
+                forge.step(probe_of(engine, case, step))
+                modes.append(vars(coordinator)[key].name)
+            seen[kind, checkpointing] = set(modes[4:])
+    return seen
+
+
+def test_prefetching_survives_probes() -> None:
+    """A probe that called modules in another order than training would cost the next two steps their prefetches.
+
+    `gauss_newton` does: its backward begins at the head's output, inside of the root module.
+    """
+    kinds = ("hutchinson", "fisher", "wanda")
+    (seen, _) = run_distributed(prefetch_traces, 2, kinds)
+    assert seen == {(kind, checkpointing): {"COMPLETE"} for kind in kinds for checkpointing in (False, True)}
+
+
 def lower_precision_scale(stage: int) -> list[float]:
     """fp16 gradients are unscaled: curvature is that of fp32, as a number and not just up to a factor."""
     exact = measure(Case(stage=stage), "fisher")
