@@ -20,14 +20,21 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.estimate import ESTIMATORS, Shards
 from sparseforge_ds.health import CURVATURE_DECADES, Health, histogram_counts
 from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.mask.curvature import accumulate
+from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.gate import gate, move_mask
-from sparseforge_ds.mask.importance import MOMENTS, scalings, score_moments, standardized_score
+from sparseforge_ds.mask.importance import (
+    MOMENTS,
+    magnitude_moments,
+    scalings,
+    score_moments,
+    standardized_score,
+)
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.mask.quench import effective_mask, publish
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.zero.edges import Edges, Missing, Piece
+from sparseforge_ds.zero.expert_load import ExpertLoad
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe
 from sparseforge_ds.zero.publish import Publication
@@ -80,12 +87,19 @@ class SparseForge:
         self._layout.check(self._shards)
         spans = {weight.name: self.pattern.span(weight.shape, weight.input_axis) for weight in self.weights}
         self._edges = Edges(self._layout, self._shards, spans)
-        self._matrices = Matrices(self._layout, self._shards)
+        self._matrices = Matrices(self._layout, self._shards, {w.name: w.matrices for w in self.weights})
+        # A magnitude needs no tokens, and counts none.
+        routed = [weight for weight in self.weights if weight.experts and config.importance != "magnitude"]
+        self._load = ExpertLoad(self._matrices, {w.name: (*w.place, w.experts) for w in routed})
+        self._by_magnitude: set[int] = set()
         build = ESTIMATORS[config.importance]
         self._publication = Publication(self._layout, self._shards, self._publish_shard, build is not None)
         self._probe = Probe(self._layout, self._publication)
-        shards = Shards(self._probe, self._matrices, self._edges, self._linear_layers())
-        self._estimator = build(shards, config) if build is not None else None
+        self._estimator = None
+        if build is not None:
+            fused = {w.module: engine.module.get_submodule(w.module) for w in routed if len(w.shape) == 3}
+            shards = Shards(self._probe, self._matrices, self._edges, self._linear_layers(), self._load, fused)
+            self._estimator = build(shards, config)
         self._mask_edges: Missing = {}
         self._health = Health(self._matrices, self.pattern)
         self._hard_now = False
@@ -161,6 +175,16 @@ class SparseForge:
         """The annealed numbers after the steps so far."""
         return self.schedule.dials(self.step_count)
 
+    @property
+    def idle_experts(self) -> list[str]:
+        """Experts that no token of the last refresh went to; they kept the curvature that they had."""
+        return self._load.idle
+
+    @property
+    def unseen_experts(self) -> list[str]:
+        """Experts that no token of any refresh gave a curvature: their mask is that of the largest weights."""
+        return list(self._load.unseen)
+
     def soft_to_hard_gap(self, probe: Closure) -> float:
         """Loss with the mask hardened now minus the loss as it is, averaged over ranks. Two forwards; collective."""
         losses = [self._probe.loss(probe)]
@@ -178,10 +202,9 @@ class SparseForge:
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
         table = torch.zeros(len(self._shards), 2 * bins, dtype=torch.float64, device=self._layout.device)
-        correction = 1 - self.config.curvature.decay ** max(self.refreshes, 1)
         for row, shard in enumerate(self._shards.values()):
             _, curvature = self._dense_and_curvature(shard)
-            corrected = None if curvature is None else curvature / correction
+            corrected = None if curvature is None else curvature / self._correction(shard.name)
             table[row] = histogram_counts(self._publication.of(shard, "mask"), corrected, bins)
         counts = self._matrices.reduce(table).long().tolist()
         low, high = CURVATURE_DECADES
@@ -196,7 +219,7 @@ class SparseForge:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint's client state must carry; plain JSON types. Tensors are optimizer state already."""
-        return {
+        state = {
             "version": STATE_VERSION,
             "config": self.config.to_dict(),
             "weights": [
@@ -207,6 +230,9 @@ class SparseForge:
             "step": self.step_count,
             "refreshes": self.refreshes,
         }
+        if self._load.names:
+            state["experts"] = self._load.state_dict()
+        return state
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
@@ -258,9 +284,13 @@ class SparseForge:
                 raise ValueError(f"the checkpoint's sparseforge state has a damaged {key!r}: {state.get(key)!r:.100}")
         _same("sparseforge", _without_monitor(state["config"]), _without_monitor(self.config.to_dict()))
         _same("weights", state["weights"], self.state_dict()["weights"])
+        if self._load.names:
+            self._load.check(state.get("experts"))
 
     def _continue(self, state: dict[str, Any]) -> None:
         self.step_count, self.refreshes = state["step"], state["refreshes"]
+        if self._load.names:
+            self._load.load_state_dict(state["experts"])
         self._publication.steps_begun = 0
         self._ready = self.step_count > 0 or self.schedule.freeze_step > 0
         self._health.forget_targets()
@@ -335,11 +365,25 @@ class SparseForge:
         if sample is None:
             self.lost_refreshes += 1
             return  # keep the average as it is
+        rates = self._load.fade(lambda tokens, recent: token_rate(tokens, recent, part.decay))
         for name, shard in self._shards.items():
             average = self._publication.of(shard, "curvature")
+            if name in self._load.rows:
+                self._accumulate_experts(name, average, sample[name], rates)
+                continue
             self._health.add_refresh(average, sample[name])
             accumulate(average, sample[name], part.decay)
         self.refreshes += 1
+
+    def _accumulate_experts(self, name: str, average: Tensor, sample: Tensor, rates: list[float]) -> None:
+        """Average by tokens; an expert that saw none keeps what it has."""
+        for part in self._matrices.parts[name]:
+            row = self._load.of_matrix[part.row]
+            assert row is not None
+            if rates[row]:
+                inside = slice(part.start, part.stop)
+                self._health.add_refresh(average[inside], sample[inside])
+                average[inside].lerp_(sample[inside], rates[row])
 
     @torch.no_grad()
     def _move_masks(self, fix: bool = False) -> None:
@@ -354,7 +398,10 @@ class SparseForge:
                     moments.device
                 )
         self._matrices.reduce(moments)
-        self._require_curvature(moments[:, 1].tolist())
+        self._by_magnitude = self._require_curvature(moments[:, 1].tolist())
+        if self._by_magnitude:
+            rows = torch.tensor(sorted(self._by_magnitude), device=moments.device)
+            moments[rows] = magnitude_moments(moments[rows])
         # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
         scaling = scalings(moments, self.config.curvature.damping).to(self._layout.flats[0].device)
         missing = self._edges.exchange(
@@ -373,7 +420,7 @@ class SparseForge:
                 for value_GM in chosen
             )
             mask.copy_(target if fix else move_mask(mask, soft, target, dials))
-            self._health.add_update(weight, shard, mask, target, self._dense_and_curvature(shard)[1])
+            self._add_update(shard, mask, target)
         self._exchange_mask_edges()
         self._report()
 
@@ -388,8 +435,8 @@ class SparseForge:
         for part in self._matrices.parts[shard.name]:
             inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
             if inside.start < inside.stop:
-                row = scaling[part.row]
-                scores.append(standardized_score(dense[inside], None if curvature is None else curvature[inside], row))
+                part_curvature = None if curvature is None or part.row in self._by_magnitude else curvature[inside]
+                scores.append(standardized_score(dense[inside], part_curvature, scaling[part.row]))
         return scores[0] if len(scores) == 1 else torch.cat(scores)
 
     @torch.no_grad()
@@ -401,15 +448,23 @@ class SparseForge:
             mask = self._publication.of(shard, "mask")
             mask.copy_(hard[name])
             if shard.numel:
-                self._health.add_update(
-                    self._weight[name], shard, mask, hard[name], self._dense_and_curvature(shard)[1]
-                )
+                self._add_update(shard, mask, hard[name])
         self._exchange_mask_edges()
         self._report()
 
+    def _add_update(self, shard: Shard, mask: Tensor, target: Tensor) -> None:
+        _, curvature = self._dense_and_curvature(shard)
+        self._health.add_update(self._weight[shard.name], shard, mask, target, curvature, self._correction(shard.name))
+
+    def _correction(self, name: str) -> float:
+        """By which the running mean of a weight's curvature is to be divided; experts' means have no bias."""
+        return 1.0 if name in self._load.rows else 1 - self.config.curvature.decay ** max(self.refreshes, 1)
+
     def _report(self) -> None:
-        correction = None if self._estimator is None else 1 - self.config.curvature.decay**self.refreshes
-        self.metrics = self._health.report(correction)
+        self.metrics = self._health.report(self._estimator is not None)
+        if self._load.names:
+            self.metrics |= self._load.metrics()
+            self.metrics["experts/unseen"] = float(len(self._load.unseen))
         if self.lost_refreshes:
             self.metrics["curvature/lost_refreshes"] = float(self.lost_refreshes)
 
@@ -421,15 +476,25 @@ class SparseForge:
                 "use bf16, or lower fp16.initial_scale_power"
             )
 
-    def _require_curvature(self, sums: list[float]) -> None:
-        """Stop when some matrix has no curvature to speak of; `sums` are the totals of max(H, 0)."""
-        bad = [name for name, total in zip(self._matrices.names, sums, strict=True) if not 0 < total < math.inf]
+    def _require_curvature(self, sums: list[float]) -> set[int]:
+        """Stop when some matrix has no curvature to speak of; `sums` are the totals of max(H, 0).
+
+        Returns:
+            Matrices of experts without any, where other experts of their layer have one: no token has reached them.
+        """
+        unseen = self._load.without(sums)
+        bad = [
+            name
+            for matrix, (name, total) in enumerate(zip(self._matrices.names, sums, strict=True))
+            if not 0 < total < math.inf and matrix not in unseen
+        ]
         if bad:
             raise ForgeError(
                 f"no usable curvature for {len(bad)} of {len(sums)} matrices at step {self.step_count}: "
                 f"{', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. Their layers took no part in the probe's loss, "
                 "or it is not finite; use all of the model in the probe, or exclude these weights"
             )
+        return unseen
 
     # -- SLoRB --------------------------------------------------------------------------------------------------------
 

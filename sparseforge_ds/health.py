@@ -69,9 +69,18 @@ class Health:
         self._add("average_square", average.square().sum(dtype=torch.float64))
 
     def add_update(
-        self, weight: PrunableWeight, shard: Shard, mask: Tensor, target: Tensor, curvature: Tensor | None
+        self,
+        weight: PrunableWeight,
+        shard: Shard,
+        mask: Tensor,
+        target: Tensor,
+        curvature: Tensor | None,
+        correction: float = 1.0,
     ) -> None:
-        """Account for one shard's new mask, target and curvature, each (numel of the shard,)."""
+        """Account for one shard's new mask, target and curvature, each (numel of the shard,).
+
+        `correction` is the bias correction by which its running mean is to be divided.
+        """
         packed = _pack(target)
         before = self._targets.get(shard.name)
         if before is not None:
@@ -89,15 +98,11 @@ class Health:
             self._add("disagreeing", disagreement(group_GM, top_n(group_GM, self.pattern.kept)))
             self._add("groups", group_GM.shape[0])
         if curvature is not None:
-            self._add("curvature", curvature.sum(dtype=torch.float64))
+            self._add("curvature", curvature.sum(dtype=torch.float64) / correction)
             self._add("negative", (curvature < 0).sum(dtype=torch.float64))
 
-    def report(self, correction: float | None) -> dict[str, float]:
-        """Reduce over the ranks, read once, start anew. Collective.
-
-        Args:
-            correction: 1 - decay^refreshes, the bias correction of the running mean; None without curvature.
-        """
+    def report(self, with_curvature: bool) -> dict[str, float]:
+        """Reduce over the ranks, read once, start anew. Collective."""
         sums = dict(zip(_SUMS, self.matrices.reduce(self._sums[None])[0].tolist(), strict=True))
         self._sums = self._zeros()
         count = sums["count"]
@@ -106,8 +111,8 @@ class Health:
             metrics["mask/disagreement"] = sums["disagreeing"] / sums["groups"]
         if sums["compared"]:
             metrics["mask/flip_rate"] = sums["flips"] / sums["compared"]
-        if correction is not None:
-            metrics["curvature/mean"] = sums["curvature"] / count / correction
+        if with_curvature:
+            metrics["curvature/mean"] = sums["curvature"] / count
             metrics["curvature/negative_share"] = sums["negative"] / count
             if sums["sample_square"] > 0 and sums["average_square"] > 0:
                 metrics["curvature/signal"] = sums["agreement"] / math.sqrt(

@@ -1,4 +1,4 @@
-"""Registers our storage format with transformers, without importing transformers.
+"""Registers our storage format and our model classes with transformers.
 
 `import sparseforge_ds` must make `from_pretrained` know the packed format, and importing transformers costs seconds
 that `sparseforge --help` does not have. So: registered at once where transformers' quantizers are imported already,
@@ -16,6 +16,18 @@ from importlib.util import find_spec
 from types import ModuleType
 
 _QUANTIZERS = "transformers.quantizers.auto"
+
+
+OWN_FAMILIES = ("deepseek",)
+"""Values of `model_type` whose classes are ours, since transformers has none."""
+
+
+def register_families() -> None:
+    """Make transformers' Auto classes know `OWN_FAMILIES`; a second call does nothing.
+
+    Not at `import sparseforge_ds`: our classes are made of Llama's, whose files import the Auto classes themselves.
+    """
+    import_module("sparseforge_ds.model.deepseek_moe").register()
 
 
 def register_with_transformers() -> None:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.registration import register_families
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -26,6 +27,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    register_families()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -48,6 +50,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: there is none, or it cannot be read.
     """
+    register_families()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError) as error:

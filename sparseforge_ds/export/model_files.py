@@ -22,6 +22,7 @@ def copy_model_files(source: Source, folder: Path, quantization_config: dict[str
             shutil.copyfile(file, folder / file.name)
     config = dict(source.model_config)
     config.pop("torch_dtype", None)
+    config.pop("auto_map", None)  # names Python files, which are not copied
     config["dtype"] = str(source.dtype).removeprefix("torch.")
     if quantization_config is not None:
         config["quantization_config"] = quantization_config

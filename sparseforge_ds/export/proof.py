@@ -24,6 +24,7 @@ import torch
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.export.source import Source
+from sparseforge_ds.registration import OWN_FAMILIES
 
 TOKENS = 16
 """Length of the text whose logits are compared."""
@@ -93,7 +94,7 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
 
     Args:
         source: what `folder` was made from; it is opened again by the other process.
-        plain: load it without our package.
+        plain: load it without our package, if transformers has the family's classes.
 
     Returns:
         What `sparsity.json` says of it.
@@ -103,7 +104,10 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="sparseforge-proof-") as scratch:
         _reference(source, Path(scratch), adapter=None)
+        own = source.model_config.get("model_type") in OWN_FAMILIES
+        plain = plain and not own
         first = "" if plain else "import sparseforge_ds\n"
+        first += "sparseforge_ds.register_families()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
         answer = Path(scratch) / "loaded"
         _run(["-c", text, str(folder.absolute()), str(answer), str(TOKENS)], scratch, folder, ours=not plain)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
 from sparseforge_ds.export.source import Source, open_source
+from sparseforge_ds.registration import register_families
 
 
 def filled_model(source: Source) -> Any:
@@ -30,6 +31,7 @@ def filled_model(source: Source) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    register_families()
     config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=source.dtype)

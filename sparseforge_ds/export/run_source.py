@@ -94,6 +94,8 @@ class RunSource(Source):
             "coverage": described.get("coverage") or {},
             "config": self.config.to_dict(),
         }
+        if (experts := _experts(checkpoint, state)) is not None:
+            self.record["experts"] = experts
         files = [file for file in sorted(checkpoint.folder.iterdir()) if file.is_file()]
         self.identity = {
             "version": importlib.metadata.version("sparseforge_ds"),
@@ -183,6 +185,26 @@ class RunSource(Source):
     def _stored(self, name: str) -> torch.dtype:
         """Parameters are stored in the exported dtype, buffers in their own."""
         return self.checkpoint.trained_dtype(name) if name in self.checkpoint.buffers else self.dtype
+
+
+def _experts(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Tokens that every routed expert was measured on, 1 in `load` being its even share, and which had none."""
+    if "experts" not in state:
+        return None
+    try:
+        layers = {str(name): list(map(int, numbers["tokens"])) for name, numbers in state["experts"]["layers"].items()}
+        unseen = list(map(str, state["experts"]["unseen"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise ValueError(
+            f"{checkpoint.folder}: the token counts of the experts in its client state are damaged; use another one"
+        ) from None
+    return {
+        "unseen": unseen,
+        "layers": {
+            name: {"tokens": tokens, "load": [round(n * len(tokens) / max(1, sum(tokens)), 4) for n in tokens]}
+            for name, tokens in layers.items()
+        },
+    }
 
 
 def _forge_state(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -143,9 +143,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def config_sha256(config: dict[str, Any]) -> str:
-    """sha256 of what a config.json says, apart from how the weights are stored: equal for a run and all its exports."""
-    storage = ("dtype", "torch_dtype", "quantization_config")
-    content = {key: value for key, value in config.items() if key not in storage}
+    """sha256 of what a config.json says, apart from how the weights are stored and which remote code there once was.
+
+    Equal for a run and all its exports.
+    """
+    left_out = ("dtype", "torch_dtype", "quantization_config", "auto_map")
+    content = {key: value for key, value in config.items() if key not in left_out}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -114,6 +114,48 @@ def token_fisher(grad_TO: Tensor, input_TI: Tensor, loss_scale: float = 1.0) -> 
     return grad_square_OT @ input_square_TI
 
 
+def expert_fisher(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, loss_scale: float = 1.0) -> Tensor:
+    """`token_fisher` of every expert, over the rows that belong to it.
+
+    Args:
+        grad_SO: (S, out) dL/dy times the loss scale, rows sorted by expert.
+        input_SI: (S, in) x.
+        stop_E: (E,) one past the last row of each expert.
+        loss_scale: what the loss was multiplied by.
+
+    Returns:
+        (E, out, in) fp32; zeros where an expert has no row.
+    """
+    full = grad_SO.new_zeros(len(stop_E), grad_SO.shape[1], input_SI.shape[1], dtype=torch.float32)
+    start = 0
+    for expert, stop in enumerate(stop_E.tolist()):
+        if stop > start:
+            full[expert] = token_fisher(grad_SO[start:stop], input_SI[start:stop], loss_scale)
+        start = stop
+    return full
+
+
+def token_rate(tokens: float, recent: float, decay: float) -> tuple[float, float]:
+    """How far an expert's average moves to a sample over `tokens` tokens, so that every token counts alike.
+
+    `accumulate` weighs samples by age alone. An expert's samples rest on more tokens or on fewer: with C the faded
+    count of those that its average rests on and N those of the sample, the rate is (1-d) N / (d C + (1-d) N), and C
+    becomes the denominator. The first sample has rate 1, so there is no bias to correct. Without tokens nothing fades.
+
+    Args:
+        tokens: N.
+        recent: C.
+        decay: d.
+
+    Returns:
+        The rate, and the new C.
+    """
+    if not tokens:
+        return 0.0, recent
+    total = decay * recent + (1 - decay) * tokens
+    return (1 - decay) * tokens / total, total
+
+
 def accumulate(average: Tensor, sample: Tensor, decay: float) -> None:
     """EMA step in place; the bias correction 1 / (1 - decay^k) is applied by the reader, as in Adam."""
     average.lerp_(sample, 1 - decay)

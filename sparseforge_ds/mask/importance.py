@@ -32,6 +32,12 @@ def score_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
     return total
 
 
+def magnitude_moments(moments: Tensor) -> Tensor:
+    """(rows, 7) as `score_moments` gives them -> what it gives for the same matrices without a curvature (H = 1)."""
+    count, square, fourth = moments[:, 0], moments[:, 3], moments[:, 6]
+    return torch.stack([count, count, square, square, fourth, fourth, fourth], dim=1)
+
+
 def _run_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
     square = dense.double().square_()
     count = torch.full((), float(dense.numel()), dtype=torch.float64, device=dense.device)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
@@ -25,6 +26,9 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.model.families import leaf_modules
+from sparseforge_ds.model.family_table import FAMILIES
+from sparseforge_ds.registration import register_families
 
 IGNORED = -100
 """Label of a position that is not trained on, as in transformers."""
@@ -217,6 +221,8 @@ class Teacher:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._module: nn.Module
         if config.hold == "zero3":
+            if model.config.model_type in FAMILIES:  # a dense teacher may be of any other
+                set_z3_leaf_modules_by_name(model, leaf_modules(model))
             self._module, *_ = deepspeed.initialize(model=model, config=teacher_ds_config(ds_config))
         else:
             if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -243,6 +249,7 @@ class Teacher:
             ds_config: the student's DeepSpeed configuration.
             **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given.
         """
+        register_families()
         kwargs.setdefault("dtype", _dtype(ds_config))
         with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
             model = AutoModelForCausalLM.from_pretrained(path, **kwargs)

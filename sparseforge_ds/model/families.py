@@ -47,6 +47,16 @@ class PrunableWeight:
         """Matrices whose scores are compared with each other only: consecutive runs of numel / matrices elements."""
         return max(self.experts, 1) * self.stacked
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Module that holds the routed experts of the layer, and the number of the first that is in this weight."""
+        assert self.experts, f"{self.name} belongs to no expert"
+        if len(self.shape) == 3:
+            return self.module, 0
+        parts = self.module.split(".")
+        last = max(index for index, part in enumerate(parts) if part.isdecimal())
+        return ".".join(parts[:last]), int(parts[last])
+
 
 @dataclass(frozen=True)
 class Coverage:

@@ -16,12 +16,13 @@ import math
 from collections.abc import Iterable
 
 import torch
+from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import LOW_RANK, PrunableWeight, full_shape, prunable_weights
+from sparseforge_ds.model.families import LOW_RANK, PrunableWeight, full_shape, leaf_modules, prunable_weights
 
 
 class LowRankLinear(nn.Linear):
@@ -80,9 +81,10 @@ Branch = LowRankLinear | LowRankConv1D
 
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
-    """Add the branches that `config.low_rank` asks for, in place; call it once, before `deepspeed.initialize`.
+    """Make a model ready, in place; call it once, before `deepspeed.initialize`.
 
-    Without `low_rank` the model is returned as it is. Otherwise every layer whose weight goes under a mask becomes a
+    The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`). Without `low_rank` nothing else happens.
+    Otherwise every layer whose weight goes under a mask becomes a
     `LowRankLinear` or `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit.
 
     Args:
@@ -97,6 +99,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         ValueError: `k` does not divide an input axis; fused experts; a layer with forward or backward hooks; a model
             that was prepared before; whatever `prunable_weights` raises.
     """
+    set_z3_leaf_modules_by_name(model, leaf_modules(model))
     if config.low_rank is None:
         return model
     k = config.low_rank.k

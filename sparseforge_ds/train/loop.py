@@ -22,6 +22,8 @@ from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError
 
+LOSSES = ("total", "cross_entropy", "kl", "balance")
+"""What the log says of a loss, as `loss/...`."""
 PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
 
@@ -50,7 +52,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         for group in engine.basic_optimizer.param_groups:
             group["lr"] = rate(forge.step_count)
         before, updated = forge.step_count, False
-        losses = torch.zeros(3, device=shop.device)
+        losses = torch.zeros(len(LOSSES), device=shop.device)
         for _ in range(batches.layout.accumulation):
             token_BS = next(batches).to(shop.device, non_blocking=True)
             loss, parts = _loss(shop, token_BS)
@@ -68,14 +70,17 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         losses /= batches.layout.accumulation
         agreed = torch.cat([losses, losses.new_full((1,), float(preemption.requested))])
         dist.all_reduce(agreed)
-        total, cross_entropy, kl, asked = (agreed / shop.ranks.world_size).tolist()
+        *means, asked = (agreed / shop.ranks.world_size).tolist()
+        mean = dict(zip(LOSSES, means, strict=True))
+        total = mean["total"]
         failures = 0 if math.isfinite(total) else failures + 1
         if failures == PATIENCE:
             raise AgreedError(_diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before)))
         if step > before:  # loss scaling did not skip the step
-            scalars = {"loss/total": total, "loss/cross_entropy": cross_entropy, "train/learning_rate": rate(before)}
-            if shop.teacher is not None:
-                scalars["loss/kl"] = kl
+            absent = {"kl"} if shop.teacher is None else set()
+            absent |= {"balance"} if not mean["balance"] else set()
+            scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
+            scalars["train/learning_rate"] = rate(before)
             norm = engine.get_global_grad_norm()
             if norm is not None:  # stage 0 in fp32 without clipping computes none
                 scalars["train/grad_norm"] = float(norm)
@@ -120,17 +125,30 @@ def save(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, step: int) 
 
 
 def _loss(shop: Workshop, token_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of a micro-batch, and (3,) total, cross-entropy and KL for the log."""
+    """The loss of a micro-batch, and its `LOSSES` for the log."""
     config = shop.plan.config.distillation
     if shop.teacher is None or config is None:
-        task_loss = _cross_entropy(shop, token_BS)
-        detached = task_loss.detach().float()
-        return task_loss, torch.stack([detached, detached, torch.zeros_like(detached)])
-    teacher_BSV = shop.teacher(token_BS)
-    student_BSV = shop.engine(input_ids=token_BS, use_cache=False).logits
-    loss = distillation_loss(student_BSV, teacher_BSV, token_BS, config)
-    parts = torch.stack([part.detach().float() for part in (loss.total, loss.cross_entropy, loss.kl)])
-    return loss.total, parts
+        output = shop.engine(input_ids=token_BS, use_cache=False)
+        cross_entropy = total = task_loss(output.logits, token_BS)
+        kl = torch.zeros_like(total)
+    else:
+        teacher_BSV = shop.teacher(token_BS)
+        output = shop.engine(input_ids=token_BS, use_cache=False)
+        total, cross_entropy, kl = distillation_loss(output.logits, teacher_BSV, token_BS, config)
+    balance = _balance_loss(shop, output)
+    if balance is not None:
+        total = total + balance
+    parts = [total, cross_entropy, kl, torch.zeros_like(total) if balance is None else balance]
+    return total, torch.stack([part.detach().float() for part in parts])
+
+
+def _balance_loss(shop: Workshop, output: Any) -> Tensor | None:
+    """What a mixture adds so that its experts are used evenly, where its config.json asks for that."""
+    balance: Tensor | None = getattr(output, "aux_loss", None)
+    if balance is None:
+        return None
+    # transformers' own mixtures give it bare, and multiply only in the loss that they make themselves.
+    return balance * getattr(shop.engine.module.config, "router_aux_loss_coef", 1.0)
 
 
 def _cross_entropy(shop: Workshop, token_BS: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ def find_model(name: str, flag: str) -> Pretrained:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
     try:
+        sparseforge_ds.register_families()
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its config.json cannot be used ({error})") from None

@@ -1,6 +1,7 @@
 """One table of sums for all matrices, one reduction for the table.
 
-A *matrix* is what is standardized by itself: a 2-D weight, or one expert of a fused 3-D weight.
+A *matrix* is what is standardized by itself: a 2-D weight, one expert of a fused 3-D weight, or the gate or up half of
+one where these are stacked.
 """
 
 from __future__ import annotations
@@ -29,14 +30,24 @@ class Part:
 class Matrices:
     """Numbers the matrices of all prunable weights and says which parts of them a shard holds."""
 
-    def __init__(self, layout: Layout, shards: dict[str, Shard]) -> None:
+    def __init__(self, layout: Layout, shards: dict[str, Shard], counts: dict[str, int]) -> None:
+        """Number them.
+
+        Args:
+            layout: of the engine.
+            shards: of the prunable weights, by name.
+            counts: matrices of equal size that lie end to end in each weight, by name.
+        """
         self.layout = layout
         self.names: list[str] = []
+        self.rows: dict[str, range] = {}
+        """Rows of each weight's matrices in the table, by weight name."""
         self.parts: dict[str, list[Part]] = {}
         for name, shard in shards.items():
-            size = math.prod(shard.shape[-2:])
-            count = math.prod(shard.shape) // size
+            count = counts[name]
+            size = math.prod(shard.shape) // count
             first = len(self.names)
+            self.rows[name] = range(first, first + count)
             self.names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
             self.parts[name] = [
                 Part(first + i, max(i * size, shard.start) - shard.start, min((i + 1) * size, shard.stop) - shard.start)

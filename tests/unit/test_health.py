@@ -21,14 +21,14 @@ WEIGHT = PrunableWeight("w", (4, 8), -1, "layer")
 def health_of(start: int, stop: int) -> tuple[Health, Shard]:
     shard = Shard("w", WEIGHT.shape, start, stop, 0, 0)
     layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True))
-    return Health(Matrices(layout, {"w": shard}), NM(2, 4)), shard
+    return Health(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4)), shard
 
 
 def test_a_soft_mask() -> None:
     health, shard = health_of(0, 32)
     mask = torch.linspace(0, 1, 32)
     health.add_update(WEIGHT, shard, mask, mask > 0.5, None)
-    metrics = health.report(None)
+    metrics = health.report(False)
     assert metrics["mask/undecided"] == pytest.approx(sum(m * (1 - m) for m in mask.tolist()) / 32)
     assert metrics["mask/kept"] == pytest.approx(0.5)
     # Groups 0..3 lie below one half, 4..7 above: 1[m > 1/2] keeps none or all of each, never two.
@@ -43,10 +43,10 @@ def test_flips_are_counted_between_updates_and_forgotten_after_a_load() -> None:
     for flipped, expected in ((0, None), (3, 3 / 32), (0, 0.0)):
         target[:flipped] = ~target[:flipped]
         health.add_update(WEIGHT, shard, mask, target, None)
-        assert health.report(None).get("mask/flip_rate") == expected
+        assert health.report(False).get("mask/flip_rate") == expected
     health.forget_targets()
     health.add_update(WEIGHT, shard, mask, ~target, None)
-    assert "mask/flip_rate" not in health.report(None)
+    assert "mask/flip_rate" not in health.report(False)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> N
     kept_two = torch.tensor([1.0, 0.9, 0.1, 0.0]).repeat(8)
     health.add_update(WEIGHT, shard, kept_two[start:stop], kept_two[start:stop] > 0.5, None)
     assert health._sums[6].item() == groups
-    assert health.report(None).get("mask/disagreement") == (0.0 if groups else None)
+    assert health.report(False).get("mask/disagreement") == (0.0 if groups else None)
 
 
 def test_curvature_numbers() -> None:
@@ -65,8 +65,8 @@ def test_curvature_numbers() -> None:
     average, sample = torch.randn(32), torch.randn(32)
     health.add_refresh(average, sample)
     curvature = torch.tensor([-1.0, 3.0]).repeat(16)
-    health.add_update(WEIGHT, shard, torch.ones(32), torch.ones(32, dtype=torch.bool), curvature)
-    metrics = health.report(correction=0.5)
+    health.add_update(WEIGHT, shard, torch.ones(32), torch.ones(32, dtype=torch.bool), curvature, correction=0.5)
+    metrics = health.report(True)
     assert metrics["curvature/mean"] == pytest.approx(2.0)
     assert metrics["curvature/negative_share"] == 0.5
     expected = torch.nn.functional.cosine_similarity(average.double(), sample.double(), dim=0).item()

@@ -16,8 +16,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "presets": set(),
     "config": {"mask.pattern", "mask.anneal", "presets"},
     "zero": {"torch", "deepspeed", "mask.pattern", "checkpoint"},
-    "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern", "mask.packing"},
-    "registration": {"model.packed24"},
+    "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern", "mask.packing", "registration"},
+    "registration": {"model.packed24", "model.deepseek_moe"},
     "estimate": {"torch", "config", "mask", "zero"},
     "health": {"torch", "mask", "zero", "model.families"},
     "compensate": {"torch", "model", "zero"},
@@ -35,11 +35,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
     },
     "checkpoint": {"torch", "safetensors"},
-    "export": {"torch", "transformers", "tqdm", "config", "mask", "checkpoint", "model.families"},
+    "export": {"torch", "transformers", "tqdm", "config", "mask", "checkpoint", "model.families", "registration"},
     "inspection": {"torch", "tqdm", "config", "mask", "checkpoint"},
     "planning": {"torch", "transformers", "config", "mask", "model", "train.arguments", "train.deepspeed_config"},
     "cli": {"torch", "config", "mask", "checkpoint", "export", "inspection"},
-    "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model.families"},
+    "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model.families", "registration"},
 }
 # One file of a part may need more than the part.
 ONE_FILE_MORE: dict[str, set[str]] = {
@@ -47,6 +47,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.plan": {"transformers", "planning"},
     "export.loaded": {"safetensors"},
     "export.reference": {"peft"},
+    "zero.expert_taps": {"transformers.integrations.moe"},
     "evaluate.perplexity": {"tqdm"},
     "evaluate.pretrained": {"config", "model.families"},
     "evaluate.text": {"train.stdlib_text"},

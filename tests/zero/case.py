@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
 import sparseforge_ds as sf
 from tests import tiny_models
@@ -28,6 +29,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama_24": lambda: tiny_models.tiny_llama(hidden_size=24, intermediate_size=40, **_SMALL),
     # Tiles of 16 x 16 in 32 x 32, 16 x 32, 48 x 32.
     "llama_tiles": lambda: tiny_models.tiny_llama(hidden_size=32, intermediate_size=48, **_SMALL),
+    "qwen3_moe": lambda: tiny_models.tiny_mixture(Qwen3MoeConfig, vocab_size=40),
     # Conv1D (in, out): 20 x 60, 20 x 20, 20 x 80, 80 x 20.
     "gpt2": lambda: tiny_models.tiny_gpt2(n_embd=20, n_layer=1, n_head=2, vocab_size=40, n_positions=16),
 }

@@ -43,14 +43,15 @@ CASES: dict[str, tuple[str, Case]] = {
     "stage3-unfinished-bf16": ("llama", Case(stage=3, steps=6, dtype="bf16")),
     "stage1-unfinished-conv1d": ("gpt2", Case(stage=1, steps=4)),
     "stage3-unfinished-block": ("llama", Case(stage=3, steps=5, config={"pattern": "block16"})),
+    "stage3-qwen3_moe": ("qwen3_moe", Case(stage=3)),
+    "stage3-mixtral-bf16": ("mixtral", Case(stage=3, dtype="bf16")),
+    "stage2-deepseek_v2": ("deepseek_v2", Case(stage=2)),
+    "stage3-deepseek": ("deepseek", Case(stage=3)),
     "stage3-one-step": ("llama", Case(stage=3, steps=1)),
 }
 UNFINISHED = {name for name in CASES if "unfinished" in name} | {"stage3-one-step"}
-MODELS = {
-    "llama": tiny_models.tiny_llama,
-    "gpt2": tiny_models.tiny_gpt2,
-    "qwen3": tiny_models.tiny_qwen3,
-}
+MODELS = tiny_models.BUILDERS
+WEIGHTS = {"llama": 14, "qwen3": 14, "gpt2": 8, "qwen3_moe": 13, "mixtral": 12, "deepseek_v2": 18, "deepseek": 16}
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def test_every_group_verifies(exported: dict[str, Path], name: str) -> None:
     report = verify.check_folder(exported[name])
     family, case = CASES[name]
     assert report.ok and report.pattern == str(case.sparseforge.parsed_pattern)
-    expected = {"llama": 14, "qwen3": 14, "gpt2": 8}[family] - (2 if "excluded" in name else 0)
+    expected = WEIGHTS[family] - (2 if "excluded" in name else 0)
     assert len(report.rows) == expected
     sparsity = json.loads((exported[name] / "sparsity.json").read_text())
     assert sparsity["finished"] == (name not in UNFINISHED)

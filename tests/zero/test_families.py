@@ -151,6 +151,10 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         "weights": forge.weights,
         "of_prunable": forge.coverage.of_prunable,
         "mask": gathered(forge, "mask"),
+        "curvature": {} if forge._estimator is None else gathered(forge, "curvature"),
+        "experts": forge.state_dict().get("experts"),
+        "unseen": forge.unseen_experts,
+        "metrics": forge.metrics,
         "dense": gathered(forge, "dense"),
         "published": published(engine),
         "calls": calls,
@@ -178,9 +182,14 @@ def _input_last(value: Tensor, weight: PrunableWeight) -> Tensor:
 
 
 def _check_same(found: dict[str, Any], expected: dict[str, Any], differing: float = 0.0) -> None:
-    """Losses, and masks up to a share of `differing` in every weight."""
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    """Losses, curvature and tokens of experts, and masks up to a share of `differing` in every weight."""
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3 if differing else 1e-4)
     assert found["updates"] == expected["updates"] == 4
+    assert found["curvature"].keys() == expected["curvature"].keys()
+    if not differing:
+        assert found["experts"] == expected["experts"]
+        for name, curvature in expected["curvature"].items():
+            torch.testing.assert_close(found["curvature"][name], curvature, rtol=2e-2, atol=1e-3 * curvature.max())
     for name, mask in expected["mask"].items():
         assert (found["mask"][name] != mask).float().mean() <= differing, name
 
@@ -197,7 +206,7 @@ def results() -> dict[str, tuple[dict[str, Any], ...]]:
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_two_ranks_heat_harden_and_freeze(family: str, results: dict[str, tuple[dict[str, Any], ...]]) -> None:
-    """Curvature is per token in linear layers, and of the whole batch in fused experts."""
+    """Curvature is per token, also in fused experts; the ranks are fed different words."""
     first, second, alone = results[family]
     for result in (first, second):
         _check_frozen(result)
@@ -214,14 +223,34 @@ def test_every_expert_has_a_mask_of_its_own(family: str, results: dict[str, tupl
                 assert (one != other).float().mean() > 0.1
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_tokens_of_experts_are_counted(family: str, results: dict[str, tuple[dict[str, Any], ...]]) -> None:
+    first, second, alone = results[family]
+    counts = first["experts"]["layers"]
+    layers = leaf_modules(BUILDERS[family]())
+    assert list(counts) == layers and first["unseen"] == [] == first["experts"]["unseen"]
+    for layer in layers:
+        # The first refresh has two probes, three follow; every token goes to two experts.
+        assert sum(counts[layer]["tokens"]) == 5 * ROWS * LENGTH * 2
+        assert all(recent > 0 for recent in counts[layer]["recent"])
+    assert second["experts"] == first["experts"] == alone["experts"]
+    assert first["metrics"]["experts/unseen"] == 0.0
+
+
+def test_dense_models_count_nothing(results: dict[str, tuple[dict[str, Any], ...]]) -> None:
+    assert results["llama"][0]["experts"] is None
+    assert not any(name.startswith("experts/") for name in results["llama"][0]["metrics"])
+
+
 @pytest.mark.parametrize(
     "config",
     [
         {"importance": "magnitude"},
+        {"importance": "wanda"},
         {"importance": "gauss_newton", "curvature": {"per_token": False}},
         {"importance": "fisher", "curvature": {"per_token": False}, "pattern": "4:8"},
     ],
-    ids=["magnitude", "gauss_newton", "fisher-4:8"],
+    ids=["magnitude", "wanda", "gauss_newton", "fisher-4:8"],
 )
 def test_experts_by_other_importances(config: dict[str, Any]) -> None:
     both = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
@@ -229,6 +258,19 @@ def test_experts_by_other_importances(config: dict[str, Any]) -> None:
     _check_same(both[0], alone)
     if "pattern" not in config:
         _check_frozen(both[0])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("text", ["apart", "uneven"])
+def test_curvature_where_ranks_call_different_experts(text: str, implementation: str) -> None:
+    """Equal tokens give queries and keys no gradient but rounding, so these stay dense."""
+    case = replace(ZERO3, config={"exclude": ["*.q_proj.weight", "*.k_proj.weight"]})
+    families = [Family(name, implementation, text=text) for name in ("deepseek", "qwen3_moe", "mixtral")]
+    both = run_distributed(_train_all, 2, case, families)
+    alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
+    for first, second, expected in zip(*both, *alone, strict=True):
+        assert first["experts"] == second["experts"]
+        _check_same(first, expected)
 
 
 def test_experts_by_hutchinson() -> None:

@@ -37,6 +37,8 @@ CASES["3-offload"] = Case(
 BF16_MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 CASES["2-bf16-masters"] = Case(stage=2, dtype="bf16", more=BF16_MASTERS)
 CASES["3-bf16-masters"] = Case(stage=3, dtype="bf16", more=BF16_MASTERS)
+CASES["3-experts"] = Case(stage=3, model="qwen3_moe")
+CASES["1-experts-bf16"] = Case(stage=1, dtype="bf16", model="qwen3_moe", gas=2)
 CASES["3-magnitude"] = Case(stage=3, config={"importance": "magnitude"})
 
 

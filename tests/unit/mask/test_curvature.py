@@ -17,6 +17,7 @@ from sparseforge_ds.mask.curvature import (
     rademacher,
     sample_labels,
     token_fisher,
+    token_rate,
     uniform,
 )
 
@@ -124,3 +125,23 @@ def test_accumulate_is_an_average(decay: float) -> None:
     average = torch.tensor([1.0, 2.0])
     accumulate(average, torch.tensor([3.0, -2.0]), decay)
     torch.testing.assert_close(average, torch.tensor([decay * 1 + (1 - decay) * 3, decay * 2 - (1 - decay) * 2]))
+
+
+def test_an_expert_average_weighs_every_token_alike() -> None:
+    """An average of per-token means by `token_rate` is a faded sum over tokens by the faded count of tokens."""
+    decay, tokens = 0.8, [5, 0, 40, 1, 0, 7]
+    means = [torch.tensor([float(3 * k - 4), 2.0**k]) for k in range(len(tokens))]
+    average, recent = torch.zeros(2), 0.0
+    for count, mean in zip(tokens, means, strict=True):
+        before = average.clone(), recent
+        rate, recent = token_rate(count, recent, decay)
+        average.lerp_(mean, rate)
+        if not count:
+            assert torch.equal(average, before[0]) and recent == before[1]
+    seen = [(count, mean) for count, mean in zip(tokens, means, strict=True) if count]
+    weights = [count * decay ** (len(seen) - 1 - k) * (1 - decay) for k, (count, _) in enumerate(seen)]
+    expected = sum(weight * mean for weight, (_, mean) in zip(weights, seen, strict=True)) / sum(weights)
+    torch.testing.assert_close(average, expected)
+    assert recent == pytest.approx(sum(weights))
+    assert token_rate(3, 0.0, decay)[0] == 1.0  # no bias
+    assert token_rate(3, 9.0, 0.0)[0] == 1.0

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.importance import MOMENTS, scalings, score_moments, standardized_score
+from sparseforge_ds.mask.importance import (
+    MOMENTS,
+    magnitude_moments,
+    scalings,
+    score_moments,
+    standardized_score,
+)
 from tests.reference import standardized
 
 
@@ -67,3 +73,10 @@ def test_negative_curvature_counts_as_none() -> None:
     dense, curvature = random_matrix()
     clamped = curvature.clamp(min=0)
     assert torch.equal(score_moments(dense, curvature), score_moments(dense, clamped))
+
+
+def test_moments_without_a_curvature_are_known_from_those_with_one() -> None:
+    dense, curvature = random_matrix()
+    expected = score_moments(dense, None)
+    for used in (curvature, torch.zeros_like(curvature)):
+        assert torch.equal(magnitude_moments(score_moments(dense, used)[None])[0], expected)

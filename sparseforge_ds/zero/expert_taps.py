@@ -1,0 +1,131 @@
+"""What the fused experts of a mixture see and receive during a probe, expert by expert.
+
+transformers looks up how experts are computed in a table of functions, by a name in the model's config. For the length
+of a probe that name is ours: the same mathematics, with a tap behind each of the two matmuls, before the routing
+weights multiply. Tokens are sorted by expert, so that every expert has a run of rows.
+
+Legend of shape suffixes: T tokens, K experts of a token, S = T * K rows sorted by expert, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
+
+ExpertHook = Callable[[str, str, Tensor | None, Tensor, Tensor, int], None]
+"""(name of the module, name of its parameter, dL/dy (S, out) or None, x (S, in), one past each expert's last row (E,),
+T); for every layer `down_proj` comes before `gate_up_proj` in a backward, and after it in a forward."""
+
+_NAME = "sparseforge_probe"
+
+
+@dataclass(frozen=True)
+class _Tapped:
+    name: str
+    hook: ExpertHook
+    loops: bool
+    """Whether the model computes expert by expert, which has no demands on sizes; else by one grouped matmul."""
+    backward: bool
+
+
+_tapped: dict[Module, _Tapped] = {}
+"""Modules that are being probed."""
+
+
+def untappable(module: Module) -> str | None:
+    """Why a module's experts cannot be tapped, or None."""
+    if not isinstance(getattr(module, "gate_up_proj", None), Tensor) or not hasattr(module, "_apply_gate"):
+        return "is no fused experts module of transformers"
+    if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False):
+        return "has biases or norms"
+    if getattr(module, "is_transposed", False):
+        return "stores its weights transposed"
+    return None
+
+
+@contextmanager
+def expert_gradients(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
+    """While active, every backward through one of the modules calls the hook twice."""
+    with _tap(modules, hook, backward=True):
+        yield
+
+
+@contextmanager
+def expert_inputs(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
+    """While active, every forward of one of the modules calls the hook twice, without gradients."""
+    with _tap(modules, hook, backward=False):
+        yield
+
+
+@contextmanager
+def _tap(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterator[None]:
+    assert not _tapped
+    configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    if _NAME not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+    for name, module in modules.items():
+        _tapped[module] = _Tapped(name, hook, before[id(module.config)] == "eager", backward)
+    try:
+        for config in configs.values():
+            config._experts_implementation = _NAME
+        yield
+    finally:
+        _tapped.clear()
+        for key, config in configs.items():
+            config._experts_implementation = before[key]
+
+
+def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """In the place of an experts module's forward; modules that share a config with a tapped one come here too."""
+    tap = _tapped.get(module)
+    T, K = expert_TK.shape
+    expert_S, order_S = expert_TK.reshape(-1).sort(stable=True)
+    stop_E = torch.bincount(expert_S, minlength=module.num_experts).cumsum(0).to(torch.int32)
+
+    def matmul(x_SI: Tensor, parameter: str) -> Tensor:
+        weight_EOI = getattr(module, parameter)
+        if tap is None or not tap.loops:
+            y_SO: Tensor = _grouped_linear(x_SI, weight_EOI, stop_E)
+        else:
+            runs = zip(x_SI.tensor_split(stop_E[:-1].cpu().long()), weight_EOI.unbind(0), strict=True)
+            y_SO = torch.cat([F.linear(x, weight_OI) for x, weight_OI in runs])
+        if tap is None:
+            return y_SO
+        if not tap.backward:
+            tap.hook(tap.name, parameter, None, x_SI.detach(), stop_E, T)
+        elif torch.is_grad_enabled() and y_SO.requires_grad:  # not in the first pass of re-entrant checkpointing
+            tapped: Tensor = _Tap.apply(y_SO, x_SI.detach(), stop_E, tap, parameter, T)  # type: ignore[no-untyped-call]
+            return tapped
+        return y_SO
+
+    gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))
+    weighted_SO = matmul(gated_SI, "down_proj") * weight_TK.reshape(-1)[order_S, None]
+    placed_SO = torch.zeros_like(weighted_SO).index_copy(0, order_S, weighted_SO)
+    return placed_SO.view(T, K, -1).sum(dim=1).to(hidden_TI.dtype)
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, output_SO: Tensor, input_SI: Tensor, stop_E: Tensor, tap: _Tapped, parameter: str, tokens: int
+    ) -> Tensor:
+        ctx.save_for_backward(input_SI, stop_E)
+        ctx.call = tap, parameter, tokens
+        return output_SO.view_as(output_SO)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input_SI, stop_E = ctx.saved_tensors
+        tap, parameter, tokens = ctx.call
+        with torch.no_grad():
+            tap.hook(tap.name, parameter, grad_SO, input_SI, stop_E, tokens)
+        return grad_SO, None, None, None, None, None

@@ -1,0 +1,239 @@
+"""Statistics of fused experts: squared gradients token by token, experts without tokens, weights by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
+from sparseforge_ds.zero.expert_taps import expert_gradients, expert_inputs
+from tests.distributed import run_distributed
+from tests.tiny_models import BUILDERS, token_batch
+from tests.zero.case import Case, build, gathered, probe_of, train_step
+
+FAMILIES = ("deepseek", "mixtral", "qwen3_moe")
+STEPS = 9
+"""Updates after 2, 4 and 6."""
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """The modules with fused experts."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
+
+
+def literal(model: PreTrainedModel, experts: Any, ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Squared gradients of one product of a token and an expert at a time, and the experts' token counts."""
+    seen: dict[str, Tensor] = {}
+    handle = experts.register_forward_hook(
+        lambda _module, args, output: seen.update(zip("xiwo", (*args, output), strict=True))
+    )
+    loss = model(input_ids=ids, labels=ids).loss
+    handle.remove()
+    (of_output,) = torch.autograd.grad(loss, seen["o"])
+    total = {name: torch.zeros_like(getattr(experts, name)) for name in ("gate_up_proj", "down_proj")}
+    for token, chosen in enumerate(seen["i"].tolist()):
+        for place, number in enumerate(chosen):
+            gate_up, down = (getattr(experts, name)[number].detach().clone().requires_grad_() for name in total)
+            gate, up = F.linear(seen["x"][token].detach(), gate_up).chunk(2)
+            output = seen["w"][token, place].detach() * F.linear(experts.act_fn(gate) * up, down)
+            gradients = torch.autograd.grad((output * of_output[token]).sum(), (gate_up, down))
+            for name, gradient in zip(total, gradients, strict=True):
+                total[name][number] += gradient.detach().square()
+    return total, seen["i"].reshape(-1).bincount(minlength=experts.num_experts)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_squared_gradients_are_those_of_single_products(family: str, implementation: str) -> None:
+    model = BUILDERS[family]().train()
+    model.config.aux_loss_alpha = 0.0
+    model.set_experts_implementation(implementation)
+    ids = token_batch(1, 8)["input_ids"]
+    plain = model(input_ids=ids).logits
+    found: dict[tuple[str, str], Tensor] = {}
+    counts: dict[str, list[int]] = {}
+
+    def hook(layer: str, parameter: str, grad_SO: Tensor | None, x_SI: Tensor, stop_E: Tensor, tokens: int) -> None:
+        assert grad_SO is not None and tokens == 8
+        found[layer, parameter] = expert_fisher(grad_SO, x_SI, stop_E, 2.0)
+        counts[layer] = stop_E.diff(prepend=stop_E.new_zeros(1)).tolist()
+
+    with expert_gradients(experts_of(model), hook):
+        output = model(input_ids=ids, labels=ids)
+        (output.loss * 2).backward()
+    torch.testing.assert_close(output.logits, plain, rtol=1e-4, atol=1e-5)
+    assert model.config._experts_implementation == implementation
+    for layer, experts in experts_of(model).items():
+        expected, tokens = literal(model, experts, ids)
+        assert counts[layer] == tokens.tolist()
+        for parameter, value in expected.items():
+            assert value.any()
+            torch.testing.assert_close(found[layer, parameter], value, rtol=1e-3, atol=1e-5 * value.max().item())
+
+
+def test_taps_change_no_gradient_and_survive_checkpointing() -> None:
+    ids = token_batch(2, 8)["input_ids"]
+    gradients, calls = [], []
+
+    def hook(layer: str, parameter: str, *_: Any) -> None:
+        calls.append((layer, parameter))
+
+    for tapped in (False, True):
+        model = BUILDERS["qwen3_moe"]().train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with expert_gradients(experts_of(model) if tapped else {}, hook):
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-7)
+    assert calls == [("model.layers.1.mlp.experts", name) for name in ("down_proj", "gate_up_proj")]
+
+
+def test_inputs_are_seen_without_a_gradient() -> None:
+    model = BUILDERS["mixtral"]()
+    rows = []
+    with expert_inputs(experts_of(model), lambda *call: rows.append((call[1], len(call[3]), call[2]))), torch.no_grad():
+        model(**token_batch(1, 8))
+    assert rows == [("gate_up_proj", 16, None), ("down_proj", 16, None)] * 2
+
+
+def test_the_implementation_is_put_back_after_an_error() -> None:
+    model = BUILDERS["olmoe"]()
+    model.set_experts_implementation("eager")
+    with pytest.raises(RuntimeError, match="stop"), expert_gradients(experts_of(model), lambda *_: None):
+        raise RuntimeError("stop")
+    assert model.config._experts_implementation == "eager"
+    with expert_gradients(experts_of(model), lambda *_: None):
+        pass
+
+
+def test_expert_fisher_is_token_fisher_of_each_run() -> None:
+    torch.manual_seed(0)
+    grad_SO, x_SI = torch.randn(7, 3), torch.randn(7, 5)
+    full = expert_fisher(grad_SO, x_SI, torch.tensor([2, 2, 7]), 4.0)
+    torch.testing.assert_close(full[0], token_fisher(grad_SO[:2], x_SI[:2], 4.0))
+    assert not full[1].any()
+    torch.testing.assert_close(full[2], token_fisher(grad_SO[2:], x_SI[2:], 4.0))
+
+
+@dataclass(frozen=True)
+class Detour:
+    """From an optimizer step on, tokens of the last expert go to the first one."""
+
+    step: int
+    family: str = "qwen3_moe"
+
+
+def train(case: Case, detour: Detour) -> dict[str, Any]:
+    model = BUILDERS[detour.family]()
+    now = [0]
+    last = 3
+
+    def reroute(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        logits, weight_TK, expert_TK = output
+        return logits, weight_TK, torch.where(expert_TK == last, 0, expert_TK) if now[0] >= detour.step else expert_TK
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(reroute)
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine, forge = build(case, model)
+    curvature, idle, metrics = [], [], []
+    for step in range(STEPS):
+        now[0] = step
+        train_step(engine, case, step)
+        if forge.step(probe_of(engine, case, step)):
+            curvature.append(gathered(forge, "curvature"))
+            idle.append(forge.idle_experts)
+            metrics.append(forge.metrics)
+    forge.finish()
+    return {
+        "initial": {weight.name: initial[weight.name] for weight in forge.weights} if case.stage == 0 else {},
+        "weights": forge.weights,
+        "mask": gathered(forge, "mask"),
+        "curvature": curvature,
+        "idle": idle,
+        "metrics": metrics,
+        "unseen": forge.unseen_experts,
+        "state": forge.state_dict()["experts"],
+    }
+
+
+@pytest.mark.parametrize("config", [{}, {"curvature": {"per_token": False}}, {"importance": "wanda"}], ids=str)
+def test_an_expert_that_never_sees_a_token_goes_by_magnitude(config: dict[str, Any]) -> None:
+    case = Case(stage=0, config=config)
+    (alone,) = run_distributed(train, 1, case, Detour(0))
+    both = run_distributed(train, 2, replace(case, stage=3), Detour(0))
+    never = ["model.layers.1.mlp.experts[3]"]
+    for result in (alone, *both):
+        assert result["unseen"] == never == result["state"]["unseen"]
+        assert result["idle"][:3] == [never] * 3
+        assert result["metrics"][0]["experts/unseen"] == result["metrics"][0]["experts/idle"] == 1.0
+        assert result["metrics"][0]["experts/load_min/model.layers.1.mlp.experts"] == 0.0
+        assert result["metrics"][0]["experts/load_max/model.layers.1.mlp.experts"] > 1.0
+        counts = result["state"]["layers"]["model.layers.1.mlp.experts"]
+        assert counts["tokens"][3] == counts["recent"][3] == 0 and all(counts["tokens"][:3])
+        for weight in result["weights"]:
+            if weight.experts:
+                # Nothing but weight decay, which keeps the order, changes an expert without tokens.
+                group_GM = alone["initial"][weight.name][3].reshape(-1, 4).abs()
+                kept = torch.zeros_like(group_GM).scatter_(1, group_GM.topk(2).indices, 1.0)
+                assert torch.equal(result["mask"][weight.name].view(weight.shape)[3].reshape(-1, 4), kept)
+    for name, mask in alone["mask"].items():
+        assert torch.equal(both[0]["mask"][name], mask), name
+
+
+def test_an_expert_whose_tokens_stay_away_keeps_its_curvature() -> None:
+    for result in run_distributed(train, 2, Case(stage=3), Detour(3)):
+        first, second, third = result["curvature"][:3]
+        assert result["idle"][0] == [] and result["idle"][1] == ["model.layers.1.mlp.experts[3]"]
+        assert result["unseen"] == []
+        for weight in result["weights"]:
+            views = [value[weight.name].view(weight.shape) for value in (first, second, third)]
+            if weight.experts:
+                assert views[0][3].any() and torch.equal(views[0][3], views[1][3])
+                assert torch.equal(views[0][3], views[2][3])
+                assert not torch.equal(views[0][2], views[1][2])
+            else:
+                assert not torch.equal(views[0], views[1])
+
+
+def refused(case: Case, change: Callable[[PreTrainedModel], None]) -> str:
+    model = BUILDERS["olmoe"]()
+    change(model)
+    try:
+        build(case, model)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def take_apart(model: PreTrainedModel) -> None:
+    from tests.zero.test_families import _Listed
+
+    for layer in model.model.layers:
+        layer.mlp = _Listed(layer.mlp)
+
+
+def forget_where_it_is_from(model: PreTrainedModel) -> None:
+    for experts in experts_of(model).values():
+        experts.has_bias = True
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    (text,) = run_distributed(refused, 1, Case(stage=0), take_apart)
+    assert "experts.0.gate_proj" in text and '"curvature": {"per_token": false}' in text
+    assert run_distributed(refused, 1, Case(stage=0, config={"curvature": {"per_token": False}}), take_apart) == [
+        "accepted"
+    ]
+    (text,) = run_distributed(refused, 1, Case(stage=0), forget_where_it_is_from)
+    assert "model.layers.0.mlp.experts" in text and "biases" in text and '"importance": "magnitude"' in text
+    magnitude = Case(stage=0, config={"importance": "magnitude"})
+    assert run_distributed(refused, 1, magnitude, forget_where_it_is_from) == ["accepted"]
