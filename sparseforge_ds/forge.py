@@ -423,6 +423,7 @@ class SparseForge:
             self._add_update(shard, mask, target)
         self._exchange_mask_edges()
         self._report()
+        self.metrics |= self._load.metrics()
 
     def _dense_and_curvature(self, shard: Shard) -> tuple[Tensor, Tensor | None]:
         dense = self._publication.of(shard, "dense")
@@ -463,7 +464,6 @@ class SparseForge:
     def _report(self) -> None:
         self.metrics = self._health.report(self._estimator is not None)
         if self._load.names:
-            self.metrics |= self._load.metrics()
             self.metrics["experts/unseen"] = float(len(self._load.unseen))
         if self.lost_refreshes:
             self.metrics["curvature/lost_refreshes"] = float(self.lost_refreshes)

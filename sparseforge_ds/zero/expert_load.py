@@ -128,7 +128,9 @@ class ExpertLoad:
 
     @property
     def idle(self) -> list[str]:
-        """Experts without a token in the last refresh: they keep the curvature that they have."""
+        """Experts without a token in the last refresh since this object was made: they keep the curvature they have."""
+        if not any(self.refreshed):
+            return []
         return [name for name, count in zip(self.names, self.refreshed, strict=True) if not count]
 
     def metrics(self) -> dict[str, float]:
