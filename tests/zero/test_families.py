@@ -135,7 +135,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         device = get_accelerator().current_device_name()
         return engine(**{key: value[own].to(device) for key, value in family.batch(step).items()}).loss
 
-    losses, updates = [], 0
+    losses, updates, first_curvature = [], 0, {}
     for step in range(STEPS):
         loss = loss_of(step)
         engine.backward(loss)
@@ -143,7 +143,10 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         mean = loss.detach().float()
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
-        updates += forge.step(lambda step=step: loss_of(step))
+        updated = forge.step(lambda step=step: loss_of(step))
+        updates += updated
+        if updated and updates == 1 and forge._estimator is not None:
+            first_curvature = gathered(forge, "curvature")
     forge.finish()
     return {
         "losses": losses,
@@ -151,7 +154,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         "weights": forge.weights,
         "of_prunable": forge.coverage.of_prunable,
         "mask": gathered(forge, "mask"),
-        "curvature": {} if forge._estimator is None else gathered(forge, "curvature"),
+        "curvature": first_curvature,
         "experts": forge.state_dict().get("experts"),
         "unseen": forge.unseen_experts,
         "metrics": forge.metrics,
@@ -182,14 +185,13 @@ def _input_last(value: Tensor, weight: PrunableWeight) -> Tensor:
 
 
 def _check_same(found: dict[str, Any], expected: dict[str, Any], differing: float = 0.0) -> None:
-    """Losses, curvature and tokens of experts, and masks up to a share of `differing` in every weight."""
+    """Losses, the first curvature, and masks up to a share of `differing` in every weight."""
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3 if differing else 1e-4)
     assert found["updates"] == expected["updates"] == 4
     assert found["curvature"].keys() == expected["curvature"].keys()
-    if not differing:
-        assert found["experts"] == expected["experts"]
-        for name, curvature in expected["curvature"].items():
-            torch.testing.assert_close(found["curvature"][name], curvature, rtol=2e-2, atol=1e-3 * curvature.max())
+    for name, curvature in expected["curvature"].items():
+        rtol, largest = 1e-2 if differing else 1e-3, curvature.abs().max().item()
+        torch.testing.assert_close(found["curvature"][name], curvature, rtol=rtol, atol=rtol / 10 * largest)
     for name, mask in expected["mask"].items():
         assert (found["mask"][name] != mask).float().mean() <= differing, name
 
@@ -230,8 +232,8 @@ def test_tokens_of_experts_are_counted(family: str, results: dict[str, tuple[dic
     layers = leaf_modules(BUILDERS[family]())
     assert list(counts) == layers and first["unseen"] == [] == first["experts"]["unseen"]
     for layer in layers:
-        # The first refresh has two probes, three follow; every token goes to two experts.
-        assert sum(counts[layer]["tokens"]) == 5 * ROWS * LENGTH * 2
+        # The first refresh has two probes, two follow; every token goes to two experts.
+        assert sum(counts[layer]["tokens"]) == 4 * ROWS * LENGTH * 2
         assert all(recent > 0 for recent in counts[layer]["recent"])
     assert second["experts"] == first["experts"] == alone["experts"]
     assert first["metrics"]["experts/unseen"] == 0.0
@@ -263,14 +265,17 @@ def test_experts_by_other_importances(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("text", ["apart", "uneven"])
 def test_curvature_where_ranks_call_different_experts(text: str, implementation: str) -> None:
-    """Equal tokens give queries and keys no gradient but rounding, so these stay dense."""
+    """Equal tokens give queries and keys no gradient but rounding, so these stay dense; Adam still moves them by it."""
     case = replace(ZERO3, config={"exclude": ["*.q_proj.weight", "*.k_proj.weight"]})
     families = [Family(name, implementation, text=text) for name in ("deepseek", "qwen3_moe", "mixtral")]
     both = run_distributed(_train_all, 2, case, families)
     alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
     for first, second, expected in zip(*both, *alone, strict=True):
         assert first["experts"] == second["experts"]
-        _check_same(first, expected)
+        assert any(not all(numbers["tokens"]) for numbers in first["experts"]["layers"].values()) == bool(
+            first["unseen"]
+        )
+        _check_same(first, expected, differing=0.02)
 
 
 def test_experts_by_hutchinson() -> None:
