@@ -67,6 +67,8 @@ class Architecture:
     """Whether some of them are stored as (in, out)."""
     active: int
     """Parameters that one token uses: all, less the experts that it is not routed to."""
+    expert_share: float
+    """Share of the routed experts that one token uses; 1 without experts."""
     multiplied: int
     """Elements of the matrices that one token is multiplied with, the head included and the embedding not."""
     layers: int
@@ -177,6 +179,7 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
         masked_shapes=tuple(weight.shape for weight in weights),
         input_first=any(weight.input_axis == -2 for weight in weights),
         active=sum(int(p.numel() * (share if is_expert(n) else 1)) for n, p in named),
+        expert_share=share,
         multiplied=multiplied,
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),

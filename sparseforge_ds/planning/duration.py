@@ -73,7 +73,8 @@ def duration(
     if passes:
         per_token = forward * (passes + (2 + settings.checkpointing) * backward)
         if settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token:
-            per_token += 2.0 * sum(math.prod(shape) for shape in model.masked_shapes if len(shape) == 2) * backward
+            used = (math.prod(s) * (1 if len(s) == 2 else model.expert_share) for s in model.masked_shapes)
+            per_token += 2.0 * sum(used) * backward
         flops["mask updates"] = per_token * probed
     seconds = sum(flops.values()) / (settings.ranks * tflops * 1e12 * mfu)
     return Duration(steps, batch, flops, seconds, seconds * steps / 3600)

@@ -238,17 +238,20 @@ def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
 
 
 def _fisher(model: Architecture, settings: Settings, tokens: int) -> int:
-    """The largest layer's full-size matrix of summed squares, its operands, and its way to the shards."""
-    shapes = {shape for shape in model.masked_shapes if len(shape) == 2}
-    if not shapes:
-        return 0
-    outputs, inputs = max(shapes, key=math.prod)
+    """The most that a weight's full-size matrix of summed squares, its operands, and its way to the shards need."""
+    return max((_fisher_of(shape, model, settings, tokens) for shape in set(model.masked_shapes)), default=0)
+
+
+def _fisher_of(shape: tuple[int, ...], model: Architecture, settings: Settings, tokens: int) -> int:
+    outputs, inputs = shape[-2:]
     if model.input_first:
         outputs, inputs = inputs, outputs
-    size = 4 * outputs * inputs
+    size = 4 * math.prod(shape)
     grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
     input_TI = torch.empty(tokens, inputs, dtype=settings.dtype, device="meta")
     formed = measured(lambda: token_fisher(grad_TO, input_TI, 1.0))
+    if len(shape) > 2:
+        formed += size  # an expert at a time, of which one may see all tokens
     turned = size if model.input_first else 0
     received = math.ceil(size / settings.ranks) if settings.stage == 3 and settings.ranks > 1 else 0
     return max(formed, size + turned + received)

@@ -6,6 +6,7 @@ that for an all-reduce, which is counted twice here for that reason. Mask update
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sparseforge_ds.planning.architecture import Architecture
@@ -83,18 +84,12 @@ def _curvature(model: Architecture, settings: Settings) -> int:
     """Full-size fp32 sums of squares, reduced a layer at a time, or Wanda's vectors."""
     probes = settings.forge.curvature.probes
     if settings.forge.importance == "wanda":
-        return 2 * 4 * sum(shape[0 if model.input_first else -1] + 1 for shape in model.masked_shapes)
+        columns = ((shape[0 if model.input_first else -1] + 1) * math.prod(shape[:-2]) for shape in model.masked_shapes)
+        return 2 * 4 * sum(columns)
     if settings.forge.importance not in ("fisher", "gauss_newton") or not settings.forge.curvature.per_token:
         return 0
-    elements = sum(_numel(shape) for shape in model.masked_shapes if len(shape) == 2)
+    elements = sum(math.prod(shape) for shape in model.masked_shapes)
     return 4 * elements * probes * (2 if settings.stage == 0 else 1)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product
 
 
 def _positive(kinds: dict[str, int]) -> dict[str, int]:

@@ -190,8 +190,8 @@ def _check_same(found: dict[str, Any], expected: dict[str, Any], differing: floa
     assert found["updates"] == expected["updates"] == 4
     assert found["curvature"].keys() == expected["curvature"].keys()
     for name, curvature in expected["curvature"].items():
-        rtol, largest = 1e-2 if differing else 1e-3, curvature.abs().max().item()
-        torch.testing.assert_close(found["curvature"][name], curvature, rtol=rtol, atol=rtol / 10 * largest)
+        atol = 1e-4 * curvature.abs().max().item()
+        torch.testing.assert_close(found["curvature"][name], curvature, rtol=1e-3, atol=atol)
     for name, mask in expected["mask"].items():
         assert (found["mask"][name] != mask).float().mean() <= differing, name
 
@@ -265,8 +265,8 @@ def test_experts_by_other_importances(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("text", ["apart", "uneven"])
 def test_curvature_where_ranks_call_different_experts(text: str, implementation: str) -> None:
-    """Equal tokens give queries and keys no gradient but rounding, so these stay dense; Adam still moves them by it."""
-    case = replace(ZERO3, config={"exclude": ["*.q_proj.weight", "*.k_proj.weight"]})
+    """Equal tokens give many weights no gradient but rounding, of which Adam makes a full step: W stays where it is."""
+    case = replace(ZERO3, lr=0.0, config={"exclude": ["*.q_proj.weight", "*.k_proj.weight"]})
     families = [Family(name, implementation, text=text) for name in ("deepseek", "qwen3_moe", "mixtral")]
     both = run_distributed(_train_all, 2, case, families)
     alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
@@ -275,7 +275,7 @@ def test_curvature_where_ranks_call_different_experts(text: str, implementation:
         assert any(not all(numbers["tokens"]) for numbers in first["experts"]["layers"].values()) == bool(
             first["unseen"]
         )
-        _check_same(first, expected, differing=0.02)
+        _check_same(first, expected, differing=0.002)  # a tie but for rounding here and there
 
 
 def test_experts_by_hutchinson() -> None:

@@ -17,7 +17,7 @@ from sparseforge_ds.planning.duration import checkpoint_bytes
 from sparseforge_ds.planning.memory import Memory, memory, model_states
 from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.planning.traffic import traffic
-from tests.unit.planning.published_configs import gpt2_xl, llama2_7b, qwen3_14b
+from tests.unit.planning.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
 
 # Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
 PLAIN = {"importance": "magnitude", "distillation": None}
@@ -132,6 +132,15 @@ def test_a_fisher_probe_forms_a_full_matrix() -> None:
     assert "Fisher matrix" not in memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
     moments = memory(*planned(3, 8), lambda *_: NOTHING).moments["mask update"]
     assert "new curvature" not in moments
+
+
+def test_a_fisher_probe_of_fused_experts_is_of_all_experts_of_a_layer() -> None:
+    model, laid_out = planned(3, 8, {"importance": "fisher"}, config=deepseek_moe_16b)
+    found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
+    assert 4 * 64 * 2 * 1408 * 2048 <= found["Fisher matrix"] <= 1.3 * 4 * 64 * 2 * 1408 * 2048
+    assert traffic(model, laid_out).ours["curvature reduced"] == pytest.approx(
+        4 * model.masked / laid_out.forge.resolved_schedule.update_every, rel=1e-6
+    )
 
 
 def test_one_rank_moves_nothing() -> None:
