@@ -48,6 +48,8 @@ def untappable(module: Module) -> str | None:
         return "has biases or norms"
     if getattr(module, "is_transposed", False):
         return "stores its weights transposed"
+    if getattr(module, "_is_expert_parallel", False):
+        return "is divided over the ranks by expert parallelism"
     return None
 
 

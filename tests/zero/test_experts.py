@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
 from sparseforge_ds.zero.expert_taps import expert_gradients, expert_inputs
 from tests.distributed import run_distributed
@@ -203,6 +205,47 @@ def test_an_expert_whose_tokens_stay_away_keeps_its_curvature() -> None:
                 assert not torch.equal(views[0][2], views[1][2])
             else:
                 assert not torch.equal(views[0], views[1])
+
+
+def save_and_go_on(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    engine, forge = build(case)
+    for step in range(STEPS):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+        if step == 2:
+            saved = forge.state_dict()["experts"]
+            engine.save_checkpoint(folder, tag="middle", client_state={"sparseforge": forge.state_dict()})
+    return saved, forge.state_dict()["experts"]
+
+
+def go_on(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    engine, forge = build(case)
+    forge.restore(Checkpoint(Path(folder, "middle")))
+    restored = forge.state_dict()["experts"]
+    assert forge.idle_experts == []  # not known any more
+    for step in range(3, STEPS):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+    without = {key: value for key, value in forge.state_dict().items() if key != "experts"}
+    try:
+        forge.load_state_dict(without)
+    except ValueError as error:
+        return restored, forge.state_dict()["experts"], str(error)
+    return restored, forge.state_dict()["experts"], "accepted"
+
+
+def test_counts_continue_in_another_layout(tmp_path: Path) -> None:
+    case = Case(stage=3, model="qwen3_moe")
+    (saved, final), other = run_distributed(save_and_go_on, 2, case, str(tmp_path))
+    assert other == (saved, final)
+    ((restored, continued, refusal),) = run_distributed(go_on, 1, replace(case, stage=1), str(tmp_path))
+    assert restored == saved
+    assert "token counts of the experts" in refusal
+    for layer, numbers in final["layers"].items():
+        before, after = (sum(state["layers"][layer]["tokens"]) for state in (saved, continued))
+        assert 0 < before < after == sum(numbers["tokens"])
+        # Rounding may send a token elsewhere.
+        assert continued["layers"][layer]["recent"] == pytest.approx(numbers["recent"], rel=0.05)
 
 
 def refused(case: Case, change: Callable[[PreTrainedModel], None]) -> str:
