@@ -47,3 +47,20 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
+
+
+@pytest.mark.parametrize(
+    "first", ["", "from transformers import LlamaForCausalLM\n", "import transformers.models.auto\n"]
+)
+def test_our_families_are_known_when_asked_for(first: str) -> None:
+    run(
+        first + "import sparseforge_ds\n"
+        "sparseforge_ds.register_families()\n"
+        "sparseforge_ds.register_families()\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "from sparseforge_ds.registration import OWN_FAMILIES\n"
+        "for family in OWN_FAMILIES:\n"
+        "    config = AutoConfig.for_model(family)\n"
+        "    assert type(config).__module__.startswith('sparseforge_ds'), config\n"
+        "    assert AutoModelForCausalLM._model_mapping[type(config)].__module__.startswith('sparseforge_ds')\n"
+    )

@@ -391,3 +391,17 @@ def test_a_weight_survives_json() -> None:
     weight = prunable_weights(tiny_gpt2(), SparseForgeConfig())[0]
     read = json.loads(json.dumps(dataclasses.asdict(weight)))
     assert PrunableWeight(**{**read, "shape": tuple(read["shape"])}) == weight
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_expert_has_a_place(family: str) -> None:
+    """Fused and listed weights of one expert are at the same place, in the module that is a leaf (or its list)."""
+    model = BUILDERS[family]()
+    shapes = {name: tuple(tensor.shape) for name, tensor in _published(model).items()}
+    fused = [weight for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts]
+    listed = [weight for weight in prunable_names(family, shapes, SparseForgeConfig()) if weight.experts]
+    assert {weight.place for weight in fused} == {(name, 0) for name in leaf_modules(model)}
+    of_fused = {(weight.place[0], number) for weight in fused for number in range(weight.experts)}
+    assert {
+        (layer.replace(".block_sparse_moe.", ".mlp."), number) for layer, number in (weight.place for weight in listed)
+    } == of_fused
