@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.contents import Contents, Group
+from sparseforge_ds.checkpoint.disk import sync, sync_tree
 from sparseforge_ds.checkpoint.folder import PORTABLE, find_run
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
@@ -71,11 +72,11 @@ def reshard(path: str | Path, out: str | Path, max_shard_size: str = "5GB", prog
         _write(checkpoint, contents, folder, shard_bytes, _Count(needed, progress))
         _describe(folder, steps, contents.world_size)
         (folder.parent / "latest").write_text(tag)
-        _sync(unfinished)
+        sync_tree(unfinished)
         if out.exists():
             out.rmdir()  # empty
         unfinished.replace(out)
-        _sync_folder(out.absolute().parent)
+        sync(out.absolute().parent)
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
     finally:
@@ -172,20 +173,3 @@ def _plain(value: Any, where: str) -> Any:
     if number is None or isinstance(number, (bool, int, str)) or (isinstance(number, float) and math.isfinite(number)):
         return number
     raise ValueError(f"{where}: a {type(value).__name__} has no portable form ({value!r:.80})")
-
-
-def _sync(folder: Path) -> None:
-    """Everything below a folder is on the disk, names included."""
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            with open(Path(parent, name), "rb") as file:
-                os.fsync(file.fileno())
-        _sync_folder(Path(parent))
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from sparseforge_ds import __version__
@@ -20,6 +22,8 @@ COMMANDS = (inspect, consolidate, export, apply, verify, reshard, plan)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+TERMINATED = 143
+"""Exit code after SIGTERM."""
 NOT_READ = 141
 """Exit code when whoever read our output, `head` for one, has seen enough; also as shells have it."""
 _EXIT_CODES = "exit code: 0 done; 2 an error, said in one line\n\n"
@@ -46,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit code, or 2 after an error."""
     args = parser().parse_args(arguments)
+    if threading.current_thread() is threading.main_thread():  # so that what is half-written is removed
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names in a file may be any text
     try:

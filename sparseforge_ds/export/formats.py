@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.checkpoint.disk import sync, sync_tree
 from sparseforge_ds.checkpoint.tensors import parse_size
 from sparseforge_ds.export.adapter import write_branches
 from sparseforge_ds.export.consolidate import consolidate
@@ -105,7 +106,9 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished.mkdir()
         yield unfinished
+        sync_tree(unfinished)
         unfinished.replace(out)
+        sync(out.absolute().parent)
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
     finally:

@@ -19,6 +19,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.checkpoint.disk import sync, sync_tree
+
 
 class Partial:
     """An unfinished folder.
@@ -57,7 +59,9 @@ class Partial:
 
     def publish(self) -> None:
         """Make it OUT."""
+        sync_tree(self.model)
         self.model.replace(self.out)
+        sync(self.out.absolute().parent)
         self.remove()
 
     def remove(self) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sparseforge_ds.checkpoint.disk import sync
+from sparseforge_ds.checkpoint.folder import list_files
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
 from sparseforge_ds.train.random_state import random_file, random_state
 from sparseforge_ds.train.ranks import AgreedError, Ranks
@@ -67,7 +69,7 @@ class Checkpoints:
             else:
                 (self.folder / _NEXT).unlink()
         for leftover in self.folder.glob("*.tmp"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            _sweep(leftover)
 
     def save(self, engine: Any, step: int, client_state: dict[str, Any]) -> Saved:
         """Save on all ranks.
@@ -140,7 +142,7 @@ class Checkpoints:
         Raises:
             ValueError: a file is damaged, of another step, or holds what no checkpoint holds; nothing was executed.
         """
-        for name in sorted(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
+        for name in _by_size(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
             self._blaming(manifest.folder.name, lambda name=name: manifest.check_file(name))  # type: ignore[misc]
 
     def _manifest(self, tag: str) -> Manifest:
@@ -167,13 +169,13 @@ class Checkpoints:
 
     def _check_written(self, temporary: Path) -> dict[str, tuple[int, str]]:
         """Size and fingerprint of every file, each forced to disk and read back by one of the ranks."""
-        names = self.ranks.on_first(lambda: sorted(path.name for path in temporary.iterdir()))
+        names = self.ranks.on_first(lambda: self._complete(temporary))
 
         def check_share() -> dict[str, tuple[int, str]]:
             found = {}
             for name in names[self.ranks.rank :: self.ranks.world_size]:
                 path = temporary / name
-                _force(path)
+                sync(path)
                 check_content(path)
                 found[name] = (path.stat().st_size, fingerprint(path))
             return found
@@ -181,14 +183,28 @@ class Checkpoints:
         shares = self.ranks.gather(self.ranks.everywhere(check_share))
         return dict(sorted(item for share in shares for item in share.items()))
 
+    def _complete(self, temporary: Path) -> list[str]:
+        """Names of the files, the largest first; every rank must have its own among them."""
+        files = list_files(temporary)
+        world_size = self.ranks.world_size
+        names = {path.name: path.stat().st_size for path in temporary.iterdir()}
+        for kind, found, expected in (
+            ("model", len(files.model), world_size if self.stage == 3 else 1),
+            ("optimizer", len(files.optimizer), world_size if self.stage else 0),
+            ("random", sum(random_file(rank) in names for rank in range(world_size)), world_size),
+        ):
+            if found != expected:
+                raise ValueError(f"{temporary.name} has {found} {kind} files of {expected}")
+        return _by_size(names)
+
     def _publish(self, tag: str, manifest: Manifest) -> None:
         write_json(manifest.folder / NAME, manifest.record())
-        _force(manifest.folder)
+        sync(manifest.folder)
         temporary = self.folder / f"{_NEXT}.tmp"
         temporary.write_text(tag)
-        _force(temporary)
+        sync(temporary)
         os.replace(temporary, self.folder / _NEXT)
-        _force(self.folder)
+        sync(self.folder)
         self._move_latest(tag)
 
     def _move_latest(self, tag: str) -> None:
@@ -198,12 +214,12 @@ class Checkpoints:
             if final.is_dir():  # the run was resumed from an older checkpoint and has come here again
                 self._remove(tag)
             os.replace(temporary, final)
-            _force(self.folder)
+            sync(self.folder)
         os.replace(self.folder / _NEXT, self.folder / "latest")
-        _force(self.folder)
+        sync(self.folder)
 
     def _prune(self, tag: str) -> None:
-        """Remove what is older than the newest `keep` of this run's own past, whose newest is `tag`.
+        """Remove what is older than the newest `keep` whole ones of this run's own past, whose newest is `tag`.
 
         A checkpoint that the run was taken back from is not of its past: it goes when the run has passed it, and as
         long as it is newer it stays.
@@ -213,12 +229,22 @@ class Checkpoints:
         kept: list[str] = []
         tags = self._tags()
         link: str | None = tag
-        while link in tags and link not in kept and len(kept) < self.keep:
+        while link in tags and link not in kept and len(kept) < self.keep and (link == tag or self._whole(link)):
             kept.append(link)
             link = _previous(self.folder / link)
+        if len(kept) < self.keep:  # where the chain ends early, a link was removed or is damaged
+            older = [other for other in reversed(tags) if other not in kept and _step(other) < _step(kept[-1])]
+            kept += [other for other in older if self._whole(other)][: self.keep - len(kept)]
         for other in tags:
             if other not in kept and _step(other) <= _step(tag):
                 self._remove(other)
+
+    def _whole(self, tag: str) -> bool:
+        try:
+            self._manifest(tag)
+        except ValueError:
+            return False
+        return True
 
     def _remove(self, tag: str) -> None:
         """Take the final name away first: what is half removed must not look like a checkpoint."""
@@ -226,7 +252,7 @@ class Checkpoints:
         if grave.is_dir():
             shutil.rmtree(grave)
         os.replace(self.folder / tag, grave)
-        shutil.rmtree(grave)
+        _sweep(grave)
 
     def _unwritable(self, tag: str, error: Exception) -> str:
         free = shutil.disk_usage(self.folder).free / 2**30
@@ -236,14 +262,7 @@ class Checkpoints:
         )
 
     def _complete_ones(self, but: str | None = None) -> str:
-        found = []
-        for tag in self._tags():
-            try:
-                self._manifest(tag)
-            except ValueError:
-                continue
-            if tag != but:
-                found.append(tag)
+        found = [tag for tag in self._tags() if tag != but and self._whole(tag)]
         return f"complete: {', '.join(found)}" if found else "there is no complete one"
 
     def _tags(self) -> list[str]:
@@ -251,6 +270,11 @@ class Checkpoints:
             return []
         tags = [path.name for path in self.folder.iterdir() if _TAG.fullmatch(path.name) and path.is_dir()]
         return sorted(tags, key=_step)
+
+
+def _by_size(files: dict[str, int]) -> list[str]:
+    """The largest first, so that every n-th is a fair share."""
+    return sorted(files, key=lambda name: (-files[name], name))
 
 
 def _step(tag: str) -> int:
@@ -264,10 +288,9 @@ def _previous(folder: Path) -> str | None:
         return None
 
 
-def _force(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _sweep(leftover: Path) -> None:
+    """Remove what has no final name. Someone may still read a file of it on a network file system: next start again."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    except OSError as error:
+        print(f"note: {leftover} cannot be removed now ({error}); the next start tries again", flush=True)

@@ -78,6 +78,11 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
             f'--deepspeed {path}: remove the "scheduler" block; '
             "--learning_rate, --warmup and --min_lr_ratio set the learning rate"
         )
+    for key in ("nebula", "datastates_ckpt"):
+        if key in content:
+            raise ValueError(f"--deepspeed {path}: remove {key!r}: such saves are not on disk when they say so")
+    if isinstance(content.get("checkpoint"), dict) and "writer" in content["checkpoint"]:
+        raise ValueError(f"--deepspeed {path}: remove checkpoint.writer: such saves are not on disk when they say so")
     return content
 
 

@@ -48,7 +48,8 @@ def find_resumption(plan: Plan, ranks: Ranks, checkpoints: Checkpoints) -> Resum
         AgreedError: there is none, a file is damaged, missing or foreign, or it belongs to another run.
     """
     ranks.on_first(checkpoints.recover)
-    manifest = ranks.everywhere(checkpoints.find)
+    manifest = ranks.on_first(checkpoints.find)  # a shared file system may show others an older `latest`
+    checkpoints.previous = manifest.folder.name
     ranks.everywhere(lambda: checkpoints.check(manifest))
     return ranks.everywhere(lambda: _open(plan, manifest))
 

@@ -26,7 +26,7 @@ from sparseforge_ds.train.plan import Plan, make_plan, read_config
 from sparseforge_ds.train.preemption import EXIT_CODE, Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError, Ranks, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
-from sparseforge_ds.train.run_folder import check_folder, write_folder, write_json
+from sparseforge_ds.train.run_folder import changed_flags, check_folder, lock_folder, write_folder, write_json
 from sparseforge_ds.train.text import make_batches, pack_text
 
 
@@ -50,6 +50,8 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     plan = ranks.everywhere(lambda: make_plan(arguments, ranks.world_size))
     checkpoints = Checkpoints(plan.folder / "checkpoints", ranks, plan.stage, arguments.keep_checkpoints)
     ranks.everywhere(lambda: check_folder(plan))
+    ranks.on_first(lambda: lock_folder(plan.folder))
+    changed = ranks.on_first(lambda: changed_flags(plan)) if arguments.resume else []
     found = find_resumption(plan, ranks, checkpoints) if arguments.resume else None
     packed = pack_text(plan, ranks)
     batches = make_batches(plan, ranks, packed)
@@ -74,6 +76,8 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         )
         if resumed is not None:
             monitor.say(resumed)
+            for line in changed:
+                monitor.say(f"changed since the last start: {line}")
         preemption.begin_training()
         try:
             result = train(shop, checkpoints, monitor, preemption)

@@ -7,6 +7,7 @@
       data/              the token cache
       checkpoints/       DeepSpeed checkpoints (see checkpoints.py)
       tensorboard/       event files
+      .lock              held by the process that works here
       result.json        what the run came to, written at its end
 
 It must be visible to all machines of a run.
@@ -14,10 +15,13 @@ It must be visible to all machines of a run.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
 import shutil
+import socket
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -70,12 +74,42 @@ def check_folder(plan: Plan) -> None:
         _check_same_run(plan)
     with tempfile.TemporaryFile(dir=plan.folder):
         pass  # writable, on every rank
-    needed, free = room_for_checkpoints(plan), shutil.disk_usage(plan.folder).free
+    # A start sweeps up what an interrupted save left, before it writes anything.
+    swept = sum(file.stat().st_size for file in plan.folder.glob("checkpoints/*.tmp/*") if file.is_file())
+    needed, free = room_for_checkpoints(plan), shutil.disk_usage(plan.folder).free + swept
     if needed > free:
         raise ValueError(
             f"--output_dir {plan.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
             f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"
         )
+
+
+def lock_folder(folder: Path) -> int:
+    """Keep other runs out of a run folder for as long as this process lives. Rank 0 only.
+
+    Returns:
+        The open file that holds the lock.
+
+    Raises:
+        ValueError: another run is at work in the folder.
+    """
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 200).decode(errors="replace").strip()
+        os.close(lock)
+        raise ValueError(
+            f"--output_dir {folder}: another run is at work in it ({holder or 'of an unknown process'}); wait for its "
+            "end, stop it, or give another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        print(f"note: {folder} is on a file system without locks: do not start a second run in it", flush=True)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return lock
 
 
 def has_checkpoints(folder: Path) -> bool:
@@ -167,6 +201,11 @@ def _check_same_run(plan: Plan) -> None:
             f"--resume: the run in {plan.folder} trains another model ({model_type}, {len(weights)} pruned weights; "
             f"here {now['model_type']}, {len(now['weights'])}); resume with the same --model"
         )
+    if unlike := differences(_architecture(read_json(plan.folder / "model" / "config.json")), _own(plan), "config"):
+        raise ValueError(
+            f"--resume: --model {plan.arguments.model} is not what the run in {plan.folder} was started with: "
+            f"{'; '.join(unlike[:3])}; resume with the unchanged model"
+        )
     if batch != plan.deepspeed["train_batch_size"]:
         micro, steps = (plan.deepspeed[f] for f in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         raise ValueError(
@@ -175,6 +214,30 @@ def _check_same_run(plan: Plan) -> None:
             f"ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
             'other two to "auto"'
         )
+
+
+def _own(plan: Plan) -> dict[str, Any]:
+    """The model's config as `write_folder` writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan.model.config.save_pretrained(folder)
+        return _architecture(read_json(Path(folder) / "config.json"))
+
+
+def _architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what depends on who wrote it."""
+    return {key: value for key, value in config.items() if key not in ("transformers_version", "dtype", "torch_dtype")}
+
+
+def changed_flags(plan: Plan) -> list[str]:
+    """Run flags and DeepSpeed keys that a resumed run has otherwise than before, as lines for the log."""
+    run, deepspeed = (read_json(plan.folder / name) for name in ("sparseforge.json", "ds_config.json"))
+    before = {key: value for key, value in run.get("run", {}).items() if key != "resume"}
+    now = {key: value for key, value in flags(plan.arguments).items() if key != "resume"}
+    return differences(before, json.loads(json.dumps(now)), "run") + differences(
+        {key: value for key, value in deepspeed.items() if key != "sparseforge"},
+        {key: value for key, value in json.loads(json.dumps(plan.deepspeed)).items() if key != "sparseforge"},
+        "deepspeed",
+    )
 
 
 def _version(package: str) -> str | None:

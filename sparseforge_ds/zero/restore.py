@@ -76,7 +76,7 @@ def _together(work: Callable[[], _Read]) -> _Read:
     result, problem = None, None
     try:
         result = work()
-    except ValueError as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

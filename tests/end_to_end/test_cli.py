@@ -183,7 +183,11 @@ def test_ctrl_c(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(6)
+    opening = Path(f"/proc/{process.pid}/wchan")
+    for _ in range(600):
+        if opening.read_text() == "wait_for_partner":
+            break
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, heard = process.communicate(timeout=60)
     assert (process.returncode, heard) == (130, "error: interrupted\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 
 import pytest
 import torch
@@ -210,5 +212,47 @@ def test_a_run_that_was_taken_back_keeps_its_own_past(checkpoints):
 
 
 def test_what_a_checkpoint_says_of_its_past_is_not_trusted(checkpoints):
+    (checkpoints.folder.parent / "elsewhere").mkdir()
     edit(checkpoints, previous="../../elsewhere")
-    assert prune(checkpoints, "step_000200", 2) == ["step_000200"]
+    assert prune(checkpoints, "step_000200", 1) == ["step_000200"]
+    assert (checkpoints.folder.parent / "elsewhere").is_dir()
+
+
+@pytest.mark.parametrize("gone", ["removed", "damaged"])
+def test_a_gap_in_the_past_costs_no_good_checkpoint(checkpoints, gone):
+    write_checkpoint(checkpoints.folder, 300, previous=200)
+    if gone == "removed":
+        shutil.rmtree(checkpoints.folder / "step_000200")
+    else:
+        (checkpoints.folder / "step_000200" / "checkpoint.json").write_text("{")
+    write_checkpoint(checkpoints.folder, 400, previous=300)
+    assert prune(checkpoints, "step_000400", 3) == ["step_000100", "step_000300", "step_000400"]
+
+
+def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, capsys):
+    """As on a network file system while someone reads it."""
+
+    def busy(path):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert prune(checkpoints, "step_000200", 1) == ["step_000100.old.tmp", "step_000200"]
+    assert "step_000100.old.tmp cannot be removed now" in capsys.readouterr().out
+    checkpoints.recover()
+    monkeypatch.undo()
+    checkpoints.recover()
+    assert tags(checkpoints) == ["step_000200"]
+
+
+@pytest.mark.parametrize("missing", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "random_00001.json"])
+def test_a_save_without_the_file_of_a_rank_is_not_complete(checkpoints, missing):
+    folder = checkpoints.folder / "step_000300.tmp"
+    folder.mkdir()
+    for rank in range(2):
+        for kind in ("model", "optim"):
+            (folder / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").write_bytes(b"x" * (rank + 1))
+        (folder / random_file(rank)).write_text("{}")
+    assert len(checkpoints._complete(folder)) == 6
+    (folder / missing).unlink()
+    with pytest.raises(ValueError, match="has 1 (optimizer|random) files of 2"):
+        checkpoints._complete(folder)

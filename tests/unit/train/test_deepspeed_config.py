@@ -195,3 +195,11 @@ def test_a_misspelled_key_is_an_error(tmp_path, key, near):
 def test_a_scheduler_of_deepspeed_is_refused(tmp_path):
     with pytest.raises(ValueError, match='remove the "scheduler" block; --learning_rate'):
         read_deepspeed_json(str(write_json(tmp_path / "a.json", {"scheduler": {"type": "WarmupLR"}})))
+
+
+@pytest.mark.parametrize(
+    "block", [{"nebula": {}}, {"datastates_ckpt": {}}, {"checkpoint": {"writer": {"type": "fast"}}}]
+)
+def test_a_writer_that_saves_in_the_background_is_refused(tmp_path, block):
+    with pytest.raises(ValueError, match="remove .*not on disk when they say so"):
+        read_deepspeed_json(str(write_json(tmp_path / "a.json", block)))

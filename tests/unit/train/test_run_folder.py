@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -12,7 +13,14 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.plan import make_plan
-from sparseforge_ds.train.run_folder import check_folder, room_for_checkpoints, write_folder, write_json
+from sparseforge_ds.train.run_folder import (
+    changed_flags,
+    check_folder,
+    lock_folder,
+    room_for_checkpoints,
+    write_folder,
+    write_json,
+)
 from tests import tiny_folders
 
 
@@ -84,6 +92,38 @@ def test_another_run_is_not_resumed(plan, changes, message):
     write_folder(plan())
     with pytest.raises(ValueError, match=message):
         check_folder(plan(resume=True, **changes))
+
+
+def test_a_model_with_another_config_is_not_resumed(plan, tmp_path):
+    check_folder(plan())
+    write_folder(plan())
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "rms_norm_eps": 0.1, "transformers_version": "6.0"}))
+    with pytest.raises(ValueError, match="config.rms_norm_eps was 1e-06, is 0.1; resume with the unchanged model"):
+        check_folder(plan(resume=True))
+    path.write_text(json.dumps({**config, "transformers_version": "6.0"}))
+    check_folder(plan(resume=True))
+
+
+def test_what_changed_is_said(plan):
+    check_folder(plan())
+    write_folder(plan())
+    assert changed_flags(plan(resume=True)) == []
+    assert changed_flags(plan(resume=True, learning_rate=0.5, keep_checkpoints=0)) == [
+        "run.keep_checkpoints was 2, is 0",
+        "run.learning_rate was null, is 0.5",
+        "deepspeed.optimizer.params.lr was 0.001, is 0.5",
+    ]
+
+
+def test_a_second_run_in_the_folder_is_refused(plan, tmp_path):
+    check_folder(plan())
+    lock = lock_folder(tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"run: another run is at work in it \(process {os.getpid()} on "):
+        lock_folder(tmp_path / "run")
+    os.close(lock)
+    os.close(lock_folder(tmp_path / "run"))
 
 
 def test_ranks_and_stage_may_change(plan):
