@@ -182,6 +182,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored below a shell's background job
     )
     opening = Path(f"/proc/{process.pid}/wchan")
     for _ in range(600):

@@ -544,7 +544,7 @@ def damage(folder: Path, how: str) -> None:
         ("cut", "mask-00002"),
         ("missing", "mask-00002"),
         ("no json", "portable.json"),
-        ("shape", "weight-"),
+        ("shape", "portable.json"),
         ("path", "portable.json"),
         ("type", "portable.json"),
         ("format", "portable.json"),
