@@ -124,7 +124,7 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
     sizes = Sizes(5, 20_000, 20_000)
     some_job, count, rng = job(stream, tmp_path / "data", sizes), 60, random.Random(0)
     kills, done = 0, 0
-    while done < count:
+    while done <= count:
         producer = Producer(some_job, lambda line: None)
         last = done
         producer.wait(last)
@@ -141,7 +141,7 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
             done = sum(1 for _ in (tmp_path / "data").glob("chunk_*.json"))
         else:
             producer.wait(count)
-            done = count
+            done = count + 1
         producer.close()
     chunks = some_job.chunks
     reference = np.array(row_of(texts(4000), (count + 1) * 20_000)).reshape(-1, 20_000)
