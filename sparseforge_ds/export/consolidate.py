@@ -26,6 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from sparseforge_ds.checkpoint.disk import sync
 from sparseforge_ds.checkpoint.tensors import (
     FileLayout,
     hash_file,
@@ -140,7 +141,7 @@ def _write_weights(
     # The largest first, so that the workers end together; equal ones stay in the order of the files.
     with bar:
         each(write, sorted(source.specs, key=lambda name: -source.specs[name].nbytes), workers)
-    each(lambda file: _sync(partial.model / file.name), files, workers)
+    each(lambda file: sync(partial.model / file.name), files, workers)
     return {
         name: WeightReport(name, source.specs[name].shape, **{key: partial.done[name][key] for key in _COUNTS})
         for name in source.prunable
@@ -180,11 +181,6 @@ def _prepare(path: Path, layout: FileLayout) -> None:
     else:
         write_at(path, 0, memoryview(layout.header))
     os.truncate(path, layout.size)
-
-
-def _sync(path: Path) -> None:
-    with open(path, "r+b") as file:
-        os.fsync(file.fileno())
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

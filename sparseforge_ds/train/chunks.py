@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sparseforge_ds.checkpoint.disk import sync
 from sparseforge_ds.train.packing import open_tokens
 
 Record = dict[str, Any]
@@ -176,8 +177,4 @@ class Chunks:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(self.folder)

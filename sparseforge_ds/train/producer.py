@@ -229,7 +229,7 @@ def serve(connection: Connection) -> None:
             connection.send((number, maker.make(number), None))
             number += 1
     except (BrokenPipeError, ConnectionResetError):
-        pass  # rank 0 is gone
+        return  # rank 0 is gone, and nobody is left to tell
     except ValueError as error:
         connection.send((-1, None, str(error)))
     except OSError as error:
