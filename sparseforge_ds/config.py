@@ -13,6 +13,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -174,6 +175,9 @@ class SparseForgeConfig:
     """Patterns of weight names (fnmatch); when given, only these are pruned."""
     exclude: tuple[str, ...] = ()
     """Patterns of weight names that stay dense."""
+    allow_dense: tuple[str, ...] = ()
+    """Patterns of names of linear weights that the family table does not know, and that may stay dense; the launcher's
+    `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
     seed: int = 0
     """Seed of probes and of sampled labels."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -276,6 +280,10 @@ class SparseForgeConfig:
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):
             raise ValueError(f'{path}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
         return cls.from_dict(_merge(content["sparseforge"], overrides))
+
+    def allowing_dense(self, globs: Sequence[str]) -> SparseForgeConfig:
+        """The same with more of `allow_dense`."""
+        return dataclasses.replace(self, allow_dense=tuple(dict.fromkeys((*self.allow_dense, *globs))))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, every value resolved; `from_dict` of it gives an equal config."""

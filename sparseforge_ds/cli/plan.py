@@ -45,6 +45,14 @@ def register(commands: Any) -> None:
     add("--micro_batch", type=_count, metavar="N", help="sequences of a GPU at a time (default: the JSON's)")
     add("--global_batch", type=_count, metavar="N", help="sequences of a step on all GPUs (default: the JSON's)")
     add("--activation_checkpointing", action="store_true", help="as for the launcher")
+    add(
+        "--allow_dense",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATTERN",
+        help="as for the launcher: linear weights that the family table does not know may stay dense",
+    )
     add("--max_steps", type=_count, metavar="N", help="steps of the run (default: the JSON's)")
     add("--tokens", type=_tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
     add("--gpu", metavar="NAME", default="h100", help="a100, b200, h100, h200, l40s or v100: its peak (default: h100)")
@@ -98,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         global_batch=args.global_batch,
         max_steps=args.max_steps,
         tokens=args.tokens,
+        allow_dense=tuple(args.allow_dense),
     )
     studies = [study(path, request, machine) for path in args.deepspeed]
     if args.json:

@@ -1,7 +1,9 @@
 """What is prunable in a model, by the table of families.
 
-A matrix that no row names is an error, never skipped in silence: half of a model that is quietly left dense is the most
-expensive kind of bug here.
+A matrix that no row names is never skipped in silence: half of a model that is quietly left dense is the most expensive
+kind of bug here. `model.uncovered` refuses a model with more than a little of that. In a family that the table does not
+have, nothing is taken for granted: linear layers are pruned where `include` names them, along the axis that their class
+contracts, and all others count as not covered.
 
 Nothing in this file needs weights: names and full shapes are enough, so the offline tools use the same table. Under
 ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full shape in `ds_shape`.
@@ -10,14 +12,29 @@ ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family
+from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family, Row
+from sparseforge_ds.model.rules import Rule, by_modules, by_table, is_row, matches, matches_any
+from sparseforge_ds.model.uncovered import Uncovered
+
+__all__ = [
+    "FAMILIES",
+    "LOW_RANK",
+    "Coverage",
+    "Family",
+    "PrunableWeight",
+    "coverage",
+    "full_shape",
+    "leaf_modules",
+    "prunable_names",
+    "prunable_weights",
+    "uncovered_weights",
+]
 
 
 @dataclass(frozen=True)
@@ -93,74 +110,51 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
     Args:
         model: a transformers model (or anything with `config.model_type` and the family's parameter names); its
             parameters may be partitioned by ZeRO-3.
-        config: its `pattern`, `include` and `exclude` are used.
+        config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
 
     Raises:
         ValueError: as `prunable_names`, or a layer whose orientation is not the one in the table.
     """
-    weights = prunable_names(_model_type(model), _shapes(model), config)
+    model_type, shapes = _model_type(model), _shapes(model)
+    weights = _chosen(model_type, _sort_out(_rule(model, config.include), shapes), shapes, config)
     for weight in weights:
         _check_orientation(weight, model.get_submodule(weight.module))
     return weights
 
 
 def prunable_names(
-    model_type: str, shapes: dict[str, tuple[int, ...]], config: SparseForgeConfig
+    model_type: str,
+    shapes: dict[str, tuple[int, ...]],
+    config: SparseForgeConfig,
+    known_as: Mapping[str, str] | None = None,
 ) -> list[PrunableWeight]:
     """`prunable_weights` for tools that have names and shapes but no model.
 
     Args:
         model_type: key of `FAMILIES`.
         shapes: full shape of every parameter by name; the order of the result is the order here.
-        config: its `pattern`, `include` and `exclude` are used.
+        config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
+        known_as: the name that these globs mean where it is another one: that of the fused weight, for an expert in a
+            file.
 
     Raises:
-        ValueError: unknown family; a matrix that the family does not name; an `include` or `exclude` that matches
+        ValueError: unknown family; too much that the family does not name (`model.uncovered`); a glob that matches
             nothing; a shape that the pattern does not fit; nothing left to prune.
     """
-    prunable, unknown = _sort_out(model_type, shapes)
-    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
-    _check_matches("include", config.include, prunable)
-    _check_matches("exclude", config.exclude, matrices)
+    return _chosen(model_type, _sort_out(by_table(_family(model_type)), shapes), shapes, config, known_as or {})
 
-    unknown = [name for name in unknown if not _matches(name, config.exclude)]
-    if unknown:
-        raise ValueError(
-            f"the {model_type} table has no row for {_listed(unknown)} of shape {shapes[unknown[0]]}: whether it is "
-            f'prunable is not known; keep it dense with "exclude": ["{unknown[0]}"] in the sparseforge block, '
-            "or add a row to sparseforge_ds/model/family_table.py"
-        )
 
-    chosen = [
-        weight
-        for name, weight in prunable.items()
-        if (not config.include or _matches(name, config.include)) and not _matches(name, config.exclude)
-    ]
-    if not chosen:
-        raise ValueError(
-            f"no weight of this {model_type} model is left to prune ({len(prunable)} prunable weights, "
-            f"include = {list(config.include)}, exclude = {list(config.exclude)}); widen include or narrow exclude"
-        )
-    pattern = config.parsed_pattern
-    misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.shape, w.input_axis)) is not None}
-    if misfits:
-        name, why = next(iter(misfits.items()))
-        raise ValueError(
-            f"{_listed(misfits)} of shape {shapes[name]} cannot be {pattern}: {why}; choose another pattern, or keep "
-            f'such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
-        )
-    return chosen
+def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
+    """What neither the table nor the user has decided about. `prunable_weights` raises where it is too much."""
+    prunable, unnamed = _sort_out(_rule(model, config.include), _shapes(model))
+    return _uncovered(_model_type(model), prunable, unnamed, config, {})
 
 
 def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
-    """Count how much of `model` the masked `weights` are; full sizes under ZeRO-3.
-
-    Raises:
-        ValueError: unknown family.
-    """
+    """Count how much of `model` the masked `weights` are; full sizes under ZeRO-3."""
     weights = list(weights)
     shapes = _shapes(model)
-    prunable, _ = _sort_out(_model_type(model), shapes)
+    prunable, _ = _sort_out(_rule(model, ("*",)), shapes)
     return Coverage(
         masked=sum(weight.numel for weight in weights),
         prunable=sum(weight.numel for weight in prunable.values()),
@@ -173,13 +167,12 @@ def leaf_modules(model: nn.Module) -> list[str]:
     """Names of the modules that ZeRO-3 must gather as a whole, for `deepspeed.utils.set_z3_leaf_modules_by_name`.
 
     Which experts run differs between ranks. DeepSpeed gathers parameters as their modules are called, so ranks that
-    call different ones wait for each other forever, or mix up their tensors. Empty for dense models.
-
-    Raises:
-        ValueError: unknown family.
+    call different ones wait for each other forever, or mix up their tensors. Empty for dense models. In a family that
+    the table does not have, whatever is called `experts`.
     """
-    globs = _family(_model_type(model)).experts
-    found = {name: module for name, module in model.named_modules() if any(_is_row(name, glob) for glob in globs)}
+    model_type = _model_type(model)
+    globs = FAMILIES[model_type].experts if model_type in FAMILIES else ("experts",)
+    found = {name: module for name, module in model.named_modules() if any(is_row(name, glob) for glob in globs)}
     # A list of experts is never called itself; the block around it is.
     return [name.rpartition(".")[0] if isinstance(module, nn.ModuleList) else name for name, module in found.items()]
 
@@ -206,35 +199,96 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: full_shape(parameter) for name, parameter in model.named_parameters()}
 
 
-def _sort_out(model_type: str, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, PrunableWeight], list[str]]:
-    """All prunable weights by name, before include and exclude; and the matrices that no row names."""
-    family = _family(model_type)
-    prunable, unknown = {}, []
+def _rule(model: nn.Module, include: tuple[str, ...]) -> Rule:
+    model_type = _model_type(model)
+    return by_table(FAMILIES[model_type]) if model_type in FAMILIES else by_modules(model, include)
+
+
+def _sort_out(
+    rule: Rule, shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, PrunableWeight], dict[str, tuple[int, ...]]]:
+    """All prunable weights by name, before include and exclude; and the matrices of which nothing is known."""
+    prunable, unnamed = {}, {}
     for name, shape in shapes.items():
         if len(shape) < 2:
             continue
-        row = next((row for row in family.prunable if _is_row(name, row.names)), None)
-        if row is not None:
+        row = rule(name)
+        if isinstance(row, Row):
             experts = shape[0] if len(shape) == 3 else int(row.experts)
             module = name.rpartition(".")[0]
             prunable[name] = PrunableWeight(name, tuple(shape), row.input_axis, module, experts, row.stacked)
-        elif not any(_is_row(name, names) for names in (*family.dense, LOW_RANK)):
-            unknown.append(name)
-    return prunable, unknown
+        elif not row:
+            unnamed[name] = tuple(shape)
+    return prunable, unnamed
 
 
-def _is_row(name: str, names: str) -> bool:
-    return fnmatchcase(f".{name}", f"*.{names}")
+def _chosen(
+    model_type: str,
+    found: tuple[dict[str, PrunableWeight], dict[str, tuple[int, ...]]],
+    shapes: dict[str, tuple[int, ...]],
+    config: SparseForgeConfig,
+    known_as: Mapping[str, str] | None = None,
+) -> list[PrunableWeight]:
+    prunable, unnamed = found
+    known = known_as or {}
+    matrices = [known.get(name, name) for name, shape in shapes.items() if len(shape) > 1]
+    _check_matches("include", config.include, [known.get(name, name) for name in (prunable or unnamed)])
+    _check_matches("exclude", config.exclude, matrices)
+    _uncovered(model_type, prunable, unnamed, config, known).check()
+    chosen = [
+        weight
+        for name, weight in prunable.items()
+        if (not config.include or matches(known.get(name, name), config.include))
+        and not matches(known.get(name, name), config.exclude)
+    ]
+    if not chosen:
+        raise ValueError(
+            f"no weight of this {model_type} model is left to prune ({len(prunable)} prunable weights, "
+            f"include = {list(config.include)}, exclude = {list(config.exclude)}); widen include or narrow exclude"
+        )
+    pattern = config.parsed_pattern
+    misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.shape, w.input_axis)) is not None}
+    if misfits:
+        name, why = next(iter(misfits.items()))
+        raise ValueError(
+            f"{_listed(misfits)} of shape {shapes[name]} cannot be {pattern}: {why}; choose another pattern, or keep "
+            f'such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
+        )
+    return chosen
 
 
-def _matches(name: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
+def _uncovered(
+    model_type: str,
+    prunable: dict[str, PrunableWeight],
+    unnamed: dict[str, tuple[int, ...]],
+    config: SparseForgeConfig,
+    known_as: Mapping[str, str],
+) -> Uncovered:
+    names = {name: known_as.get(name, name) for name in unnamed}
+    for glob in config.allow_dense:
+        if matches_any([*names.values()], glob):
+            continue
+        cure = f"it is a glob over whole names such as {next(iter(names))}" if names else "leave it out"
+        if matches_any([known_as.get(name, name) for name in prunable], glob):
+            cure = "what it matches goes under a mask, and exclude is what keeps that dense"
+        raise ValueError(f"--allow_dense {glob}: matches no linear weight that the family table leaves open; {cure}")
+    decided = (*config.exclude, *config.allow_dense)
+    return Uncovered(
+        model_type=model_type,
+        shapes={
+            name: shape
+            for name, shape in unnamed.items()
+            if not matches(names[name], decided) and (not config.include or matches(names[name], config.include))
+        },
+        linear=sum(weight.numel for weight in prunable.values()) + sum(map(math.prod, unnamed.values())),
+        known=tuple(FAMILIES),
+    )
 
 
 def _check_matches(key: str, globs: tuple[str, ...], names: Iterable[str]) -> None:
     names = list(names)
     for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not matches_any(names, glob):
             example = names[0] if names else "none"
             raise ValueError(
                 f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names such as "

@@ -14,13 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.deepseek_moe import register
-from sparseforge_ds.model.families import coverage, prunable_weights
+from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import branches, prepare
 from sparseforge_ds.planning.attention import NAME
 from sparseforge_ds.planning.live import Live
 
 EMBEDDED_MODEL = "stdlib_llama"
 """The model that is shipped inside the package, as the launcher names it."""
+
+_ASSETS = Path(__file__).parents[1] / "assets"
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -61,6 +63,8 @@ class Architecture:
     """Positions in `modules` in the order in which a forward pass leaves them; a backward pass is the reverse."""
     prunable: int
     """Of all weights that the family names prunable."""
+    uncovered: tuple[str, ...]
+    """Linear weights that nobody has decided about, as lines for people."""
     masked_shapes: tuple[tuple[int, ...], ...]
     """Shape of every weight under a mask."""
     input_first: bool
@@ -105,13 +109,17 @@ class Architecture:
 def read_model_config(name: str) -> PretrainedConfig:
     """The transformers config of a model; weights are not looked for.
 
+    The configs of the models in the paper's tables are part of the package, so that they can be planned without the hub.
+
     Args:
         name: a model folder, a config.json, a hub id, or the name of the embedded model.
 
     Raises:
         ValueError: there is none, it cannot be read, or the hub cannot be reached.
     """
-    path = Path(__file__).parents[1] / "assets" / name if name == EMBEDDED_MODEL else Path(name).expanduser()
+    path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
+    if not path.exists():
+        path = published_config(name) or path
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"--model {name}: no config.json in this folder")
     remote = not path.exists()
@@ -128,6 +136,12 @@ def read_model_config(name: str) -> PretrainedConfig:
             else "its config.json cannot be used"
         )
         raise ValueError(f"--model {name}: {reason}; {cure}") from None
+
+
+def published_config(name: str) -> Path | None:
+    """The folder with the config that a hub id has on the hub, where the package knows it."""
+    folder = _ASSETS / "published" / name
+    return folder if name.count("/") == 1 and ".." not in name and (folder / "config.json").is_file() else None
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -176,6 +190,7 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
         modules=modules,
         left=left,
         prunable=coverage(model, weights).prunable,
+        uncovered=tuple(uncovered_weights(model, forge).lines()),
         masked_shapes=tuple(weight.shape for weight in weights),
         input_first=any(weight.input_axis == -2 for weight in weights),
         active=sum(int(p.numel() * (share if is_expert(n) else 1)) for n, p in named),

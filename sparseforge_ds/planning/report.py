@@ -35,6 +35,8 @@ def _run(found: Study) -> Iterator[Line]:
         f"{laid_out.forge.pattern} in {len(model.masked_shapes)} weights: {model.masked / model.prunable:.1%} of the "
         f"prunable and {model.masked / model.total:.1%} of all parameters under a mask",
     )
+    for line in model.uncovered:
+        yield "not covered", f"{line}: stays dense; no row of the family table names it"
     dtype = str(laid_out.dtype).removeprefix("torch.")
     checkpointing = "with" if laid_out.checkpointing else "without"
     yield (

@@ -52,6 +52,8 @@ class Request:
     global_batch: int | None
     max_steps: int | None
     tokens: int | None
+    allow_dense: tuple[str, ...] = ()
+    """As for the launcher."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def study(path: str, request: Request, machine: Machine) -> Study:
     """
     overrides = {} if request.max_steps is None else {"max_steps": request.max_steps}
     content = read_deepspeed_json(path)
-    forge = SparseForgeConfig.from_json(path, **overrides)
+    forge = SparseForgeConfig.from_json(path, **overrides).allowing_dense(request.allow_dense)
     if request.teacher is not None and forge.distillation is None:
         raise ValueError(f"--teacher {request.teacher}: the sparseforge block of {path} says distillation null")
     config = read_model_config(request.model)

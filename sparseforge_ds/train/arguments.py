@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from transformers import HfArgumentParser
 
@@ -24,6 +24,7 @@ examples:
   deepspeed launch/train.py --deepspeed ds_configs/zero3.json
   deepspeed launch/train.py --deepspeed ds_configs/zero3.json \\
       --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
+  ... --dataset allenai/c4:en=0.7 allenai/dolmino-mix-1124:flan=0.2 stream:/data/own=0.1
 
 On a machine without an accelerator the deepspeed launcher starts one process; ask it for more with --num_gpus 2.
 The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
@@ -31,7 +32,8 @@ The run folder holds everything of a run; `sparseforge consolidate RUN OUT` make
 SIGTERM (pre-emption) saves at the end of the step and ends all ranks with exit code 143, also when it reaches
 one rank only; before training it ends them at once. The launchers deepspeed and torchrun leave their ranks 30 s
 for it: where a step and a save take longer, send the signal to the ranks. --resume goes on from the newest
-complete checkpoint, on any number of ranks and at any ZeRO stage, with the same number of sequences a step.
+complete checkpoint, on any number of ranks and at any ZeRO stage, with the same number of sequences a step;
+--resume auto also starts the run, so that a job that is put back into the queue needs one command only.
 """
 
 
@@ -51,11 +53,17 @@ class RunArguments:
         "the dense model: a Hugging Face folder, a hub id, or the small model embedded in the package",
     )
     teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
-    dataset: str = _flag(
-        EMBEDDED_TEXT,
-        "training text: .txt, .jsonl (also .gz or .zst), .parquet or .arrow file, a folder of them, a hub id "
-        "(owner/name or owner/name:config, split train), or stdlib, the documentation of Python's standard library. A "
-        "hub id, or stream: before a path, is tokenised while the run goes on, anything else before it",
+    dataset: list[str] = field(
+        default_factory=list,
+        metadata={
+            "metavar": "SOURCE[=WEIGHT]",
+            "action": "extend",
+            "help": "training text: .txt, .jsonl (also .gz or .zst), .parquet or .arrow file, a folder of them, a hub "
+            "id (owner/name, owner/name:config or owner/name:folder/subfolder, split train), or stdlib, the "
+            "documentation of Python's standard library (default: stdlib). A hub id, or stream: before a path, is "
+            "tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a source's share "
+            "of the tokens, relative to the others; without weights all have the same",
+        },
     )
     text_field: str = _flag("text", "field of a record that holds the text", "NAME")
     max_steps: int | None = _flag(
@@ -80,7 +88,24 @@ class RunArguments:
     keep_checkpoints: int = _flag(2, "newest checkpoints that stay on disk, at least the last good one; 0: all", "N")
     log_every: int = _flag(10, "steps between lines of the log", "N")
     seed: int = _flag(0, "seed of the data order and of everything random in training", "N")
-    resume: bool = _flag(False, "continue from the newest complete checkpoint of the run folder")
+    resume: Literal[False, True, "auto"] = field(
+        default=False,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "continue from the newest complete checkpoint of the run folder; --resume auto starts the run where "
+            "there is none yet, so that one command serves the first start and every later one",
+        },
+    )
+    allow_dense: list[str] = field(
+        default_factory=list,
+        metadata={
+            "metavar": "PATTERN",
+            "action": "extend",
+            "help": "linear weights that the family table does not know may stay dense where one of these globs names "
+            "them; without, a model with more than 2%% of them is refused. Adds to allow_dense of the block",
+        },
+    )
     activation_checkpointing: bool = _flag(False, "recompute activations in the backward pass to save memory")
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
 
@@ -96,8 +121,10 @@ class RunArguments:
         _require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "use an integer >= 0")
         _require(self.log_every >= 1, "log_every", self.log_every, "use an integer >= 1")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
-        for name in ("model", "dataset", "output_dir"):
-            _require(bool(getattr(self, name)), name, getattr(self, name), "give a value or leave the flag out")
+        for name, value in (("model", self.model), ("output_dir", self.output_dir), *(("dataset", source) for source in self.dataset)):
+            _require(bool(value), name, value, "give a value or leave the flag out")
+        if not self.dataset:
+            object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):

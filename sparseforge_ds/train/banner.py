@@ -25,6 +25,7 @@ def banner(plan: Plan, text: Packed | Streamed) -> str:
             f"{coverage.of_all:.1f}% of all parameters under a mask",
         ),
         ("mask", f"importance {config.importance}, an update every {schedule.update_every} steps"),
+        *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in plan.uncovered),
         (
             "schedule",
             ", ".join(

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights
+from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.deepspeed_config import (
@@ -42,6 +42,8 @@ class Plan:
     weights: list[PrunableWeight]
     coverage: Coverage
     low_rank_share: tuple[float, float]
+    uncovered: list[str]
+    """Linear weights that nobody has decided about, as lines for people; too few of them to stop."""
     """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
     world_size: int
 
@@ -80,7 +82,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
     """
     content = read_deepspeed_json(arguments.deepspeed)
     overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
-    config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides)
+    config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides).allowing_dense(arguments.allow_dense)
     if config.max_steps < 1:
         raise ValueError(f"sparseforge.max_steps = {config.max_steps}: nothing to train; set it or give --max_steps")
     if arguments.teacher is not None and config.distillation is None:
@@ -137,6 +139,7 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
         weights=weights,
         coverage=coverage(empty, weights),
         low_rank_share=low_rank_share(empty, weights),
+        uncovered=uncovered_weights(empty, config).lines(),
         world_size=world_size,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BloomConfig
 
 from sparseforge_ds.cli.main import main
 from tests.unit.planning.published_configs import qwen3_14b
@@ -143,3 +144,15 @@ def test_values_that_cannot_be(flag: str, value: str, capsys: pytest.CaptureFixt
         plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, flag, value)
     assert stopped.value.code == 2
     assert value in capsys.readouterr().err
+
+
+def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--allow_dense` of the planner is the launcher's."""
+    BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    arguments = ("--model", str(tmp_path), "--gpus", "2", "--deepspeed", ZERO3)
+    assert plan(*arguments) == 2
+    assert "not covered: the family table has no rows for 'bloom'" in capsys.readouterr().err
+    assert plan(*arguments, "--allow_dense", "*.mlp.*", "*.nothing") == 2
+    assert "--allow_dense *.nothing: matches no linear weight" in capsys.readouterr().err
+    assert plan(*arguments, "--allow_dense", "*.mlp.*", "--allow_dense", "*.self_attention.*") == 2
+    assert "no weight of this bloom model is left to prune" in capsys.readouterr().err

@@ -31,24 +31,48 @@ PINNED = {
     "log_every": 10,
     "seed": 0,
     "resume": False,
+    "allow_dense": [],
     "activation_checkpointing": False,
     "local_rank": -1,
 }
 
 
 def test_command_line_is_pinned():
-    assert {field.name: field.default for field in dataclasses.fields(RunArguments)} == PINNED
+    assert {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(RunArguments)
+    } == PINNED
 
 
 def test_every_flag_is_parsed():
     line = (
         "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d --text_field body --max_steps 7 "
         "--seq_length 64 --output_dir o --learning_rate 1e-4 --warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 "
-        "--save_every 5 --keep_checkpoints 3 --log_every 1 --seed 9 --resume --activation_checkpointing"
+        "--save_every 5 --keep_checkpoints 3 --log_every 1 --seed 9 --resume "
+        "--allow_dense *.a *.b --activation_checkpointing --allow_dense *.c"
     )
     arguments = parse_arguments(line.split())
     assert arguments == RunArguments(
-        "a.json", "m", "t", "d", "body", 7, 64, "o", 1e-4, 0.1, 0.2, 0.01, 5, 3, 1, 9, True, True, 1
+        "a.json",
+        "m",
+        "t",
+        "d",
+        "body",
+        7,
+        64,
+        "o",
+        1e-4,
+        0.1,
+        0.2,
+        0.01,
+        5,
+        3,
+        1,
+        9,
+        True,
+        ["*.a", "*.b", "*.c"],
+        True,
+        1,
     )
     assert set(flags(arguments)) == set(PINNED) - {"local_rank"}
 

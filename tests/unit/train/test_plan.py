@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -129,6 +130,18 @@ def test_an_unsupported_family_is_named(arguments, tmp_path):
     folder = write_model(tmp_path / "bloom", BloomForCausalLM(config))
     with pytest.raises(ValueError, match="'bloom'.*llama"):
         make_plan(arguments(model=str(folder)), world_size=2)
+    chosen = deepspeed_json(include=["*.mlp.*"], allow_dense=["*.query_key_value.*"])
+    plan = make_plan(arguments(chosen, model=str(folder), allow_dense=["*.dense.*"]), world_size=2)
+    assert [weight.name.split(".")[-2] for weight in plan.weights] == ["dense_h_to_4h", "dense_4h_to_h"]
+    assert plan.config.allow_dense == ("*.query_key_value.*", "*.dense.*") and plan.uncovered == []
+    with pytest.raises(ValueError, match=r"--allow_dense \*.nothing: matches no linear weight"):
+        make_plan(arguments(chosen, model=str(folder), allow_dense=["*.nothing"]), world_size=2)
+
+
+def test_the_banner_names_what_is_not_covered(arguments):
+    plan = dataclasses.replace(make_plan(arguments(), world_size=1), uncovered=["model.odd.weight (1, 1.2%)"])
+    text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
+    assert "not covered  model.odd.weight (1, 1.2%): stays dense; no row of the family table names it\n" in text
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(arguments, tmp_path):

@@ -1,0 +1,61 @@
+"""What is known of a matrix by its name: by a family's row, or, without one, by the class of its layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sparseforge_ds.model.family_table import LOW_RANK, Family, Row
+
+Rule = Callable[[str], Row | bool]
+"""Name of a matrix -> its row; where it has none, whether it is known that it stays dense."""
+
+_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+
+
+def by_table(family: Family) -> Rule:
+    """The rule of a family that the table has."""
+
+    def rule(name: str) -> Row | bool:
+        row = next((row for row in family.prunable if is_row(name, row.names)), None)
+        return row if row is not None else any(is_row(name, names) for names in (*family.dense, LOW_RANK))
+
+    return rule
+
+
+def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
+    """For a model of any other family: linear layers that `include` names; embeddings and the head stay dense."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear, dense = {}, set()
+    for name, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding):
+            dense.add(f"{name}.weight")
+        elif isinstance(module, (nn.Linear, Conv1D)):
+            linear[f"{name}.weight"] = -1 if isinstance(module, nn.Linear) else -2
+
+    def rule(name: str) -> Row | bool:
+        if name in linear and matches(name, include):
+            return Row(name, linear[name], experts=_EXPERT.search(name) is not None)
+        return name in dense or name.rpartition(".")[2] == LOW_RANK
+
+    return rule
+
+
+def is_row(name: str, names: str) -> bool:
+    """Whether a glob of the table names a parameter or a module."""
+    return fnmatchcase(f".{name}", f"*.{names}")
+
+
+def matches(name: str, globs: Iterable[str]) -> bool:
+    """Whether one of a user's globs, over whole names, matches."""
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def matches_any(names: Iterable[str], glob: str) -> bool:
+    """Whether a user's glob matches one of the names."""
+    return any(fnmatchcase(name, glob) for name in names)
