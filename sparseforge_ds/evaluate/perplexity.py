@@ -1,6 +1,7 @@
 """Perplexity of a Hugging Face model on a text.
 
-    python -m sparseforge_ds.evaluate.perplexity MODEL --text test.txt --seq_length 4096
+    python -m sparseforge_ds.evaluate.perplexity MODEL --text wikitext2 --seq_length 4096
+    torchrun --nproc_per_node 8 -m sparseforge_ds.evaluate.perplexity MODEL --text test.txt --seq_length 4096
 
 Perplexity is exp(sum of the negative log-likelihoods / number of scored tokens), softmax in fp32, one number over the
 whole text (not a mean of perplexities). There are two protocols, which give different numbers:
@@ -8,11 +9,15 @@ whole text (not a mean of perplexities). There are two protocols, which give dif
 `windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
 the special tokens that the tokenizer adds by default (LLaMA: one BOS before the whole text). The tokens are cut into
 windows of `--seq_length` that do not overlap; every token of a window except its first is scored, with the window as
-its only context; the tail that does not fill a window is dropped. With `--stride` S < seq_length windows start every S
-tokens and score only what no earlier window scored. Default for .txt files and the standard library.
+its only context; the tail that does not fill a window is dropped, unless `--keep_tail` scores it too. With `--stride`
+S < seq_length windows start every S tokens and score only what no earlier window scored. Default for .txt files, the
+standard library and `wikitext2`, the test split whose rows are joined like documents.
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
 the document are scored, cut where the model's positions (or `--seq_length`) end. Default for .jsonl files.
+
+Under torchrun or deepspeed every rank scores its share of the batches, with a whole copy of the model. The number does
+not depend on how many there are. To compare two models give both the same `--dtype`.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +39,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.pretrained import DTYPES, load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.shares import Shares
 from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.wikitext import is_wikitext2, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
 
 Protocol = Literal["documents", "windows"]
@@ -75,6 +83,8 @@ def measure(
     stride: int | None = None,
     batch_size: int = 8,
     progress: bool = False,
+    keep_tail: bool = False,
+    shares: Shares | None = None,
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
@@ -83,6 +93,9 @@ def measure(
             for windows.
         stride: distance of window starts; by default `seq_length`.
         batch_size: passages of one forward.
+        progress: show a bar.
+        keep_tail: windows: also score what is left after the last full window, as a shorter one.
+        shares: the ranks that work on this together; collective then, and every rank gets the whole result.
 
     Raises:
         ValueError: a length that the model or the text does not allow, or a loss that is not finite.
@@ -95,20 +108,20 @@ def measure(
     if batch_size < 1:
         raise ValueError(f"--batch_size {batch_size}: use an integer >= 1")
     if protocol == "windows":
-        passages, total = _windows(tokenizer, documents, seq_length, stride or seq_length)
-    elif stride is not None:
-        raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
+        passages, total = _windows(tokenizer, documents, seq_length, stride or seq_length, keep_tail)
+    elif stride is not None or keep_tail:
+        flag = "--stride" if stride is not None else "--keep_tail"
+        raise ValueError(f"{flag} belongs to --protocol windows; documents are scored whole")
     else:
         passages, total = _whole_documents(tokenizer, documents, seq_length)
-    nll, tokens = 0.0, 0
+    shares = shares or Shares.alone()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
-    bar = tqdm(total=len(passages), unit=" passages", disable=not progress, file=sys.stderr)
-    for start in range(0, len(passages), batch_size):
-        batch = passages[start : start + batch_size]
-        batch_nll, batch_tokens = _score(model, batch)
-        nll, tokens = nll + batch_nll, tokens + batch_tokens
-        bar.update(len(batch))
-    bar.close()
+    batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
+    mine = shares.mine(batches)
+    scored = [_score(model, batch) for batch in tqdm(mine, unit=" batches", disable=not progress, file=sys.stderr)]
+    # Every batch is the same at any number of ranks, and so is the order of the sum: the number is, to the last bit.
+    scores = shares.all(scored)
+    nll, tokens = math.fsum(score for score, _ in scores), sum(count for _, count in scores)
     if not math.isfinite(nll):
         raise ValueError(f"the loss is {nll}: the model's weights or activations are not finite; try --dtype float32")
     mean = nll / tokens
@@ -139,7 +152,7 @@ def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
 
 
 def _windows(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int, keep_tail: bool
 ) -> tuple[list[Passage], int]:
     if not 1 <= stride <= seq_length:
         raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
@@ -148,7 +161,11 @@ def _windows(
         raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
     starts = range(0, len(ids) - seq_length + 1, stride)
     overlap = max(1, seq_length - stride)
-    return [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts], len(ids)
+    passages = [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts]
+    tail = ids[starts[-1] + stride :]
+    if keep_tail and len(tail) > overlap:
+        passages.append(Passage(tail, overlap))
+    return passages, len(ids)
 
 
 def _whole_documents(
@@ -182,17 +199,23 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("model", help="folder or hub id of a Hugging Face model")
-    result.add_argument("--text", required=True, help=".txt or .jsonl file, stdlib:heldout or stdlib:train")
+    result.add_argument(
+        "--text",
+        required=True,
+        help=".txt or .jsonl file, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or wikitext2:PATH (its rows)",
+    )
     result.add_argument("--field", default="text", help="field of a .jsonl line that holds the text (default: text)")
     result.add_argument("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
     result.add_argument("--seq_length", type=int, help="tokens of a window or of a document at most")
     result.add_argument("--stride", type=int, help="distance of window starts (default: seq_length, no overlap)")
+    result.add_argument("--keep_tail", action="store_true", help="also score what does not fill the last window")
     result.add_argument("--limit", type=int, help="score only the first so many documents")
     result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
     result.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter to put on the model (needs peft)")
     result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
     result.add_argument("--batch_size", type=int, default=8, help="passages of one forward (default: 8)")
     result.add_argument("--json", metavar="FILE", help="also write the result to a file")
+    result.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return result
 
 
@@ -200,41 +223,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 with one line on stderr."""
     args = parser().parse_args(arguments)
     try:
-        result = _run(args)
+        with Shares.of_launcher() as shares:
+            result = _run(args, shares)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(result))
+    if result is not None:
+        print(json.dumps(result))
     return 0
 
 
-def _run(args: argparse.Namespace) -> dict[str, object]:
+def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
+    """The result, on the first rank; None on the others."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
-    documents = read_documents(args.text, args.field, args.limit)
+
+    def load() -> tuple[list[str], PreTrainedModel, PreTrainedTokenizerBase]:
+        documents = [read_wikitext2(args.text)] if is_wikitext2(args.text) else _read(args)
+        tokenizer = load_tokenizer(args.model)
+        model = load_model(args.model, args.dtype, args.adapter)
+        if pattern is not None:
+            prune_by_magnitude(model, pattern)
+        return documents, model, tokenizer
+
+    documents, model, tokenizer = shares.everywhere(load)
     protocol: Protocol = args.protocol or ("documents" if args.text.endswith(".jsonl") else "windows")
-    tokenizer = load_tokenizer(args.model)
-    model = load_model(args.model, args.dtype, args.adapter)
-    if pattern is not None:
-        prune_by_magnitude(model, pattern)
     began = time.monotonic()
+    progress = shares.first and sys.stderr.isatty()
     found = measure(
-        model, tokenizer, documents, protocol, args.seq_length, args.stride, args.batch_size, sys.stderr.isatty()
+        model,
+        tokenizer,
+        documents,
+        protocol,
+        args.seq_length,
+        args.stride,
+        args.batch_size,
+        progress,
+        args.keep_tail,
+        shares,
     )
+    if not shares.first:
+        return None
     seconds = round(time.monotonic() - began, 2)
     pruned = f", one-shot magnitude {pattern}" if pattern else ""
     print(f"{args.model}{pruned} on {args.text}")
     print(f"  perplexity {found.perplexity:.4f}  ({found.nll:.5f} nats a token)")
     print(f"  {found.tokens} tokens of {found.documents} documents scored, {found.unscored} not")
     dtype = str(model.dtype).removeprefix("torch.")
-    print(f"  protocol {protocol}, seq_length {found.seq_length}, {dtype}, {seconds} s")
+    overlap = f", stride {args.stride}" if args.stride else ""
+    ranks = f", {shares.count} ranks" if shares.count > 1 else ""
+    print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{ranks}")
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
-    result |= {"one_shot": args.one_shot, "adapter": args.adapter, "dtype": dtype, "seconds": seconds}
+    result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": args.adapter}
+    result |= {"dtype": dtype, "seconds": seconds, "ranks": shares.count}
     if args.json:
         try:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
     return result
+
+
+def _read(args: argparse.Namespace) -> list[str]:
+    return read_documents(args.text, args.field, args.limit)
 
 
 if __name__ == "__main__":

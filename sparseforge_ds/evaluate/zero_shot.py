@@ -1,11 +1,17 @@
 """Zero-shot accuracy by lm-evaluation-harness, with its own prompts, on data that lies on this machine if need be.
 
-    python -m sparseforge_ds.evaluate.zero_shot MODEL --tasks arc_easy,piqa
+    python -m sparseforge_ds.evaluate.zero_shot MODEL --suite paper --paper llama2-7b --dense DENSE
     python -m sparseforge_ds.evaluate.zero_shot MODEL --tasks arc_easy --data arc_easy=arc/validation --limit 200
 
 Needs the extra `zero_shot` (lm-eval). Without `--data` the harness downloads a task's data. `--data DIR` looks for
-DIR/TASK.jsonl (or .parquet, .arrow, or a folder DIR/TASK of them), `--data TASK=PATH` names one file or folder. The
-rows must have the task's original columns. The metric to compare with papers is `acc`, unless they say `acc_norm`.
+DIR/TASK.jsonl (or .parquet, .arrow, or a folder DIR/TASK of them, also as `save_to_disk` of datasets writes it, also
+where the hub has it, like DIR/glue/rte/validation); `--data TASK=PATH` names one file or folder. The rows must have
+the task's original columns. The metric to compare with papers is `acc`, unless they say `acc_norm`; both are shown,
+with the standard errors of the harness.
+
+`--suite paper` is ARC-challenge, ARC-easy, BoolQ, HellaSwag, OpenBookQA, RTE, WinoGrande, RACE and PIQA, with the two
+means of seven that the paper (arXiv 2605.06402) has; `--paper` puts its dense and 2:4 numbers beside ours, as far as
+they are known. Text of these benchmarks in the training data makes the comparison worthless: some mixtures have it.
 """
 
 from __future__ import annotations
@@ -13,46 +19,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
 from sparseforge_ds.evaluate.pretrained import DTYPES, load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES
+from sparseforge_ds.evaluate.task_data import BUILDERS, find_data, is_prepared
 from sparseforge_ds.mask.pattern import parse_pattern
 
-_BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-
-
-def find_data(tasks: Sequence[str], data: Sequence[str]) -> dict[str, list[Path]]:
-    """The local files of every task.
-
-    Args:
-        data: `DIR` or `TASK=PATH`, as on the command line.
-
-    Returns:
-        Files by task; tasks without local data are absent only when `data` is empty.
-
-    Raises:
-        ValueError: a path does not exist or holds no usable file, or a task has no data although some was given.
-    """
-    named = dict(entry.split("=", 1) for entry in data if "=" in entry)
-    folders = [Path(entry) for entry in data if "=" not in entry]
-    for task in named:
-        if task not in tasks:
-            raise ValueError(f"--data {task}=...: {task} is not in --tasks {','.join(tasks)}")
-    found: dict[str, list[Path]] = {}
-    for task in tasks if data else ():
-        places = [Path(named[task])] if task in named else [f / f"{task}{s}" for f in folders for s in ("", *_BUILDERS)]
-        place = next((place for place in places if place.exists()), None)
-        if place is None:
-            raise ValueError(f"--data: no data of {task}; looked for {', '.join(map(str, places)) or 'nothing'}")
-        files = sorted(file for file in place.iterdir() if file.suffix in _BUILDERS) if place.is_dir() else [place]
-        if not files or len({file.suffix for file in files}) != 1 or files[0].suffix not in _BUILDERS:
-            raise ValueError(f"--data {place}: give files of one kind, {', '.join(_BUILDERS)}")
-        found[task] = files
-    return found
+_FOLDERS = {"boolq": "super_glue/boolq", "rte": "glue/rte"}
+"""Where the harness keeps tasks that have no file of their own name."""
 
 
 def measure(
@@ -79,15 +59,12 @@ def measure(
         ValueError: lm-eval is not installed, a task is unknown, or its data does not have the task's columns.
     """
     try:
+        from jinja2 import TemplateError
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(f"lm-eval cannot be imported ({error}); pip install 'sparseforge_ds[zero_shot]'") from None
-    manager = TaskManager()
-    for task in tasks:
-        if task not in manager.all_tasks:
-            raise ValueError(f"--tasks {task}: lm-eval knows no such task; `lm-eval ls tasks` lists them")
+    manager = _task_manager(tasks)
     length = max_length or model.config.get_text_config().max_position_embeddings
     wrapped = HFLM(
         pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=length, device=str(model.device)
@@ -100,10 +77,10 @@ def measure(
             tasks=[{"group": "sparseforge", "task": members}],
             num_fewshot=0,
             limit=limit,
-            bootstrap_iters=0,
+            bootstrap_iters=1,  # switches standard errors on; those of a mean have a formula
             task_manager=manager,
         )
-    except (KeyError, OSError, TypeError) as error:
+    except (KeyError, OSError, TypeError, TemplateError) as error:
         raise ValueError(
             f"--tasks {','.join(tasks)}: the data does not fit ({type(error).__name__}: {error})"
         ) from error
@@ -115,57 +92,119 @@ def measure(
     return results
 
 
+def _task_manager(tasks: Iterable[str]) -> Any:
+    """The harness' index of tasks. To read all its thousands of files takes many seconds; those of a task, none."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    root = Path(lm_eval.__file__).parent / "tasks"
+    folders = {root / _FOLDERS[task] if task in _FOLDERS else _folder_of(root, task) for task in tasks}
+    present = [str(folder) for folder in folders if folder is not None and folder.is_dir()]
+    manager = TaskManager(include_defaults=False, include_path=present)
+    if not set(tasks) <= set(manager.all_tasks):
+        manager = TaskManager()
+    for task in tasks:
+        if task not in manager.all_tasks:
+            raise ValueError(f"--tasks {task}: lm-eval knows no such task; `lm-eval ls tasks` lists them")
+    return manager
+
+
+def _folder_of(root: Path, task: str) -> Path | None:
+    named = next(iter(root.glob(f"*/{task}.yaml")), None)
+    return None if named is None else named.parent
+
+
 def _override(task: str, files: list[Path]) -> dict[str, Any]:
+    prepared = {"process_docs": None, "doc_to_target": "gold"} if is_prepared(task, files) else {}
     return {
         "task": task,
-        "dataset_path": _BUILDERS[files[0].suffix],
+        "dataset_path": BUILDERS[files[0].suffix],
         "dataset_name": None,
         "dataset_kwargs": {"data_files": {"test": [str(file.absolute()) for file in files]}},
         "training_split": None,
         "validation_split": None,
         "test_split": "test",
+        **prepared,
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 with one line on stderr."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
         prog="python -m sparseforge_ds.evaluate.zero_shot",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="folder or hub id of a Hugging Face model")
-    parser.add_argument("--tasks", required=True, help="names of the harness, with commas between")
-    parser.add_argument("--data", action="append", default=[], metavar="DIR|TASK=PATH", help="local data; repeatable")
-    parser.add_argument("--limit", type=int, help="items of each task")
-    parser.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
-    parser.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter to put on the model (needs peft)")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--json", metavar="FILE", help="also write the result to a file")
-    args = parser.parse_args(arguments)
+    result.add_argument("model", help="folder or hub id of a Hugging Face model")
+    which = result.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tasks", help="names of the harness, with commas between")
+    which.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
+    result.add_argument("--data", action="append", default=[], metavar="DIR|TASK=PATH", help="local data; repeatable")
+    result.add_argument("--dense", metavar="MODEL", help="run the dense model too, in the same dtype")
+    result.add_argument("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
+    result.add_argument("--limit", type=int, help="items of each task")
+    result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
+    result.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter to put on the model (needs peft)")
+    result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
+    result.add_argument("--batch_size", type=int, default=8)
+    result.add_argument("--json", metavar="FILE", help="also write the result to a file")
+    result.add_argument("--markdown", metavar="FILE", help="also write the table to a file")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, or 2 with one line on stderr."""
+    args = parser().parse_args(arguments)
     try:
-        pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
-        tasks = [task for task in args.tasks.split(",") if task]
-        data = find_data(tasks, args.data)
-        tokenizer = load_tokenizer(args.model)
-        model = load_model(args.model, args.dtype, args.adapter)
-        if pattern is not None:
-            prune_by_magnitude(model, pattern)
-        results = measure(model, tokenizer, tasks, data, args.limit, args.batch_size)
-        if args.json:
-            try:
-                Path(args.json).write_text(json.dumps({"model": args.model, "tasks": results}, indent=2) + "\n")
-            except OSError as error:
-                raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+        result, table = _run(args)
+        for flag, path, text in (
+            ("json", args.json, json.dumps(result, indent=2)),
+            ("markdown", args.markdown, table),
+        ):
+            _write(flag, path, text)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for task, metrics in results.items():
-        shown = ", ".join(f"{key} {100 * metrics[key]:.2f}%" for key in ("acc", "acc_norm") if key in metrics)
-        print(f"{task:<16} {shown or json.dumps(metrics)}  ({metrics['items']:g} items)")
-    print(json.dumps({"model": args.model, "tasks": results}))
+    print(table)
+    print(json.dumps(result))
     return 0
+
+
+def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
+    tasks = list(SUITES[args.suite]) if args.suite else list(dict.fromkeys(t for t in args.tasks.split(",") if t))
+    if not tasks:
+        raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
+    data = find_data(tasks, args.data)
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, args.dtype, args.adapter)
+    dtype = str(model.dtype).removeprefix("torch.")
+    if pattern is not None:
+        prune_by_magnitude(model, pattern)
+    found = {"this": measure(model, tokenizer, tasks, data, args.limit, args.batch_size)}
+    if args.dense is not None:
+        del model
+        dense, tokenizer = load_model(args.dense, dtype), load_tokenizer(args.dense)
+        found["dense"] = measure(dense, tokenizer, tasks, data, args.limit, args.batch_size)
+    result: dict[str, Any] = {"model": args.model, "tasks": found["this"], "means": _means(found["this"])}
+    if "dense" in found:
+        result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}
+    result |= {"one_shot": args.one_shot, "adapter": args.adapter, "dtype": dtype, "limit": args.limit}
+    return result, accuracy_table(found, args.paper)
+
+
+def _means(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    means = {suite: mean_accuracy(results, suite) for suite in MEANS}
+    return {suite: mean for suite, mean in means.items() if mean is not None}
+
+
+def _write(flag: str, path: str | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ValueError(f"--{flag} {path}: cannot be written ({error})") from None
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "evaluate.perplexity": {"tqdm"},
     "evaluate.pretrained": {"config", "model.families"},
     "evaluate.text": {"train.stdlib_text"},
-    "evaluate.zero_shot": {"lm_eval"},
+    "evaluate.zero_shot": {"lm_eval", "jinja2"},
 }
 # Parts that may import everything: the way to run it, and the public names.
 FREE = {"train", "__init__", "__main__"}

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
+from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparseforge_ds.evaluate.perplexity import main, measure
+from sparseforge_ds.evaluate.perplexity import Perplexity, main, measure
 from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.shares import Shares
+from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
+from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
 DOCUMENTS = ["Once upon a time there was a cat.", "The cat sat. It was happy!", "One day a big dog came."]
@@ -58,6 +63,69 @@ def test_windows_against_a_naive_loop(stories: str, seq_length: int, stride: int
         total, count, done = total + nll, count + tokens, start + seq_length
     assert (found.tokens, found.unscored) == (count, len(ids) - count)
     assert found.nll == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_tail_is_scored_on_request(stories: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    ids = tokenizer("\n\n".join(DOCUMENTS))["input_ids"]
+    for length, stride in ((16, None), (16, 5)):
+        found = measure(model.eval(), tokenizer, DOCUMENTS, "windows", length, stride, keep_tail=True)
+        first = stride or length
+        starts = [s for s in range(0, len(ids), first) if s == 0 or s - first + length < len(ids)]
+        total, count, done = 0.0, 0, 0
+        for start in starts:
+            nll, tokens = naive_nll(model, ids[start : start + length], max(done - start, 1))
+            total, count, done = total + nll, count + tokens, start + length
+        assert found.tokens == count
+        assert found.unscored == (1 if stride else len(starts)), "only what has nothing before it in its window"
+        assert found.nll == pytest.approx(total / count, rel=1e-5)
+
+
+def share_of_ranks(model: str) -> tuple[Perplexity, float]:
+    shares = Shares(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    found = measure(load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents", batch_size=2, shares=shares)
+    with pytest.raises(ValueError, match="^on rank 1: odd$"):
+        shares.everywhere(lambda: refuse() if shares.rank == 1 else None)
+    return found, found.nll
+
+
+def refuse() -> None:
+    raise ValueError("odd")
+
+
+def test_the_number_is_the_same_at_any_number_of_ranks(stories: str) -> None:
+    alone = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, "documents", batch_size=2)
+    for found, nll in run_distributed(share_of_ranks, 3, stories):
+        assert found == alone and nll == alone.nll
+
+
+def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["", " = A cat = \n", "", " The cat sat . \n", " It was happy . \n"] * 4
+    dataset = Dataset.from_list([{"text": row} for row in rows])
+    DatasetDict(test=dataset).save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "joined.txt").write_text("\n\n".join(rows))
+    found = []
+    for text in (str(tmp_path / "joined.txt"), f"wikitext2:{tmp_path / 'saved'}", f"wikitext2:{tmp_path}/rows.parquet"):
+        assert main([stories, "--text", text, "--seq_length", "32"]) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["nll"])
+    assert found[0] == found[1] == found[2]
+    DatasetDict(train=dataset).save_to_disk(tmp_path / "other")
+    dataset.rename_column("text", "line").to_parquet(tmp_path / "line.parquet")
+    for path, message in (("other", "has the splits train, and no test"), ("line.parquet", "no column 'text' (line)")):
+        assert main([stories, "--text", f"wikitext2:{tmp_path / path}"]) == 2
+        assert message in capsys.readouterr().err
+    assert main([stories, "--text", f"wikitext2:{tmp_path}/joined.txt"]) == 2
+    assert "is --text FILE.txt" in capsys.readouterr().err
+
+
+def test_wikitext2_has_the_well_known_number_of_tokens(assets: Path) -> None:
+    text, folder = assets / "text" / "wikitext2" / "test.txt", assets / "tokenizers" / "llama2"
+    if not text.is_file() or not folder.is_dir():
+        pytest.skip(f"no {text} or {folder}")
+    processor = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    (document,) = read_documents(str(text))
+    assert len(processor.encode(document)) + 1 == 341_469
 
 
 def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
@@ -123,6 +191,7 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (stories, "--text", good, "--seq_length", "513"): "the model has 512 positions",
         (stories, "--text", good, "--protocol", "windows"): "less than one window",
         (stories, "--text", good, "--stride", "4"): "--stride belongs to --protocol windows",
+        (stories, "--text", good, "--keep_tail"): "--keep_tail belongs to --protocol windows",
         (stories, "--text", good, "--one_shot", "4:2"): "needs 0 < n < m",
         (stories, "--text", good, "--one_shot", "5:7"): "not a multiple of 7",
         (stories, "--text", good, "--limit", "0"): "--limit 0",

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparseforge_ds.evaluate.zero_shot import find_data, main
+from sparseforge_ds.evaluate.published import SUITES
+from sparseforge_ds.evaluate.zero_shot import main
 
 ROWS = [
     {"goal": "The dog was happy and", "sol1": "ran to the park", "sol2": "zzz qqq xxx", "label": 0},
@@ -39,25 +41,40 @@ def test_piqa_against_likelihoods_by_hand(assets: Path, tmp_path: Path, capsys: 
         right += int(scores[1] > scores[0]) == row["label"]
     assert result["items"] == 3
     assert result["acc"] == pytest.approx(right / 3)
+    share = right / 3
+    assert result["acc_stderr"] == pytest.approx((share * (1 - share) / 2) ** 0.5)
 
 
-def test_find_data(tmp_path: Path) -> None:
-    (tmp_path / "piqa").mkdir()
-    (tmp_path / "piqa" / "a.arrow").touch()
-    (tmp_path / "piqa" / "info.json").touch()
-    (tmp_path / "boolq.jsonl").touch()
-    (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed" / "a.arrow").touch()
-    (tmp_path / "mixed" / "a.jsonl").touch()
-    assert find_data(["piqa"], []) == {}
-    assert find_data(["piqa", "boolq"], [str(tmp_path)]) == {
-        "piqa": [tmp_path / "piqa" / "a.arrow"],
-        "boolq": [tmp_path / "boolq.jsonl"],
-    }
-    assert find_data(["rte"], [f"rte={tmp_path / 'boolq.jsonl'}"]) == {"rte": [tmp_path / "boolq.jsonl"]}
-    with pytest.raises(ValueError, match="no data of rte; looked for"):
-        find_data(["piqa", "rte"], [str(tmp_path)])
-    with pytest.raises(ValueError, match="give files of one kind"):
-        find_data(["piqa"], [f"piqa={tmp_path / 'mixed'}"])
-    with pytest.raises(ValueError, match="boolq is not in --tasks piqa"):
-        find_data(["piqa"], ["boolq=x"])
+RACE = {
+    "article": "The cat sat. It was happy.",
+    "problems": "[{'question': 'Who sat?', 'options': ['a cat', 'a dog', 'a fox', 'an owl'], 'answer': 'A'}]",
+}
+
+
+def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All nine: `save_to_disk` folders where the hub has them, rows that are prepared already, and RACE by hand."""
+    pytest.importorskip("lm_eval")
+    folder, benchmarks = assets / "models" / "stories260K", assets / "benchmarks"
+    if not folder.is_dir() or not benchmarks.is_dir():
+        pytest.skip(f"no model and benchmarks in {assets}")
+    Dataset.from_list([RACE] * 4).save_to_disk(tmp_path / "race" / "test")
+    hellaswag = benchmarks / "hellaswag" / "hellaswag_val_1k.jsonl"
+    report, table = tmp_path / "report.json", tmp_path / "table.md"
+    command = [str(folder), "--suite", "paper", "--data", str(benchmarks), "--data", str(tmp_path), "--limit", "4"]
+    command += ["--data", f"hellaswag={hellaswag}", "--dense", str(folder), "--paper", "llama2-7b"]
+    assert main([*command, "--one_shot", "2:4", "--json", str(report), "--markdown", str(table)]) == 0
+    result = json.loads(report.read_text())
+    assert set(result["tasks"]) == set(result["dense"]["tasks"]) == set(SUITES["paper"])
+    assert all(metrics["items"] == 4 and "acc_stderr" in metrics for metrics in result["tasks"].values())
+    assert result["tasks"] != result["dense"]["tasks"]
+    for suite, mean in result["means"].items():
+        assert mean == pytest.approx(sum(result["tasks"][task]["acc"] for task in SUITES[suite]) / 7)
+    shown = table.read_text()
+    assert shown.strip() in capsys.readouterr().out
+    assert "this: acc | this: acc_norm | dense: acc | dense: acc_norm | paper, dense llama2-7b" in shown
+    assert shown.count("±") >= 2 * len(SUITES["paper"])
+    assert "| 56.43 | 57.27 |" in shown
+
+    (tmp_path / "odd.jsonl").write_text('{"ctx_a": "A cat", "endings": ["sat", "xyl"]}\n')
+    assert main([str(folder), "--tasks", "hellaswag", "--data", f"hellaswag={tmp_path / 'odd.jsonl'}"]) == 2
+    assert "--tasks hellaswag: the data does not fit (KeyError: 'ctx_b')" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
+from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES
+
+SEVEN = {
+    task: {"acc": 0.1 * i, "acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "items": 100.0}
+    for i, task in enumerate(SUITES["with_race"])
+}
+
+
+def test_the_suites_are_seven_of_nine() -> None:
+    assert len(SUITES["paper"]) == 9
+    for suite in MEANS:
+        assert len(SUITES[suite]) == 7 and set(SUITES[suite]) < set(SUITES["paper"])
+    for published in PUBLISHED.values():
+        assert set(published.dense) | set(published.sparse) <= set(SUITES["paper"])
+        assert set(published.dense_mean) | set(published.sparse_mean) <= {*MEANS, "seven"}
+
+
+def test_the_mean_is_plain_acc_and_needs_every_task() -> None:
+    assert mean_accuracy(SEVEN, "with_race") == pytest.approx(0.3)
+    assert mean_accuracy(SEVEN, "with_rte") is None
+
+
+def test_ours_beside_the_papers_and_empty_where_nothing_is_known() -> None:
+    lines = accuracy_table({"this": SEVEN}, "llama2-7b").splitlines()
+    assert lines[0] == "| task | items | this: acc | this: acc_norm | paper, dense llama2-7b | paper, 2:4, 5B tokens |"
+    assert "| arc_challenge | 100 | 0.00 ± 1.00 | 90.00 ± 2.00 | 43.52 |  |" in lines
+    assert "| race | 100 | 50.00 ± 1.00 | 90.00 ± 2.00 | 39.52 | 41.63 |" in lines
+    assert "| piqa | 100 | 60.00 ± 1.00 | 90.00 ± 2.00 |  |  |" in lines
+    assert lines[-1].endswith("| 30.00 |  | 56.43 | 57.27 |") and len(lines) == 2 + 7 + 1
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def test_without_a_paper_and_with_two_models() -> None:
+    dense = {"boolq": {"acc": 0.5, "items": 10.0}}
+    lines = accuracy_table({"this": SEVEN, "dense": dense}, None).splitlines()
+    assert lines[0].endswith("| this: acc | this: acc_norm | dense: acc | dense: acc_norm |")
+    assert "| boolq | 10 |  |  | 50.00 |  |" in lines
+    assert "mean of seven tasks" in accuracy_table({"this": dense}, "qwen3-8b")
