@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from sparseforge_ds.train.chunks import Sizes
-from sparseforge_ds.train.producer import Job
+from sparseforge_ds.train.producer import Job, Maker
 from sparseforge_ds.train.text_files import FileStream, find_files
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 
@@ -43,3 +43,36 @@ def row_of(documents: list[str], count: int) -> list[int]:
     while len(row) < count:
         row += once
     return row[:count]
+
+
+class Alone:
+    """One rank, which agrees with itself."""
+
+    first = True
+
+    def everywhere(self, work):
+        return work()
+
+    def on_first(self, work):
+        return work()
+
+
+class InPlace:
+    """A producer without a process, so that a test can look at every position."""
+
+    def __init__(self, some_job):
+        self.maker = Maker(some_job)
+        self.wanted = []
+
+    def wait(self, chunk):
+        return self.maker.make(chunk)
+
+    def want(self, chunk):
+        self.wanted.append(chunk)
+
+    def adopt(self, records):
+        for chunk, record in records.items():
+            self.maker.chunks.adopt(chunk, record)
+
+    def discard(self, before):
+        self.maker.discard(before)

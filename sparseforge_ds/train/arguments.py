@@ -93,8 +93,8 @@ class RunArguments:
         metadata={
             "nargs": "?",
             "const": True,
-            "help": "continue from the newest complete checkpoint of the run folder; --resume auto starts the run where "
-            "there is none yet, so that one command serves the first start and every later one",
+            "help": "continue from the newest complete checkpoint of the run folder; --resume auto starts the run "
+            "where there is none yet, so that one command serves the first start and every later one",
         },
     )
     allow_dense: list[str] = field(
@@ -121,8 +121,8 @@ class RunArguments:
         _require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "use an integer >= 0")
         _require(self.log_every >= 1, "log_every", self.log_every, "use an integer >= 1")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
-        for name, value in (("model", self.model), ("output_dir", self.output_dir), *(("dataset", source) for source in self.dataset)):
-            _require(bool(value), name, value, "give a value or leave the flag out")
+        for name, values in (("model", [self.model]), ("output_dir", [self.output_dir]), ("dataset", self.dataset)):
+            _require(all(values), name, "", "give a value or leave the flag out")
         if not self.dataset:
             object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparseforge_ds.train.mixed_windows import Mixed
 from sparseforge_ds.train.packing import Packed
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.streaming import Streamed
@@ -9,7 +10,7 @@ from sparseforge_ds.train.streaming import Streamed
 _BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 
 
-def banner(plan: Plan, text: Packed | Streamed) -> str:
+def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
     """The start banner."""
     config, arguments, coverage = plan.config, plan.arguments, plan.coverage
     steps, schedule = config.max_steps, config.resolved_schedule
@@ -24,8 +25,8 @@ def banner(plan: Plan, text: Packed | Streamed) -> str:
             f"{config.pattern} in {coverage.weights} weights: {coverage.of_prunable:.1f}% of the prunable and "
             f"{coverage.of_all:.1f}% of all parameters under a mask",
         ),
-        ("mask", f"importance {config.importance}, an update every {schedule.update_every} steps"),
         *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in plan.uncovered),
+        ("mask", f"importance {config.importance}, an update every {schedule.update_every} steps"),
         (
             "schedule",
             ", ".join(
@@ -57,7 +58,8 @@ def banner(plan: Plan, text: Packed | Streamed) -> str:
         ("output", str(plan.folder)),
     ]
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"  {name:<{width}}  {content}" for name, content in lines)
+    below = "\n" + " " * (width + 4)
+    return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
 
 
 def _low_rank_line(plan: Plan) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ stream (streaming.py). Legend of shape suffixes: B sequences, S tokens of a sequ
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,17 @@ class Layout:
     def global_batch(self) -> int:
         """Sequences of an optimizer step, over all ranks."""
         return self.micro_batch * self.accumulation * self.world_size
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How far a source of text has been read."""
+
+    name: str
+    windows: int
+    """Consumed by the run, over all ranks."""
+    epochs: float
+    """How often its end has been passed; of a text that is there whole, with the part of the present one."""
 
 
 class Windows(Protocol):
@@ -60,6 +72,10 @@ class Windows(Protocol):
         """Continue at `position`, with what `state` returned. Does not communicate."""
         ...
 
+    def reading(self, position: int) -> list[Reading]:
+        """How far every source has been read when the run has consumed `position` windows."""
+        ...
+
 
 class PackedWindows:
     """Window i is window `permutation(seed, epoch)[i]` of a text that is there whole.
@@ -70,24 +86,27 @@ class PackedWindows:
         seq_length: S.
         seed: seed of the order.
         at_least: windows that the text must have.
+        name: what users call it.
 
     Raises:
         ValueError: the text is shorter than `at_least` windows.
     """
 
-    def __init__(self, token: np.ndarray, key: str, seq_length: int, seed: int, at_least: int) -> None:
+    def __init__(
+        self, token: np.ndarray, key: str, seq_length: int, seed: int, at_least: int, name: str = "text"
+    ) -> None:
         self.windows = len(token) // seq_length
         if self.windows < at_least:
             raise ValueError(
-                f"the text has {len(token):,} tokens, {self.windows} windows of --seq_length {seq_length}: too little "
-                f"for one batch of {at_least}; give more text with --dataset, or shorter sequences"
+                f"--dataset {name} has {len(token):,} tokens, {self.windows} windows of --seq_length {seq_length}: too "
+                f"little for one batch of {at_least}; give more text, or shorter sequences"
             )
         self.token = token
         self.key = key
         self.seq_length = seq_length
         self.seed = seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self.name = name
+        self._orders: dict[int, np.ndarray] = {}
 
     def prepare(self, first: int, stop: int) -> None:
         """Nothing: all windows are at hand."""
@@ -95,10 +114,11 @@ class PackedWindows:
     def window(self, sample: int) -> np.ndarray:
         """(S,) ids."""
         epoch, place = divmod(sample, self.windows)
-        if epoch != self._epoch:
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-            self._epoch = epoch
-        start = int(self._order[place]) * self.seq_length
+        if epoch not in self._orders:
+            # Two, because a mixture goes back and forth across the end of an epoch.
+            self._orders = {other: order for other, order in self._orders.items() if abs(other - epoch) == 1}
+            self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
+        start = int(self._orders[epoch][place]) * self.seq_length
         return self.token[start : start + self.seq_length]
 
     def passed(self, position: int) -> None:
@@ -110,6 +130,10 @@ class PackedWindows:
 
     def load(self, state: dict[str, Any], position: int) -> None:
         """Nothing."""
+
+    def reading(self, position: int) -> list[Reading]:
+        """How far the text has been read when the run has consumed `position` windows."""
+        return [Reading(self.name, position, position / self.windows)]
 
 
 class Batches:
@@ -125,6 +149,7 @@ class Batches:
         self.layout = layout
         self.position = 0
         """Sequences that the run has consumed, over all ranks."""
+        self._epochs: dict[str, int] | None = None
 
     def __iter__(self) -> Batches:
         return self
@@ -154,6 +179,35 @@ class Batches:
         first = self.position if position is None else position
         self.windows.prepare(first, first + self.layout.micro_batch * self.layout.world_size)
 
+    def prepare_step(self) -> None:
+        """Have the whole next global batch at hand, so that text cannot end in the middle of a step; as `prepare`."""
+        self.windows.prepare(self.position, self.position + self.layout.global_batch)
+
+    def reading(self) -> list[Reading]:
+        """How far every source of the text has been read."""
+        return self.windows.reading(self.position)
+
+    def scalars(self) -> dict[str, float]:
+        """How far every source of the text has been read, tagged for the log."""
+        readings = self.reading()
+        alone = len(readings) == 1
+        result = {}
+        for number, reading in enumerate(readings):
+            tag = "data" if alone else f"data/{number}_" + re.sub(r"[^\w.-]+", "_", reading.name).strip("_")
+            result[f"{tag}/tokens"] = float(reading.windows * self.windows.seq_length)
+            result[f"{tag}/epochs"] = reading.epochs
+        return result
+
+    def news(self) -> list[str]:
+        """Lines about the sources that have begun again since the last call, for the 1st, 2nd, 4th, 8th, ... time."""
+        epochs = {reading.name: int(reading.epochs) for reading in self.reading()}
+        before, self._epochs = self._epochs, epochs
+        return [
+            f"--dataset {name}: read {now} time{'s' * (now > 1)}, begins again"
+            for name, now in epochs.items()
+            if before is not None and now.bit_length() > before[name].bit_length()
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""
         windows = self.windows
@@ -167,7 +221,7 @@ class Batches:
             ValueError: the state belongs to another text, another sequence length or another order.
         """
         for name, here, cure in (
-            ("key", self.windows.key, "--dataset and --text_field, with unchanged files"),
+            ("key", self.windows.key, "--dataset (its weights too) and --text_field, with unchanged files"),
             ("seq_length", self.windows.seq_length, "--seq_length"),
             ("seed", self.windows.seed, "--seed"),
         ):

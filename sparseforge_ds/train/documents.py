@@ -15,7 +15,8 @@ from sparseforge_ds.train.arguments import EMBEDDED_TEXT
 from sparseforge_ds.train.hub import HubStream
 from sparseforge_ds.train.text_files import SUFFIXES, FileStream, find_files, read_file, stamps
 
-_STREAM = "stream:"
+STREAM = "stream:"
+"""Before a path: read it while the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Stream(Protocol):
 
 
 def find_documents(dataset: str, text_field: str) -> Documents | Stream:
-    """The documents of a `--dataset`.
+    """The documents of one source of `--dataset`.
 
     Looks, but reads nothing except the first record of a file, whose field must exist.
 
@@ -79,18 +80,19 @@ def find_documents(dataset: str, text_field: str) -> Documents | Stream:
         recipe = hashlib.sha256(Path(stdlib_text.__file__).read_bytes()).hexdigest()
         identity = f"stdlib {sys.version} {recipe}"
         return Documents("stdlib", identity, lambda: iter(stdlib_text.stdlib_documents("train")))
-    path = Path(dataset.removeprefix(_STREAM))
+    path = Path(dataset.removeprefix(STREAM))
     if path.exists():
         files = find_files(path)
         for file in files:
             next(read_file(file, text_field), None)
-        if dataset.startswith(_STREAM):
+        if dataset.startswith(STREAM):
             return FileStream(dataset, files, text_field)
         identity = json.dumps(["files", stamps(files), text_field])
         return Documents(dataset, identity, lambda: (text for file in files for text in read_file(file, text_field)))
-    if dataset.startswith((".", "/", "~", _STREAM)) or dataset.count("/") != 1 or dataset.endswith(SUFFIXES):
+    is_hub_id = dataset.partition(":")[0].count("/") == 1 and not dataset.endswith(SUFFIXES)
+    if not is_hub_id or dataset.startswith((".", "/", "~", STREAM)):
         raise ValueError(
             f"--dataset {dataset}: no such file or folder; give {', '.join(SUFFIXES)}, a folder of them, "
-            f"{_STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}"
+            f"{STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}; in a mixture with =WEIGHT"
         )
     return HubStream(dataset, text_field)

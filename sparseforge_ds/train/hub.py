@@ -1,20 +1,31 @@
-"""Datasets of the hub, read over the network while the run goes on, always at the revision that the run began with."""
+"""Datasets of the hub, read over the network while the run goes on, always at the revision that the run began with.
+
+`datasets` says which files a dataset has; they are read line by line as local files are, and of a record nothing but
+its text. So shards of one dataset may differ in all their other fields (`datasets` would cast them to those of the
+first shard, and fail), and every kind of compression that local files have is readable.
+"""
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.train.text_files import text_of
+from sparseforge_ds.train.text_files import SUFFIXES, FileReader, documents_of
+
+_WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
+"""Seconds before each new attempt at a file, after the attempts that huggingface_hub makes by itself."""
 
 
 @dataclass(frozen=True)
 class HubStream:
-    """The train split of `owner/name` or `owner/name:config`."""
+    """The train split of `owner/name`, `owner/name:config` or `owner/name:folder/of/it`."""
 
     name: str
     text_field: str
@@ -22,13 +33,13 @@ class HubStream:
     @property
     def identity(self) -> str:
         """Two streams with equal identity give the same documents, at the same revision."""
-        return json.dumps(["hub", self.name, self.text_field])
+        return json.dumps(["hub files", self.name, self.text_field])
 
     def read(self, state: dict[str, Any] | None = None) -> HubReader:
         """The documents of today's revision from the start, or from where a reader's `state` was taken.
 
         Raises:
-            ValueError: there is no such dataset, or it cannot be reached.
+            ValueError: there is no such dataset, it cannot be reached, or its files are of a kind that is not readable.
         """
         return HubReader(self, state)
 
@@ -38,53 +49,54 @@ class HubReader:
 
     def __init__(self, stream: HubStream, state: dict[str, Any] | None) -> None:
         self._stream = stream
-        self._row = 0
-        # Kept here: before its first record, a dataset does not say where it is.
-        self._position: dict[str, Any] | None = None
         self._revision = self._latest_revision() if state is None else state["revision"]
-        self._open(state)
+
+        def read(file: str) -> Iterator[str]:
+            return read_url(file, stream.text_field, f"--dataset {stream.name}")
+
+        self._documents = FileReader(self._find_files(), read, state)
 
     def __iter__(self) -> HubReader:
         return self
 
     def __next__(self) -> str:
-        import datasets
-
-        try:
-            record = next(self._records)
-        except (OSError, EOFError, zlib.error, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(
-                f"--dataset {self._stream.name}, row {self._row}: cannot be read any further ({error}); check the "
-                "network and continue with --resume"
-            ) from error
-        text = text_of(record, self._stream.text_field, f"{self._stream.name}, row {self._row}")
-        self._row += 1
-        self._position = self._dataset.state_dict()
-        return text
+        return next(self._documents)
 
     def state(self) -> dict[str, Any]:
-        """Where the next document is, as JSON types: the revision, and the position that `datasets` has in it."""
-        return {"revision": self._revision, "row": self._row, "position": self._position}
+        """Where the next document is, as JSON types: the revision, which file, and which record of it."""
+        return {"revision": self._revision, **self._documents.state()}
 
     def rewind(self) -> None:
         """Go back to the first document, of the same revision."""
-        self._open(None)
+        self._documents.rewind()
 
-    def _open(self, state: dict[str, Any] | None) -> None:
+    def _find_files(self) -> tuple[str, ...]:
+        """Addresses of the train split's files, in the order of their names."""
         import datasets  # heavy, and needed for the hub only
 
-        name, _, config = self._stream.name.partition(":")
+        name, _, part = self._stream.name.partition(":")
+        is_folder = "/" in part  # all of it: by names of files, `datasets` would guess at splits and leave some out
+        which: dict[str, Any] = {"data_files": {"train": f"{part}/**"}} if is_folder else {"name": part or None}
         try:
-            self._dataset: Any = datasets.load_dataset(
-                name, config or None, split="train", streaming=True, revision=self._revision
-            )
+            builder = datasets.load_dataset_builder(name, **which, revision=self._revision)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise self._unreachable(error) from error
-        self._position = None if state is None else state["position"]
-        if self._position is not None:
-            self._dataset.load_state_dict(self._position)
-        self._row = 0 if state is None else state["row"]
-        self._records: Iterator[dict[str, Any]] = iter(self._dataset)
+        splits = builder.config.data_files or {}
+        if "train" not in splits:
+            raise ValueError(
+                f"--dataset {self._stream.name}: has no split train (there are: {', '.join(map(str, splits)) or 'none'}"
+                "); download what you want of it and give the files"
+            )
+        files = tuple(sorted(map(str, splits["train"])))
+        if is_folder:
+            files = tuple(file for file in files if file.endswith(SUFFIXES)) or files
+        for file in files:
+            if not file.endswith((*SUFFIXES, ".json")):
+                raise ValueError(
+                    f"--dataset {self._stream.name}: {file} is none of {', '.join(SUFFIXES)}; name a configuration or "
+                    "folder without such files as owner/name:config or owner/name:folder/subfolder"
+                )
+        return files
 
     def _latest_revision(self) -> str | None:
         import huggingface_hub
@@ -103,3 +115,36 @@ class HubReader:
             "check the name and the network, name one of its configurations as owner/name:config, "
             "or download it and give the files"
         )
+
+
+def read_url(
+    file: str, text_field: str, who: str, open_documents: Callable[[str, str], Iterator[str]] = documents_of
+) -> Iterator[str]:
+    """The documents of a file behind an address. After a failure of the network it goes on with the next document.
+
+    Raises:
+        ValueError: the file is damaged, a record has no text, or the network fails again and again.
+    """
+    import huggingface_hub
+
+    done, failures = 0, 0
+    while True:
+        try:
+            for text in itertools.islice(open_documents(file, text_field), done, None):
+                yield text
+                done, failures = done + 1, 0
+            return
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{who}: {file}, document {done}: not readable ({error}); the file is damaged on the hub, or was cut "
+                "off on the way: continue with --resume"
+            ) from error
+        except (OSError, huggingface_hub.errors.HTTPError) as error:
+            if failures == len(_WAITS):
+                raise ValueError(
+                    f"{who}: {file}, document {done}: cannot be read any further ({error}); check the network and "
+                    "continue with --resume"
+                ) from error
+            print(f"note: {who}: {file}, document {done}: {error}; trying again", flush=True)
+            time.sleep(_WAITS[failures])
+            failures += 1

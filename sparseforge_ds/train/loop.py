@@ -36,7 +36,8 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
 
     Raises:
         Stopped: some rank was asked to make room; the present step is saved.
-        AgreedError: the loss stays infinite or NaN.
+        AgreedError: the loss stays infinite or NaN, or the text cannot be read any further; the steps until then are
+            saved in the second case.
         ValueError: a weight was pruned without ever having been measured.
         OSError: a checkpoint cannot be written.
     """
@@ -52,6 +53,12 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         for group in engine.basic_optimizer.param_groups:
             group["lr"] = rate(forge.step_count)
         before, updated = forge.step_count, False
+        try:
+            batches.prepare_step()
+        except AgreedError:  # between two steps: all ranks are here, and nothing is half done
+            if before and saved != before and not failures:
+                save(shop, checkpoints, monitor, before)
+            raise
         losses = torch.zeros(len(LOSSES), device=shop.device)
         for _ in range(batches.layout.accumulation):
             token_BS = next(batches).to(shop.device, non_blocking=True)
@@ -84,7 +91,10 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
             norm = engine.get_global_grad_norm()
             if norm is not None:  # stage 0 in fp32 without clipping computes none
                 scalars["train/grad_norm"] = float(norm)
+            scalars |= batches.scalars()
             monitor.step(step, scalars, forge.dials)
+            for line in batches.news():
+                monitor.say(line)
             if updated:
                 monitor.write(step, forge.metrics)
             _look_closer(shop, monitor, step)

@@ -22,7 +22,8 @@ from sparseforge_ds.train.deepspeed_config import (
     training_dtype,
     zero_stage,
 )
-from sparseforge_ds.train.documents import Documents, Stream, find_documents
+from sparseforge_ds.train.documents import Documents, Stream
+from sparseforge_ds.train.mixture import Mixture, find_text
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
 from sparseforge_ds.train.schedule import LearningRate
 
@@ -38,12 +39,12 @@ class Plan:
     model: Pretrained
     teacher: Pretrained | None
     tokenizer: PreTrainedTokenizerBase
-    documents: Documents | Stream
+    documents: Documents | Stream | Mixture
     weights: list[PrunableWeight]
     coverage: Coverage
-    low_rank_share: tuple[float, float]
     uncovered: list[str]
     """Linear weights that nobody has decided about, as lines for people; too few of them to stop."""
+    low_rank_share: tuple[float, float]
     """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
     world_size: int
 
@@ -135,11 +136,11 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
         model=model,
         teacher=teacher,
         tokenizer=read_tokenizer(model),
-        documents=find_documents(arguments.dataset, arguments.text_field),
+        documents=find_text(arguments.dataset, arguments.text_field),
         weights=weights,
         coverage=coverage(empty, weights),
-        low_rank_share=low_rank_share(empty, weights),
         uncovered=uncovered_weights(empty, config).lines(),
+        low_rank_share=low_rank_share(empty, weights),
         world_size=world_size,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -26,7 +27,14 @@ from sparseforge_ds.train.plan import Plan, make_plan, read_config
 from sparseforge_ds.train.preemption import EXIT_CODE, Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError, Ranks, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
-from sparseforge_ds.train.run_folder import changed_flags, check_folder, lock_folder, write_folder, write_json
+from sparseforge_ds.train.run_folder import (
+    begins_anew,
+    changed_flags,
+    check_folder,
+    lock_folder,
+    write_folder,
+    write_json,
+)
 from sparseforge_ds.train.text import make_batches, pack_text
 
 
@@ -48,6 +56,8 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     deepspeed.init_distributed()
     ranks = Ranks()
     plan = ranks.everywhere(lambda: make_plan(arguments, ranks.world_size))
+    plan = _settle_resume(plan, ranks)
+    arguments = plan.arguments
     checkpoints = Checkpoints(plan.folder / "checkpoints", ranks, plan.stage, arguments.keep_checkpoints)
     ranks.everywhere(lambda: check_folder(plan))
     ranks.on_first(lambda: lock_folder(plan.folder))
@@ -125,6 +135,16 @@ def _fail(error: Exception, aloud: bool) -> int:
 def _say(ranks: Ranks, text: str) -> None:
     if ranks.first:
         print(text, flush=True)
+
+
+def _settle_resume(plan: Plan, ranks: Ranks) -> Plan:
+    """The plan with `resume` said or unsaid: whether there is something to resume, every rank learns from the first."""
+    if not plan.arguments.resume:
+        return plan
+    anew = ranks.on_first(lambda: begins_anew(plan))
+    if anew is not None:
+        _say(ranks, anew)
+    return dataclasses.replace(plan, arguments=dataclasses.replace(plan.arguments, resume=anew is None))
 
 
 def _farewell(folder: Path, result: dict[str, Any]) -> str:

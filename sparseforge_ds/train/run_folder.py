@@ -84,6 +84,27 @@ def check_folder(plan: Plan) -> None:
         )
 
 
+def begins_anew(plan: Plan) -> str | None:
+    """Whether a run that is to be resumed has nothing to resume yet, as a line that says so.
+
+    That is a run which ended before its first checkpoint, and with `--resume auto` also a folder without any run.
+
+    Raises:
+        ValueError: the folder holds another run, or no run at all where one must be.
+        OSError: the folder cannot be read.
+    """
+    if not plan.arguments.resume or has_checkpoints(plan.folder / "checkpoints"):
+        return None
+    if (plan.folder / "sparseforge.json").exists():
+        _check_same_run(plan)
+        return (
+            f"nothing to resume: the run in {plan.folder} ended before its first checkpoint and begins again at step 0"
+        )
+    if plan.arguments.resume == "auto":
+        return f"nothing to resume: there is no run in {plan.folder.resolve()} yet, so a new one begins at step 0"
+    return None
+
+
 def lock_folder(folder: Path) -> int:
     """Keep other runs out of a run folder for as long as this process lives. Rank 0 only.
 
@@ -184,7 +205,9 @@ def _check_same_run(plan: Plan) -> None:
         path = plan.folder / "ds_config.json"
         batch = _read_if_there(path)["train_batch_size"]
     except FileNotFoundError:
-        raise ValueError(f"--resume: no run in {plan.folder} (no {path.name}); start it without --resume") from None
+        raise ValueError(
+            f"--resume: no run in {plan.folder} (no {path.name}); start it without --resume, or with --resume auto"
+        ) from None
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "

@@ -17,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.train.chunks import Chunks, Record, Sizes
+from sparseforge_ds.train.data import Reading
 from sparseforge_ds.train.documents import Stream
 from sparseforge_ds.train.packing import fingerprint, frame_token, token_dtype
 from sparseforge_ds.train.producer import KEEP, Job, Producer
@@ -78,13 +79,17 @@ class StreamedWindows:
         seed: seed of the order.
         ranks: the processes of the run.
         producer: what makes the chunks; on the first rank, and there only.
+        name: what users call it.
     """
 
-    def __init__(self, streamed: Streamed, seed: int, ranks: Agreement, producer: Producer | None) -> None:
+    def __init__(
+        self, streamed: Streamed, seed: int, ranks: Agreement, producer: Producer | None, name: str = "text"
+    ) -> None:
         assert (producer is not None) == ranks.first
         self.key = streamed.key
         self.seq_length = streamed.sizes.seq_length
         self.seed = seed
+        self.name = name
         self._sizes = streamed.sizes
         self._ranks = ranks
         self._producer = producer
@@ -144,6 +149,15 @@ class StreamedWindows:
             self._producer.discard(self._passed - KEEP)
             self._producer.want(self._passed)
 
+    def reading(self, position: int) -> list[Reading]:
+        """How far the stream has been read when the run has consumed `position` windows; counts whole epochs."""
+        chunk = self._sizes.place(position)[0]
+        known = [other for other in self._records if other <= chunk]
+        # The chunk that comes next may not have been made yet; it starts where the one before it ends.
+        newest = max(known, default=None)
+        epochs = 0 if newest is None else self._records[newest]["start" if newest == chunk else "end"]["epoch"]
+        return [Reading(self.name, position, float(epochs))]
+
     def _wait(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         producer = self._producer
         self._records[chunk] = self._ranks.on_first(lambda: producer.wait(chunk) if producer is not None else {})
@@ -172,4 +186,4 @@ def open_stream(
     """
     job = Job(stream, tokenizer, Path(streamed.folder), streamed.sizes, vocabulary)
     producer = Producer(job, lambda line: print(line, flush=True)) if ranks.first else None
-    return StreamedWindows(streamed, seed, ranks, producer)
+    return StreamedWindows(streamed, seed, ranks, producer, stream.name)

@@ -4,23 +4,53 @@ from __future__ import annotations
 
 from sparseforge_ds.train.chunks import Sizes
 from sparseforge_ds.train.data import Batches, Layout, PackedWindows, Windows
-from sparseforge_ds.train.documents import Documents
+from sparseforge_ds.train.documents import Documents, Stream
+from sparseforge_ds.train.mixed_windows import Mixed, MixedWindows
+from sparseforge_ds.train.mixture import Mixture
 from sparseforge_ds.train.packing import Packed, pack
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.ranks import Ranks
-from sparseforge_ds.train.streaming import Streamed, StreamedWindows, open_stream, plan_stream
+from sparseforge_ds.train.streaming import Streamed, open_stream, plan_stream
 
 
-def pack_text(plan: Plan, ranks: Ranks) -> Packed | Streamed:
+def pack_text(plan: Plan, ranks: Ranks) -> Packed | Streamed | Mixed:
     """Tokenise the text on rank 0, or find it done, and check it on every rank; of a stream, only find its name.
 
     Raises:
         AgreedError: the text is unreadable or does not suit the model, or the disk is full.
     """
-    documents, folder = plan.documents, plan.folder / "data"
-    if not isinstance(documents, Documents):
-        stream, sizes = documents, Sizes(plan.arguments.seq_length)
+    text = plan.documents
+    if not isinstance(text, Mixture):
+        return _pack_source(plan, ranks, text, _layout(plan, ranks).global_batch)
+    texts = tuple(_pack_source(plan, ranks, source, 1) for source in text.sources)
+    return Mixed(texts, tuple(source.name for source in text.sources), text.shares)
+
+
+def make_batches(plan: Plan, ranks: Ranks, text: Packed | Streamed | Mixed) -> Batches:
+    """The stream of this rank's micro-batches, at its beginning. Starts the tokenising of a stream.
+
+    Raises:
+        ValueError: the text is shorter than one global batch.
+    """
+    documents, layout = plan.documents, _layout(plan, ranks)
+    windows: Windows
+    if isinstance(documents, Mixture):
+        assert isinstance(text, Mixed)
+        pairs = zip(documents.sources, text.texts, strict=True)
+        sources = [_windows(plan, ranks, source, packed, 1) for source, packed in pairs]
+        windows = MixedWindows(sources, documents.parts, plan.arguments.seed)
+    else:
+        assert not isinstance(text, Mixed)
+        windows = _windows(plan, ranks, documents, text, layout.global_batch)
+    return Batches(windows, layout)
+
+
+def _pack_source(plan: Plan, ranks: Ranks, source: Documents | Stream, at_least: int) -> Packed | Streamed:
+    folder = plan.folder / "data"
+    if not isinstance(source, Documents):
+        stream, sizes = source, Sizes(plan.arguments.seq_length)
         return ranks.on_first(lambda: plan_stream(stream, plan.tokenizer, folder, sizes))
+    documents = source
     packed = ranks.on_first(lambda: pack(documents, plan.tokenizer, folder))
 
     def check() -> None:
@@ -29,30 +59,18 @@ def pack_text(plan: Plan, ranks: Ranks) -> Packed | Streamed:
                 f"--model {plan.model.name}: its tokenizer gives token {packed.largest_id}, but the model knows "
                 f"{_vocabulary(plan)}; tokenizer and weights do not belong together"
             )
-        _packed_windows(plan, ranks, packed)
+        _windows(plan, ranks, documents, packed, at_least)
 
     ranks.everywhere(check)
     return packed
 
 
-def make_batches(plan: Plan, ranks: Ranks, text: Packed | Streamed) -> Batches:
-    """The stream of this rank's micro-batches, at its beginning. Starts the tokenising of a stream.
-
-    Raises:
-        ValueError: the text is shorter than one global batch.
-    """
-    windows: Windows = _packed_windows(plan, ranks, text) if isinstance(text, Packed) else _stream(plan, ranks, text)
-    return Batches(windows, _layout(plan, ranks))
-
-
-def _packed_windows(plan: Plan, ranks: Ranks, packed: Packed) -> PackedWindows:
-    arguments, at_least = plan.arguments, _layout(plan, ranks).global_batch
-    return PackedWindows(packed.open(), packed.key, arguments.seq_length, arguments.seed, at_least)
-
-
-def _stream(plan: Plan, ranks: Ranks, streamed: Streamed) -> StreamedWindows:
-    assert not isinstance(plan.documents, Documents)
-    return open_stream(streamed, plan.documents, plan.tokenizer, _vocabulary(plan), plan.arguments.seed, ranks)
+def _windows(plan: Plan, ranks: Ranks, source: Documents | Stream, text: Packed | Streamed, at_least: int) -> Windows:
+    arguments = plan.arguments
+    if isinstance(text, Packed):
+        return PackedWindows(text.open(), text.key, arguments.seq_length, arguments.seed, at_least, source.name)
+    assert not isinstance(source, Documents)
+    return open_stream(text, source, plan.tokenizer, _vocabulary(plan), arguments.seed, ranks)
 
 
 def _layout(plan: Plan, ranks: Ranks) -> Layout:

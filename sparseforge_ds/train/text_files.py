@@ -1,4 +1,4 @@
-"""Local files of text: what is readable, one document after another, from any record on."""
+"""Files of text, local or behind an address: what is readable, one document after another, from any record on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
+
+File = TypeVar("File")
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-"""What can be read. A compressed .json file is one JSON object a line, as C4 has it."""
+"""What can be read. A compressed .json file is one JSON object a line, as C4 and Dolmino have it."""
 
 
 def find_files(path: Path) -> tuple[Path, ...]:
@@ -38,21 +40,36 @@ def stamps(files: tuple[Path, ...]) -> list[tuple[str, int, int]]:
 
 
 def read_file(file: Path, text_field: str) -> Iterator[str]:
-    """The documents of one file; a .txt file is one document.
+    """The documents of one local file; a .txt file is one document.
 
     Raises:
         ValueError: it cannot be read or has a record without text; the message names the line or row.
     """
     try:
-        if file.suffix == ".txt":
-            yield file.read_text(encoding="utf-8")
-        elif file.suffix in (".parquet", ".arrow"):
-            yield from _read_columns(file, text_field)
-        else:
-            with _open_lines(file) as lines:
-                yield from _read_lines(lines, file, text_field)
+        yield from documents_of(str(file), text_field)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"--dataset {file}: not readable ({error}); repair the file or leave it out") from error
+
+
+def documents_of(file: str, text_field: str) -> Iterator[str]:
+    """The documents of one file; of a record nothing but its text is looked at.
+
+    Args:
+        file: a path, or an address that fsspec knows, like hf://datasets/owner/name@revision/file.
+        text_field: field of a record that holds the text.
+
+    Raises:
+        ValueError: it is damaged or has a record without text; the message names the line or row.
+        OSError, EOFError, zlib.error, UnicodeDecodeError: it cannot be read.
+    """
+    with _open(file) as content:
+        if file.endswith((".parquet", ".arrow")):
+            yield from _read_columns(content, file, text_field)
+        elif file.endswith(".txt"):
+            yield content.read().decode("utf-8")
+        else:
+            with _lines(content, file) as lines:
+                yield from _read_lines(lines, file, text_field)
 
 
 @dataclass(frozen=True)
@@ -68,20 +85,28 @@ class FileStream:
         """Two streams with equal identity give the same documents."""
         return json.dumps(["file stream", stamps(self.files), self.text_field])
 
-    def read(self, state: dict[str, Any] | None = None) -> FileReader:
+    def read(self, state: dict[str, Any] | None = None) -> FileReader[Path]:
         """The documents from the start, or from where a reader's `state` was taken."""
-        return FileReader(self.files, self.text_field, state)
+        return FileReader(self.files, lambda file: read_file(file, self.text_field), state)
 
 
-class FileReader:
-    """An iterator over the documents of files that knows where it is."""
+class FileReader(Generic[File]):
+    """An iterator over the documents of files that knows where it is.
 
-    def __init__(self, files: tuple[Path, ...], text_field: str, state: dict[str, Any] | None) -> None:
+    Args:
+        files: the files.
+        read: the documents of one of them, from its start.
+        state: where to begin; None is the first document.
+    """
+
+    def __init__(
+        self, files: Sequence[File], read: Callable[[File], Iterator[str]], state: dict[str, Any] | None
+    ) -> None:
         self._files = files
-        self._text_field = text_field
-        self._open(0, 0) if state is None else self._open(state["file"], state["record"])
+        self._read = read
+        self._go_to(0, 0) if state is None else self._go_to(state["file"], state["record"])
 
-    def __iter__(self) -> FileReader:
+    def __iter__(self) -> FileReader[File]:
         return self
 
     def __next__(self) -> str:
@@ -90,7 +115,7 @@ class FileReader:
             if text is not None:
                 self._record += 1
                 return text
-            self._open(self._file + 1, 0)
+            self._go_to(self._file + 1, 0)
         raise StopIteration
 
     def state(self) -> dict[str, Any]:
@@ -99,11 +124,11 @@ class FileReader:
 
     def rewind(self) -> None:
         """Go back to the first document."""
-        self._open(0, 0)
+        self._go_to(0, 0)
 
-    def _open(self, file: int, record: int) -> None:
+    def _go_to(self, file: int, record: int) -> None:
         self._file, self._record = file, record
-        texts = read_file(self._files[file], self._text_field) if file < len(self._files) else iter(())
+        texts = self._read(self._files[file]) if file < len(self._files) else iter(())
         self._texts = itertools.islice(texts, record, None)
 
 
@@ -126,17 +151,26 @@ def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
     return text
 
 
-def _open_lines(file: Path) -> IO[str]:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
-    if file.suffix == ".zst":
+def _open(file: str) -> IO[bytes]:
+    if "://" not in file:
+        return open(file, "rb")
+    import fsspec  # what datasets and huggingface_hub open their files with
+
+    content: IO[bytes] = fsspec.open(file, "rb").open()
+    return content
+
+
+def _lines(content: IO[bytes], file: str) -> IO[str]:
+    if file.endswith(".gz"):
+        return gzip.open(content, "rt", encoding="utf-8")
+    if file.endswith(".zst"):
         import pyarrow  # type: ignore[import-untyped]
 
-        return io.TextIOWrapper(pyarrow.input_stream(str(file), compression="zstd"), encoding="utf-8")
-    return file.open(encoding="utf-8")
+        return io.TextIOWrapper(pyarrow.input_stream(content, compression="zstd"), encoding="utf-8")
+    return io.TextIOWrapper(content, encoding="utf-8")
 
 
-def _read_lines(lines: IO[str], file: Path, text_field: str) -> Iterator[str]:
+def _read_lines(lines: IO[str], file: str, text_field: str) -> Iterator[str]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -149,26 +183,27 @@ def _read_lines(lines: IO[str], file: Path, text_field: str) -> Iterator[str]:
         yield text_of(record, text_field, f"{file}, line {number}")
 
 
-def _read_columns(file: Path, text_field: str) -> Iterator[str]:
+def _read_columns(content: IO[bytes], file: str, text_field: str) -> Iterator[str]:
     import pyarrow
     from pyarrow import ipc, parquet
 
     try:
-        if file.suffix == ".parquet":
-            table = parquet.ParquetFile(file)
-            text_of(dict.fromkeys(table.schema_arrow.names, ""), text_field, str(file))
+        if file.endswith(".parquet"):
+            table = parquet.ParquetFile(content)
+            text_of(dict.fromkeys(table.schema_arrow.names, ""), text_field, file)
             batches = table.iter_batches(columns=[text_field])
         else:
             try:
-                batches = ipc.open_stream(pyarrow.memory_map(str(file)))
+                batches = ipc.open_stream(content)
             except pyarrow.ArrowInvalid:  # not the stream format of `datasets` but the file format (Feather)
-                table = ipc.open_file(pyarrow.memory_map(str(file)))
+                content.seek(0)
+                table = ipc.open_file(content)
                 batches = (table.get_batch(i) for i in range(table.num_record_batches))
         row = 0
         for batch in batches:
-            text_of(dict.fromkeys(batch.schema.names, ""), text_field, str(file))
+            text_of(dict.fromkeys(batch.schema.names, ""), text_field, file)
             for value in batch.column(batch.schema.names.index(text_field)).to_pylist():
                 yield text_of({text_field: value}, text_field, f"{file}, row {row}")
                 row += 1
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"--dataset {file}: not a readable {file.suffix} file ({error})") from None
+        raise ValueError(f"--dataset {file}: not a readable {Path(file).suffix} file ({error})") from None

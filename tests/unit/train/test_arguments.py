@@ -17,7 +17,7 @@ PINNED = {
     "deepspeed": dataclasses.MISSING,
     "model": "stdlib_llama",
     "teacher": None,
-    "dataset": "stdlib",
+    "dataset": [],
     "text_field": "text",
     "max_steps": None,
     "seq_length": 256,
@@ -44,11 +44,22 @@ def test_command_line_is_pinned():
     } == PINNED
 
 
+def test_without_a_dataset_it_is_the_embedded_one():
+    assert parse_arguments(["--deepspeed", "a.json"]).dataset == ["stdlib"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [([], False), (["--resume"], True), (["--resume", "auto"], "auto"), (["--resume=auto"], "auto")]
+)
+def test_resume_has_three_values(flag, value):
+    assert parse_arguments(["--deepspeed", "a.json", *flag]).resume == value
+
+
 def test_every_flag_is_parsed():
     line = (
-        "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d --text_field body --max_steps 7 "
-        "--seq_length 64 --output_dir o --learning_rate 1e-4 --warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 "
-        "--save_every 5 --keep_checkpoints 3 --log_every 1 --seed 9 --resume "
+        "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 --text_field body "
+        "--max_steps 7 --seq_length 64 --output_dir o --learning_rate 1e-4 --warmup 0.1 --min_lr_ratio 0.2 "
+        "--weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 --seed 9 --resume "
         "--allow_dense *.a *.b --activation_checkpointing --allow_dense *.c"
     )
     arguments = parse_arguments(line.split())
@@ -56,7 +67,7 @@ def test_every_flag_is_parsed():
         "a.json",
         "m",
         "t",
-        "d",
+        ["d=1", "e=2", "f=3"],
         "body",
         7,
         64,
@@ -92,6 +103,7 @@ def test_every_flag_is_parsed():
         ("log_every", "0", ">= 1"),
         ("seed", "-1", "2^32"),
         ("output_dir", "", "leave the flag out"),
+        ("dataset", "", "leave the flag out"),
     ],
 )
 def test_impossible_values_name_flag_and_cure(flag, value, cure):

@@ -1,4 +1,4 @@
-"""Streams of `datasets`, on folders in the schema of C4 that it streams as it streams the hub."""
+"""Datasets of the hub, on folders in the layouts of C4 and Dolmino, whose files are found as those of the hub are."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import json
 from types import SimpleNamespace
 
 import datasets
+import fsspec
 import huggingface_hub
 import pytest
 
-from sparseforge_ds.train.hub import HubStream
+from sparseforge_ds.train import hub
+from sparseforge_ds.train.documents import find_documents
+from sparseforge_ds.train.hub import HubStream, read_url
+from sparseforge_ds.train.text_files import documents_of
+from tests.hub_folders import write_c4, write_dolmino
 
 
 @pytest.fixture
 def c4(tmp_path):
-    """Three shards of unequal length, as allenai/c4 has them."""
-    for shard, length in enumerate((7, 1, 12)):
-        lines = [
-            {"text": f"{shard} {i}", "timestamp": "2019-04-25T12:57:54Z", "url": "http://x"} for i in range(length)
-        ]
-        with gzip.open(tmp_path / f"c4-train.{shard:05d}-of-00003.json.gz", "wt") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-    return HubStream(str(tmp_path), "text")
+    """Three shards of unequal length, and a validation split that is not to be read."""
+    write_c4(tmp_path, (7, 1, 12))
+    return HubStream(f"{tmp_path}:en", "text")
 
 
 def test_a_reader_continues_from_every_document(c4):
@@ -40,28 +40,97 @@ def test_a_reader_continues_from_every_document(c4):
     assert list(c4.read(reader.state())) == [], "at the end it stays at the end"
 
 
-def test_a_missing_field_names_the_row(c4):
-    with pytest.raises(ValueError, match="row 0: no field 'body'.*there are: text, timestamp, url"):
+def test_a_missing_field_names_the_line(c4):
+    with pytest.raises(ValueError, match=r"00000-of-00003.json.gz, line 1: no field 'body'.*text, timestamp, url"):
         next(HubStream(c4.name, "body").read())
 
 
-def test_a_shard_that_breaks_off_names_the_row(c4, tmp_path):
-    path = tmp_path / "c4-train.00002-of-00003.json.gz"
+def test_a_shard_that_breaks_off_names_the_document(c4, tmp_path):
+    path = tmp_path / "en" / "c4-train.00002-of-00003.json.gz"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"row 8: cannot be read any further.*--resume"):
+    with pytest.raises(ValueError, match=r"00002-of-00003.json.gz, document \d+: not readable.*--resume"):
         list(c4.read())
+
+
+@pytest.mark.parametrize(
+    ("part", "count"), [("", 27), ("dclm", 4), ("math", 9), ("data/math", 9), ("data/math/gsm8k", 3), ("flan", 6)]
+)
+def test_shards_of_every_schema_and_compression_are_read(tmp_path, part, count):
+    """Shards of one folder differ in their columns and in the types of a column; `datasets` refuses to cast those."""
+    expected = write_dolmino(tmp_path)
+    folder = part if part.startswith("data") or not part else f"data/{part}"
+    wanted = [text for path, texts in sorted(expected.items()) if path.startswith(folder) for text in texts]
+    assert list(HubStream(f"{tmp_path}:{part}".rstrip(":"), "text").read()) == wanted
+    assert len(wanted) == count
+    if part:
+        assert list(find_documents(f"stream:{tmp_path}/{folder}", "text").read()) == wanted
+        assert list(find_documents(f"{tmp_path}/{folder}", "text")) == wanted
+
+
+def test_reading_by_datasets_itself_would_fail(tmp_path):
+    """Why the files are read here: if this test fails, hub.py can become simpler."""
+    write_dolmino(tmp_path)
+    with pytest.raises((datasets.exceptions.DatasetsError, ValueError, TypeError, OSError)):
+        list(datasets.load_dataset(str(tmp_path), "math", split="train", streaming=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("none", "neither a local file.*none"),
+        ("data/none", "neither a local file|no split train"),
+        ("held_out", r"has no split train \(there are: test\)"),
+        ("tables", r"t\.csv is none of \.txt, .*owner/name:folder/subfolder"),
+    ],
+)
+def test_what_cannot_be_read_says_so(tmp_path, part, message):
+    write_dolmino(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        HubStream(f"{tmp_path}:{part}", "text").read()
+
+
+def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):
+    expected, memory = write_dolmino(tmp_path), fsspec.filesystem("memory")
+    for path, texts in expected.items():
+        memory.pipe_file(f"/dolmino/{path}", (tmp_path / path).read_bytes())
+        assert list(documents_of(f"memory://dolmino/{path}", "text")) == texts
+
+
+def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, capsys):
+    waited, attempts = [], []
+    monkeypatch.setattr(hub.time, "sleep", waited.append)
+
+    def flaky(file, text_field):
+        attempts.append(file)
+        for i in range(10):
+            if i == 2 * len(attempts):
+                raise huggingface_hub.errors.HTTPError("reset")
+            yield f"{i}"
+
+    assert list(read_url("hf://x", "text", "--dataset x", flaky)) == [str(i) for i in range(10)]
+    assert len(attempts) == 5 and waited == [1.0] * 4, "it was readable again each time"
+    assert capsys.readouterr().out.count("trying again") == 4
+
+    def dead(file, text_field):
+        yield "0"
+        raise OSError("no route")
+
+    waited.clear()
+    with pytest.raises(ValueError, match=r"hf://x, document 1: cannot be read any further \(no route\).*--resume"):
+        list(read_url("hf://x", "text", "--dataset x", dead))
+    assert waited == list(hub._WAITS)
 
 
 def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
     """The hub's dataset may be replaced while a run goes on."""
     newest, asked = ["first"], []
-    load = datasets.load_dataset
+    load = datasets.load_dataset_builder
 
-    def load_dataset(name, config, *, split, streaming, revision):
-        asked.append((name, config, revision))
-        return load(c4.name, split=split, streaming=streaming)
+    def load_dataset_builder(path, name, *, revision):
+        asked.append((path, name, revision))
+        return load(c4.name.rpartition(":")[0], name)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda _, name: SimpleNamespace(sha=newest[0]))
     reader = HubStream("allenai/c4:en", "text").read()
     next(reader)
@@ -69,7 +138,7 @@ def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
     newest[0] = "second"
     HubStream("allenai/c4:en", "text").read(state).rewind()
     HubStream("allenai/c4:en", "text").read()
-    assert asked == [("allenai/c4", "en", "first")] * 3 + [("allenai/c4", "en", "second")]
+    assert asked == [("allenai/c4", "en", "first")] * 2 + [("allenai/c4", "en", "second")]
 
 
 def test_a_dataset_that_cannot_be_had_says_so(monkeypatch):
@@ -77,3 +146,10 @@ def test_a_dataset_that_cannot_be_had_says_so(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="--dataset owner/name: neither a local file or folder nor a readable hub"):
         HubStream("owner/name", "text").read()
+
+
+def test_a_damaged_file_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.time, "sleep", lambda _: pytest.fail("waited for a file that will not get better"))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "x"}\n') + b"no gzip")
+    with pytest.raises(ValueError, match="a.json.gz, document 1: not readable"):
+        list(read_url(str(tmp_path / "a.json.gz"), "text", "--dataset x"))

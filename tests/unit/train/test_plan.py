@@ -29,7 +29,7 @@ def arguments(tmp_path, model):
     def build(content=None, **flags):
         path = write_json(tmp_path / "ds.json", content or deepspeed_json())
         text = write_text(tmp_path / "text.jsonl")
-        defaults = {"model": str(model), "dataset": str(text), "seq_length": 32, "output_dir": str(tmp_path / "run")}
+        defaults = {"model": str(model), "dataset": [str(text)], "seq_length": 32, "output_dir": str(tmp_path / "run")}
         return RunArguments(deepspeed=str(path), **{**defaults, **flags})
 
     return build
@@ -109,7 +109,7 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
         ({}, {"seq_length": 65}, "--seq_length 65: --model .* has 64 positions"),
         ({}, {"model": "./missing"}, r"--model \./missing: no such folder"),
         ({}, {"teacher": "./missing"}, r"--teacher \./missing: no such folder"),
-        ({}, {"dataset": "./missing.txt"}, r"--dataset \./missing.txt: no such file"),
+        ({}, {"dataset": ["./missing.txt"]}, r"--dataset \./missing.txt: no such file"),
         ({"low_rank": {"k": 7}}, {}, "7"),
     ],
 )

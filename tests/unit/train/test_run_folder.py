@@ -31,7 +31,7 @@ def plan(tmp_path):
 
     def build(stage=3, world_size=2, block=None, **flags):
         path = tiny_folders.write_json(tmp_path / "ds.json", tiny_folders.deepspeed_json(stage, **(block or {})))
-        given = {"model": str(model), "dataset": str(text), "seq_length": 32, "output_dir": str(tmp_path / "run")}
+        given = {"model": str(model), "dataset": [str(text)], "seq_length": 32, "output_dir": str(tmp_path / "run")}
         return make_plan(RunArguments(deepspeed=str(path), **{**given, **flags}), world_size)
 
     return build

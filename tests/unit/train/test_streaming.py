@@ -13,49 +13,16 @@ import torch
 
 from sparseforge_ds.train.chunks import Sizes
 from sparseforge_ds.train.data import Batches, Layout
-from sparseforge_ds.train.producer import AHEAD, KEEP, Maker, Producer
+from sparseforge_ds.train.producer import AHEAD, KEEP, Producer
 from sparseforge_ds.train.ranks import AgreedError, Ranks
 from sparseforge_ds.train.streaming import StreamedWindows, open_stream, plan_stream
 from sparseforge_ds.train.text_files import FileStream, find_files
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
-from tests.tiny_streams import SIZES, job, row_of, texts, write_stream
+from tests.tiny_streams import SIZES, Alone, InPlace, job, row_of, texts, write_stream
 
 SEED = 3
 ONE_RANK = Layout(2, 1, 1, 0)
-
-
-class Alone:
-    """One rank, which agrees with itself."""
-
-    first = True
-
-    def everywhere(self, work):
-        return work()
-
-    def on_first(self, work):
-        return work()
-
-
-class InPlace:
-    """A producer without a process, so that a test can look at every position."""
-
-    def __init__(self, some_job):
-        self.maker = Maker(some_job)
-        self.wanted = []
-
-    def wait(self, chunk):
-        return self.maker.make(chunk)
-
-    def want(self, chunk):
-        self.wanted.append(chunk)
-
-    def adopt(self, records):
-        for chunk, record in records.items():
-            self.maker.chunks.adopt(chunk, record)
-
-    def discard(self, before):
-        self.maker.discard(before)
 
 
 def in_place(folder, layout=ONE_RANK, seed=SEED, sizes=SIZES):

@@ -10,16 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from sparseforge_ds.train.text_files import FileStream, find_files, read_file
+from tests.hub_folders import zstd
 
 TEXTS = [f"text {i}" for i in range(5)]
 LINES = "".join(json.dumps({"text": text, "timestamp": "2019-04-25", "url": "http://x"}) + "\n" for text in TEXTS)
-
-
-def zstd(content: bytes) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return sink.getvalue().to_pybytes()
 
 
 @pytest.fixture
