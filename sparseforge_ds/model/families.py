@@ -29,6 +29,7 @@ __all__ = [
     "Family",
     "PrunableWeight",
     "coverage",
+    "expert_lists",
     "full_shape",
     "leaf_modules",
     "prunable_names",
@@ -170,11 +171,20 @@ def leaf_modules(model: nn.Module) -> list[str]:
     call different ones wait for each other forever, or mix up their tensors. Empty for dense models. In a family that
     the table does not have, whatever is called `experts`.
     """
+    lists = expert_lists(model)
+    return [lists.get(name, name) for name in _expert_modules(model)]
+
+
+def expert_lists(model: nn.Module) -> dict[str, str]:
+    """Names of the lists of experts, and of the blocks around them, which are what is called."""
+    found = _expert_modules(model)
+    return {name: name.rpartition(".")[0] for name, module in found.items() if isinstance(module, nn.ModuleList)}
+
+
+def _expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     model_type = _model_type(model)
     globs = FAMILIES[model_type].experts if model_type in FAMILIES else ("experts",)
-    found = {name: module for name, module in model.named_modules() if any(is_row(name, glob) for glob in globs)}
-    # A list of experts is never called itself; the block around it is.
-    return [name.rpartition(".")[0] if isinstance(module, nn.ModuleList) else name for name, module in found.items()]
+    return {name: module for name, module in model.named_modules() if any(is_row(name, glob) for glob in globs)}
 
 
 def _model_type(model: nn.Module) -> str:

@@ -22,7 +22,15 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import LOW_RANK, PrunableWeight, full_shape, leaf_modules, prunable_weights
+from sparseforge_ds.model.expert_lists import join_gradients
+from sparseforge_ds.model.families import (
+    LOW_RANK,
+    PrunableWeight,
+    expert_lists,
+    full_shape,
+    leaf_modules,
+    prunable_weights,
+)
 
 
 class LowRankLinear(nn.Linear):
@@ -83,7 +91,8 @@ Branch = LowRankLinear | LowRankConv1D
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     """Make a model ready, in place; call it once, before `deepspeed.initialize`.
 
-    The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`). Without `low_rank` nothing else happens.
+    The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`), and those in lists get gradients together
+    (`join_gradients`). Without `low_rank` nothing else happens.
     Otherwise every layer whose weight goes under a mask becomes a
     `LowRankLinear` or `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit.
 
@@ -100,6 +109,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
             that was prepared before; whatever `prunable_weights` raises.
     """
     set_z3_leaf_modules_by_name(model, leaf_modules(model))
+    join_gradients(model, expert_lists(model))
     if config.low_rank is None:
         return model
     k = config.low_rank.k

@@ -1,4 +1,5 @@
-"""What linear layers see and receive during a probe: their inputs, and the gradients of their outputs.
+"""What linear layers see and receive during a probe: their inputs, and the gradients of their outputs; and when a
+backward pass is done with a block of layers.
 
 A tap is an identity in the autograd graph behind a linear layer. It saves the input through the graph's own machinery,
 so that activation checkpointing recomputes it like any other activation instead of keeping it alive.
@@ -46,6 +47,57 @@ def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[Non
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
     with _on_forward(modules, tapped, first=True):
         yield
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, hook: Callable[[], None]) -> Tensor:
+        ctx.hook = hook
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        with torch.no_grad():
+            ctx.hook()
+        return grad, None
+
+
+@contextmanager
+def block_gradients(
+    modules: dict[str, Module], enter: Callable[[str, int], None], leave: Callable[[str], None]
+) -> Iterator[None]:
+    """While active, every forward of a module calls enter(name, T), and every backward leave(name) at its end.
+
+    A module is given its tokens as its first floating-point tensor, (..., hidden): T of them.
+
+    Raises:
+        ValueError: (in the forward) a module is given no such tensor.
+    """
+
+    def tapped(module: Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        hidden = (key for key, value in given.items() if isinstance(value, Tensor) and value.is_floating_point())
+        key = next(hidden, None)
+        if key is None:
+            raise ValueError(f"{name}: {type(module).__name__} is called without a tensor of hidden states")
+        enter(name, given[key].shape[:-1].numel())
+        if not torch.is_grad_enabled() or not given[key].requires_grad:
+            return None
+        given[key] = _Leave.apply(given[key], lambda: leave(name))  # type: ignore[no-untyped-call]
+        return tuple(given[index] for index in range(len(args))), {word: given[word] for word in kwargs}
+
+    # Before DeepSpeed's hooks: its own backward hooks of the module are then done when this one is called.
+    handles = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: tapped(module, name, args, kwargs), prepend=True, with_kwargs=True
+        )
+        for name, module in modules.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

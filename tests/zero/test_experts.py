@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
 from sparseforge_ds.zero.expert_taps import expert_gradients, expert_inputs
+from sparseforge_ds.zero.taps import block_gradients, token_gradients
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, token_batch
 from tests.zero.case import Case, build, gathered, probe_of, train_step
@@ -96,6 +97,40 @@ def test_taps_change_no_gradient_and_survive_checkpointing() -> None:
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-7)
     assert calls == [("model.layers.1.mlp.experts", name) for name in ("down_proj", "gate_up_proj")]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_backward_leaves_a_block_after_all_in_it(reentrant: bool | None) -> None:
+    """Also when a checkpointed block is run again, and once a backward."""
+    from tests.zero.test_families import Family
+
+    model = Family("olmoe", listed=True).model().train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    blocks = {str(number): layer.mlp for number, layer in enumerate(model.model.layers)}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    entered: dict[str, int] = {}
+    calls: list[str] = []
+    with (
+        token_gradients(linear, lambda name, *_: calls.append(name.removeprefix("model.layers.")[:7])),
+        block_gradients(blocks, entered.__setitem__, calls.append),
+    ):
+        model(**token_batch(2, 8)).loss.backward()
+    assert entered == {"0": 16, "1": 16}
+    assert [name for name in calls if name in blocks] == ["1", "0"]
+    for number in blocks:
+        inside = [index for index, name in enumerate(calls) if name == f"{number}.mlp.e"]
+        attention = [index for index, name in enumerate(calls) if name == f"{number}.self_"]
+        assert len(inside) == 4 * 3 and max(inside) < calls.index(number) < min(attention)
+
+
+def test_a_block_without_hidden_states_is_refused() -> None:
+    block = nn.Identity()
+    with (
+        block_gradients({"here": block}, lambda *_: None, lambda _: None),
+        pytest.raises(ValueError, match="here: Identity is called without a tensor of hidden states"),
+    ):
+        block(torch.ones(2, dtype=torch.long))
 
 
 def test_inputs_are_seen_without_a_gradient() -> None:
@@ -258,24 +293,12 @@ def refused(case: Case, change: Callable[[PreTrainedModel], None]) -> str:
     return "accepted"
 
 
-def take_apart(model: PreTrainedModel) -> None:
-    from tests.zero.test_families import _Listed
-
-    for layer in model.model.layers:
-        layer.mlp = _Listed(layer.mlp)
-
-
 def forget_where_it_is_from(model: PreTrainedModel) -> None:
     for experts in experts_of(model).values():
         experts.has_bias = True
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    (text,) = run_distributed(refused, 1, Case(stage=0), take_apart)
-    assert "experts.0.gate_proj" in text and '"curvature": {"per_token": false}' in text
-    assert run_distributed(refused, 1, Case(stage=0, config={"curvature": {"per_token": False}}), take_apart) == [
-        "accepted"
-    ]
     (text,) = run_distributed(refused, 1, Case(stage=0), forget_where_it_is_from)
     assert "model.layers.0.mlp.experts" in text and "biases" in text and '"importance": "magnitude"' in text
     magnitude = Case(stage=0, config={"importance": "magnitude"})

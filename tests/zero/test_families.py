@@ -325,11 +325,49 @@ def test_ranks_that_call_different_experts(text: str, implementation: str) -> No
         _check_same(first, expected, differing=0.02)
 
 
-@pytest.mark.parametrize("text", ["mixed", "apart", "uneven"])
-def test_experts_in_a_list(text: str) -> None:
+def _taken_apart(values: dict[str, Tensor], weights: list[PrunableWeight]) -> dict[str, Tensor]:
+    """Flat tensors of fused experts by the names that listed ones have; all else as it is."""
+    result = {}
+    for weight in weights:
+        value = values[weight.name]
+        if not weight.experts:
+            result[weight.name] = value
+            continue
+        names = ("gate_proj", "up_proj") if weight.stacked == 2 else ("down_proj",)
+        parts = iter(value.view(weight.matrices, -1))
+        for number in range(weight.experts):
+            result |= {f"{weight.module}.{number}.{name}.weight": next(parts) for name in names}
+    return result
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.parametrize("importance", ["fisher", "gauss_newton"])
+def test_experts_in_a_list_are_measured_as_fused_ones(stage: int, importance: str) -> None:
+    """Per token and weighted by tokens; one rank calls more experts than the other, and no rank waits."""
+    config = {"importance": importance, "exclude": ["*.q_proj.weight", "*.k_proj.weight"]}
+    case = replace(ZERO3 if stage == 3 else Case(stage=stage), lr=0.0, config=config)
+    texts = ("mixed", "uneven") if importance == "fisher" else ("mixed",)
+    families = [Family("olmoe", listed=listed, text=text) for text in texts for listed in (False, True)]
+    first, second = run_distributed(_train_all, 2, case, families)
+    for fused, listed, other in zip(first[::2], first[1::2], second[1::2], strict=True):
+        assert listed["losses"] == pytest.approx(fused["losses"], rel=1e-4)
+        assert listed["experts"] == fused["experts"] == other["experts"] and listed["unseen"] == fused["unseen"]
+        expected = _taken_apart(fused["curvature"], fused["weights"])
+        assert expected.keys() == listed["curvature"].keys()
+        for name, curvature in expected.items():
+            atol = 1e-5 * curvature.max().item()
+            torch.testing.assert_close(listed["curvature"][name], curvature.view(-1), rtol=1e-3, atol=atol)
+        for name, mask in _taken_apart(fused["mask"], fused["weights"]).items():
+            assert (listed["mask"][name] != mask).float().mean() <= 0.002, name
+    if "uneven" in texts:
+        assert all(len(mine) < len(theirs) for mine, theirs in zip(first[3]["calls"], second[3]["calls"], strict=True))
+
+
+@pytest.mark.parametrize(("text", "stage"), [("mixed", 3), ("apart", 3), ("uneven", 3), ("apart", 1), ("uneven", 2)])
+def test_experts_in_a_list(text: str, stage: int) -> None:
     """Experts without tokens are not called at all, and ranks disagree on which."""
     importance = "fisher" if text == "mixed" else "magnitude"
-    case = replace(ZERO3, config={"importance": importance, "curvature": {"per_token": False}})
+    case = replace(ZERO3, stage=stage, config={"importance": importance})
     family = Family("olmoe", listed=True, text=text)
     both = run_distributed(_train, 2, case, family)
     for result in both:
@@ -339,3 +377,12 @@ def test_experts_in_a_list(text: str) -> None:
     _check_same(both[0], alone, differing=0.0 if text == "mixed" else 0.02)
     (fused,) = run_distributed(_train, 1, replace(case, stage=0), replace(family, listed=False))
     assert both[0]["losses"][:2] == pytest.approx(fused["losses"][:2], rel=1e-5)  # until the first mask update
+
+
+def test_experts_in_a_list_by_whole_gradients() -> None:
+    case = replace(ZERO3, config={"curvature": {"per_token": False}})
+    family = Family("olmoe", listed=True)
+    both = run_distributed(_train, 2, case, family)
+    _check_frozen(both[1])
+    (alone,) = run_distributed(_train, 1, replace(case, stage=0), family)
+    _check_same(both[0], alone)

@@ -1,0 +1,32 @@
+"""Curvature estimators on shards, interchangeable behind one method: `refresh(closure, step, probes)` -> diagonal.
+
+    hutchinson      v (H v) by a central gradient difference, two extra passes a probe          (the paper's, eq. 2)
+    fisher          squared gradients of the training loss, per token where the layer is linear
+    gauss_newton    the same with labels drawn from the model (Sophia's estimator, arXiv 2305.14342)
+    wanda           mean squared input of each column (arXiv 2306.11695), forward only
+    magnitude       none: the score is W^2
+
+What is estimated always refers to the published weight, the only one that the loss depends on.
+
+Of a routed expert it is the mean over the tokens that the expert saw, on all ranks; zero where it saw none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.estimate.hutchinson import Hutchinson
+from sparseforge_ds.estimate.input_norms import InputNorms
+from sparseforge_ds.estimate.shards import Diagonal, Estimator, Shards
+from sparseforge_ds.estimate.squared_gradients import SquaredGradients
+
+__all__ = ["ESTIMATORS", "Diagonal", "Estimator", "Shards"]
+
+ESTIMATORS: dict[str, Callable[[Shards, SparseForgeConfig], Estimator] | None] = {
+    "hutchinson": Hutchinson,
+    "gauss_newton": SquaredGradients,
+    "fisher": SquaredGradients,
+    "wanda": InputNorms,
+    "magnitude": None,
+}

@@ -1,0 +1,84 @@
+"""Hutchinson's estimate of the diagonal of the Hessian, the paper's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.estimate.shards import Diagonal, Shards
+from sparseforge_ds.mask.curvature import counter_key, hutchinson_sample, rademacher
+from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.shard import Shard
+
+RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
+"""Step of the gradient difference relative to the weight's RMS: as small as the dtype's rounding allows."""
+
+
+class Hutchinson:
+    """v (H v), by gradient differences (design 2.1)."""
+
+    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+        self.on = shards
+        self.seed = config.seed
+        dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype
+        self.radius = config.curvature.radius or RADIUS[dtype]
+
+    def refresh(self, closure: Closure, step: int, probes: int) -> Diagonal | None:
+        """See `Estimator`; 2 * `probes` forward-backward passes."""
+        on = self.on
+        total = on.zeros()
+        radii = self._radii()
+        on.load.begin()
+        try:
+            for probe in range(probes):
+                keys = {name: counter_key(self.seed, step, probe, name) for name in on.shards}
+                for side in (1.0, -1.0):
+                    self._displace(keys, {name: side * radius for name, radius in radii.items()})
+                    with on.counting() if side > 0 else nullcontext():
+                        applied = self._add_side(closure, keys, radii, side / probes, total)
+                    if not applied:
+                        return None
+        finally:
+            on.publication.write_masters()
+            on.layout.push()
+        on.load.agree()
+        on.divide(total, on.load.shares)
+        return total
+
+    def _displace(self, keys: dict[str, int], radii: dict[str, float]) -> None:
+        """Let the next forward see w + r v."""
+        on, layout = self.on, self.on.layout
+        on.publication.write_masters()
+        for name, shard in on.shards.items():
+            master = layout.flats[shard.flat].data
+            shard.of(master).add_(self._sign(keys[name], shard, master.device) * radii[name])
+        layout.push()
+
+    def _add_side(
+        self, closure: Closure, keys: dict[str, int], radii: dict[str, float], factor: float, into: Diagonal
+    ) -> bool:
+        """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
+
+        def add(shard: Shard, gradient: Tensor) -> None:
+            sign = self._sign(keys[shard.name], shard, gradient.device)
+            into[shard.name].add_(hutchinson_sample(gradient, sign, radii[shard.name]), alpha=factor)
+
+        names = set(self.on.shards)
+        return self.on.probe.gradients(closure, lambda flat, g: self.on.add_gradient(flat, g, names, add))
+
+    @staticmethod
+    def _sign(key: int, shard: Shard, device: torch.device) -> Tensor:
+        return rademacher(key, shard.start, shard.stop, device)
+
+    def _radii(self) -> dict[str, float]:
+        """r of each weight: the relative radius times the RMS of its published values."""
+        on = self.on
+        table = torch.zeros(len(on.shards), 2, dtype=torch.float64, device=on.layout.device)
+        for row, shard in enumerate(on.shards.values()):
+            values = shard.of(on.layout.flats[shard.flat].detach()).double()
+            table[row, 0], table[row, 1] = values.square().sum(), values.numel()
+        square, count = on.matrices.reduce(table).unbind(1)
+        return dict(zip(on.shards, (self.radius * (square / count).sqrt()).tolist(), strict=True))

@@ -1,0 +1,78 @@
+"""The statistics of Wanda, in the place of a curvature."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.estimate.shards import Diagonal, Shards
+from sparseforge_ds.zero.expert_taps import expert_inputs
+from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.taps import layer_inputs
+
+
+class InputNorms:
+    """Wanda's activation norms as a curvature: H_oi = mean x_i^2, so that H W^2 is Wanda's score squared."""
+
+    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+        self.on = shards
+        if missing := sorted(set(shards.shards) - set(shards.modules) - set(shards.load.rows)):
+            raise ValueError(
+                f'importance "wanda" needs a linear layer for every prunable weight, which {missing[0]} '
+                f'({len(missing)} in all) has not; use "fisher"'
+            )
+
+    def refresh(self, closure: Closure, step: int, probes: int) -> Diagonal | None:
+        """See `Estimator`; `probes` forward passes and one reduction of a vector per layer."""
+        on, layout = self.on, self.on.layout
+        # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
+        sums: dict[str, Tensor] = {}
+        for name in on.load.rows:  # an expert in a list may not be called
+            size = len(on.load.rows[name]), on.shards[name].shape[-1] + 1
+            sums[name] = torch.zeros(size, device=layout.device)
+
+        def on_inputs(name: str, input_TI: Tensor) -> None:
+            squares = F.pad(input_TI.float().square().sum(dim=0), (0, 1), value=input_TI.shape[0])[None]
+            sums[name] = sums[name] + squares if name in sums else squares
+
+        def on_experts(
+            layer: str, parameter: str, _g: Tensor | None, input_SI: Tensor, stop_E: Tensor, _tokens: int
+        ) -> None:
+            name = f"{layer}.{parameter}"
+            if name in on.shards:
+                square_SI = F.pad(input_SI.float().square(), (0, 1), value=1.0)
+                runs = square_SI.tensor_split(stop_E[:-1].cpu().long())
+                sums[name] += torch.stack([run.sum(dim=0) for run in runs])
+
+        with (
+            layer_inputs(on.modules, on_inputs),
+            expert_inputs(on.fused, on_experts) if on.fused else nullcontext(),
+        ):
+            for _ in range(probes):
+                on.probe.loss(closure)
+        if unseen := sorted(set(on.modules) - set(sums)):
+            raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
+        vector = torch.cat([sums[name].view(-1) for name in on.shards])
+        dist.all_reduce(vector)
+        reduced = {
+            name: part.view_as(sums[name])
+            for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)
+        }
+        on.load.take({name: reduced[name][:, -1].tolist() for name in on.load.rows})
+        diagonal = {}
+        for name, shard in on.shards.items():
+            column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
+            index = torch.arange(shard.start, shard.stop, device=vector.device)
+            inputs = index // shard.shape[-1] if name in on.input_first else index % shard.shape[-1]
+            if len(column_EI) > 1:
+                expert = index // (shard.shape[-2] * shard.shape[-1])
+                values = column_EI[expert, inputs]
+            else:
+                values = column_EI[0, inputs]
+            diagonal[name] = values.to(layout.flats[shard.flat].device)
+        return diagonal

@@ -1,0 +1,55 @@
+"""Experts in lists of modules, of which a rank calls only those that it has tokens for.
+
+DeepSpeed's ZeRO-1 and ZeRO-2 add up gradients by their place in a bucket, which is filled in the order in which they
+come. Ranks that call different experts would add those of different weights, without an error where the sizes agree.
+So every expert gets a gradient, zero where it was not called, and all of them when a backward leaves their block.
+Under ZeRO-3 the block is a leaf module, for which DeepSpeed does that itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        # One element each, until it is added to a gradient.
+        return grad, *(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
+
+
+def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
+    """Let all experts of a list have gradients at the same moment of a backward pass, called or not.
+
+    Args:
+        model: before `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions.
+        lists: names of the module lists -> names of the blocks around them.
+    """
+    for name, block in lists.items():
+        experts = [*model.get_submodule(name).parameters()]
+
+        def joined(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], experts: list[nn.Parameter] = experts
+        ) -> Any:
+            trained = [
+                parameter for parameter in experts if parameter.requires_grad and not hasattr(parameter, "ds_id")
+            ]
+            if not trained or not torch.is_grad_enabled():
+                return None
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            hidden = (key for key, value in given.items() if isinstance(value, Tensor) and value.is_floating_point())
+            key = next(hidden, None)
+            if key is None:
+                raise ValueError(f"{type(module).__name__}, which holds experts, is called without hidden states")
+            given[key] = _Join.apply(given[key], *trained)  # type: ignore[no-untyped-call]
+            return tuple(given[index] for index in range(len(args))), {word: given[word] for word in kwargs}
+
+        model.get_submodule(block).register_forward_pre_hook(joined, with_kwargs=True)
