@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.mask.quench import disagreement
+from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.shard import Shard
@@ -64,9 +65,11 @@ class Health:
 
     def add_refresh(self, average: Tensor, sample: Tensor) -> None:
         """Account for one shard's new curvature sample, before it enters the running mean."""
-        self._add("agreement", (sample * average).sum(dtype=torch.float64))
-        self._add("sample_square", sample.square().sum(dtype=torch.float64))
-        self._add("average_square", average.square().sum(dtype=torch.float64))
+        for run in runs(sample):
+            new, old = sample[run], average[run]
+            self._add("agreement", (new * old).sum(dtype=torch.float64))
+            self._add("sample_square", new.square().sum(dtype=torch.float64))
+            self._add("average_square", old.square().sum(dtype=torch.float64))
 
     def add_update(
         self,
@@ -88,18 +91,20 @@ class Health:
             self._add("compared", shard.numel)
         self._targets[shard.name] = packed
         self._add("count", shard.numel)
-        self._add("undecided", (mask * (1 - mask)).sum(dtype=torch.float64))
-        self._add("kept", mask.sum(dtype=torch.float64))
+        for run in runs(mask):
+            self._add("undecided", (mask[run] * (1 - mask[run])).sum(dtype=torch.float64))
+            self._add("kept", mask[run].sum(dtype=torch.float64))
+            if curvature is not None:
+                self._add("curvature", curvature[run].sum(dtype=torch.float64) / correction)
+                self._add("negative", (curvature[run] < 0).sum(dtype=torch.float64))
         span = self.pattern.span(weight.shape, weight.input_axis)
         # Groups that a shard boundary cuts are left out: this rank does not have all of their masks at hand.
         whole = mask[-shard.start % span : mask.numel() - shard.stop % span]
         if shard.start // span < shard.stop // span and whole.numel():
             group_GM = self.pattern.to_groups(whole, weight.shape, weight.input_axis)
-            self._add("disagreeing", disagreement(group_GM, top_n(group_GM, self.pattern.kept)))
+            for run in runs(group_GM):
+                self._add("disagreeing", disagreement(group_GM[run], top_n(group_GM[run], self.pattern.kept)))
             self._add("groups", group_GM.shape[0])
-        if curvature is not None:
-            self._add("curvature", curvature.sum(dtype=torch.float64) / correction)
-            self._add("negative", (curvature < 0).sum(dtype=torch.float64))
 
     def report(self, with_curvature: bool) -> dict[str, float]:
         """Reduce over the ranks, read once, start anew. Collective."""
@@ -134,11 +139,20 @@ def histogram_counts(mask: Tensor, curvature: Tensor | None, bins: int) -> Tenso
 
 def _pack(bits: Tensor) -> Tensor:
     """(n,) bool -> (ceil(n / 8),) uint8."""
-    padded = F.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
-    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(dim=1, dtype=torch.uint8)
+    ones = bits.view(torch.uint8)
+    padded = (F.pad(ones, (0, -ones.numel() % 8)) if ones.numel() % 8 else ones).view(-1, 8)
+    shift = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    packed = padded.new_empty(len(padded))
+    for run in runs(padded):
+        torch.sum(padded[run] << shift, dim=1, dtype=torch.uint8, out=packed[run])
+    return packed
 
 
 def _count_bits(packed: Tensor) -> Tensor:
     """() fp64: bits set."""
-    ones = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
-    return ones.sum(dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=packed.device)
+    for run in runs(packed):  # pairs, nibbles and bytes of bits are added inside their byte
+        pairs = packed[run] - ((packed[run] >> 1) & 0x55)
+        nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+        total += ((nibbles + (nibbles >> 4)) & 0x0F).sum(dtype=torch.float64)
+    return total

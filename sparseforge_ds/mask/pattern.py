@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.runs import runs
+
 
 @dataclass(frozen=True)
 class NM:
@@ -163,4 +165,7 @@ def rank_in_group(group_GM: Tensor) -> Tensor:
 
 def top_n(group_GM: Tensor, n: int) -> Tensor:
     """(G, M) values -> (G, M) bool with exactly `n` True in every row: its `n` largest, ties to the lower index."""
-    return rank_in_group(group_GM) < n
+    top_GM = torch.empty(group_GM.shape, dtype=torch.bool, device=group_GM.device)
+    for run in runs(group_GM):
+        torch.lt(rank_in_group(group_GM[run]), n, out=top_GM[run])
+    return top_GM

@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from sparseforge_ds.health import CURVATURE_DECADES, Health, histogram_counts
+from sparseforge_ds.health import CURVATURE_DECADES, Health, _count_bits, _pack, histogram_counts
 from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.runs import ELEMENTS_PER_THREAD
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.planning.live import Live
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.shard import Shard
 
@@ -83,3 +85,42 @@ def test_histograms_count_every_element_once() -> None:
     of_one = int((0 - low) / (high - low) * 20)
     assert counts[20] == 2 and counts[20 + of_one] == 1 and counts[-1] == 1
     assert histogram_counts(mask, None, bins=20)[20:].sum() == 0
+
+
+def test_a_large_shard_is_summed_in_runs() -> None:
+    """The same numbers as at once, and no temporary of the shard's size beside the target bits that are kept."""
+    count = 40 * ELEMENTS_PER_THREAD * torch.get_num_threads() + 8
+    shape = (count // 8, 8)
+    layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True))
+    shard = Shard("w", shape, 0, count, 0, 0)
+    health = Health(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4))
+    generator = torch.Generator().manual_seed(0)
+    mask, curvature, sample = (torch.rand(count, generator=generator) - shift for shift in (0.0, 0.2, 0.1))
+    first, second = mask > 0.5, mask > 0.3
+    with Live() as live:
+        for tensor in (mask, curvature, sample, first, second):
+            live.ignore(tensor)
+        for target in (first, second):
+            health.add_refresh(curvature, sample)
+            health.add_update(PrunableWeight("w", shape, -1, "layer"), shard, mask, target, curvature)
+    assert live.peak < count
+    metrics = health.report(True)
+    assert metrics["mask/flip_rate"] == pytest.approx((first != second).double().mean().item())
+    assert metrics["mask/undecided"] == pytest.approx((mask.double() * (1 - mask.double())).mean().item(), rel=1e-6)
+    assert metrics["curvature/mean"] == pytest.approx(curvature.double().mean().item(), rel=1e-6)
+    assert metrics["curvature/negative_share"] == pytest.approx((curvature < 0).double().mean().item())
+    cosine = torch.cosine_similarity(curvature.double(), sample.double(), dim=0).item()
+    assert metrics["curvature/signal"] == pytest.approx(cosine, rel=1e-6)
+    hard = torch.zeros(count // 4, 4).scatter_(1, mask.view(-1, 4).topk(2).indices, 1.0).bool()
+    disagreeing = ((mask.view(-1, 4) > 0.5) != hard).any(dim=1).double().mean().item()
+    assert metrics["mask/disagreement"] == pytest.approx(disagreeing)
+
+
+@pytest.mark.parametrize("count", [1, 8, 13, 300_001])
+def test_bits_are_packed_and_counted(count: int) -> None:
+    bits = torch.rand(count, generator=torch.Generator().manual_seed(count)) > 0.4
+    packed = _pack(bits)
+    assert packed.numel() == -(-count // 8)
+    unpacked = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    assert torch.equal(unpacked.view(-1)[:count].bool(), bits)
+    assert _count_bits(packed).item() == bits.sum().item()
