@@ -14,6 +14,7 @@ import torch
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.zero.refuse import EXPERTS_DIVIDED
 
 # Top-level keys of DeepSpeed 0.19: it ignores all others in silence, and "zero_optimisation" trains stage 0.
 _KEYS = tuple(
@@ -78,6 +79,9 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
             f'--deepspeed {path}: remove the "scheduler" block; '
             "--learning_rate, --warmup and --min_lr_ratio set the learning rate"
         )
+    experts = content.get("expert_parallel")
+    if experts and (not isinstance(experts, dict) or experts.get("enabled")):
+        raise ValueError(f"--deepspeed {path}: expert_parallel = {json.dumps(experts)}: {EXPERTS_DIVIDED}")
     for key in ("nebula", "datastates_ckpt"):
         if key in content:
             raise ValueError(f"--deepspeed {path}: remove {key!r}: such saves are not on disk when they say so")

@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from deepspeed import DeepSpeedEngine
 
+EXPERTS_DIVIDED = (
+    "expert parallelism gives every rank other experts under the same names, while masks, their statistics and "
+    'checkpoints are of whole weights that all ranks share; remove it: ZeRO stage 3 ("zero_optimization": '
+    '{"stage": 3}) divides the experts over the ranks too'
+)
+"""Why experts that live on one rank each cannot be pruned, and what to do."""
+
 
 def refuse_unsupported(engine: DeepSpeedEngine) -> None:
     """Stop at attach time when DeepSpeed is set up in a way that masks cannot survive.
@@ -67,6 +74,10 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
             engine.sequence_parallel_size > 1,
             f"sequence_parallel_size = {engine.sequence_parallel_size}: curvature is averaged over data-parallel ranks "
             "only; remove it",
+        ),
+        (
+            engine.has_moe_layers,  # layers that route between ranks: AutoEP's, or deepspeed.moe's own
+            f"expert_parallel, or layers of deepspeed.moe: {EXPERTS_DIVIDED}",
         ),
         (
             engine.is_deepcompile_enabled(),

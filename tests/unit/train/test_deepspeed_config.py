@@ -197,6 +197,17 @@ def test_a_scheduler_of_deepspeed_is_refused(tmp_path):
         read_deepspeed_json(str(write_json(tmp_path / "a.json", {"scheduler": {"type": "WarmupLR"}})))
 
 
+@pytest.mark.parametrize("block", [{"enabled": True, "autoep_size": 2}, True])
+def test_expert_parallelism_is_refused_before_deepspeed_sees_it(tmp_path, block):
+    with pytest.raises(ValueError, match="expert_parallel = .*remove it: ZeRO stage 3"):
+        read_deepspeed_json(str(write_json(tmp_path / "a.json", {"expert_parallel": block})))
+
+
+def test_expert_parallelism_that_is_switched_off_is_none(tmp_path):
+    content = {"expert_parallel": {"enabled": False, "autoep_size": 2}}
+    assert read_deepspeed_json(str(write_json(tmp_path / "a.json", content))) == content
+
+
 @pytest.mark.parametrize(
     "block", [{"nebula": {}}, {"datastates_ckpt": {}}, {"checkpoint": {"writer": {"type": "fast"}}}]
 )

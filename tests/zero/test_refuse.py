@@ -1,0 +1,59 @@
+"""DeepSpeed's own expert parallelism (AutoEP): what it makes of a model, and that no mask is trained on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from transformers.utils import output_capturing
+
+import sparseforge_ds as sf
+from tests.distributed import run_distributed
+from tests.tiny_models import BUILDERS, token_batch
+from tests.zero.case import Case
+
+
+def attach(stage: int) -> dict[str, Any]:
+    """Train a mixture under AutoEP, then try to prune it."""
+    import deepspeed
+
+    # DeepSpeed 0.19 asks transformers' registry as if it were a plain dict.
+    registry = type(output_capturing._CAN_RECORD_REGISTRY)
+    if registry is not dict:
+        plain = registry.get
+        registry.get = lambda self, key, _default=None: plain(self, key)
+    case = Case(stage=stage, config={"importance": "magnitude"})
+    model = BUILDERS["qwen3_moe"]()
+    named = {name for name, _ in model.named_parameters()}
+    groups = sf.param_groups(sf.prepare(model, case.sparseforge), case.sparseforge)
+    settings = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config={**case.deepspeed(), "expert_parallel": settings}
+    )
+    loss = engine(**token_batch(2, 8, seed=dist.get_rank())).loss
+    engine.backward(loss)
+    engine.step()
+    new = {name: p for name, p in engine.module.named_parameters() if name not in named and ".experts." in name}
+    result: dict[str, Any] = {
+        "experts": {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in new.items()},
+        "alike": True,
+    }
+    sums = [None] * dist.get_world_size()
+    dist.all_gather_object(sums, [float(getattr(p, "ds_tensor", p).detach().sum()) for p in new.values()])
+    result["alike"] = sums[0] == sums[1]
+    try:
+        sf.SparseForge(engine, case.sparseforge)
+    except ValueError as error:
+        result["refusal"] = str(error)
+    return result
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_expert_parallelism_trains_and_is_refused(stage: int) -> None:
+    for rank in run_distributed(attach, 2, stage):
+        # Both ranks hold 2 of the 4 experts, under one name: a mask by name would be a mask of neither.
+        assert rank["experts"] and all(shape[0] == 2 for shape in rank["experts"].values())
+        assert not rank["alike"]
+        assert rank["refusal"].startswith("cannot train a mask with this engine: expert_parallel")
+        assert "remove it: ZeRO stage 3" in rank["refusal"]
