@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 from sparseforge_ds.registration import register_families
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -52,20 +53,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     register_families()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return tokenizer_of(name)
+    except ValueError as error:
         raise ValueError(f"{name}: has no tokenizer that can be read ({_first_line(error)})") from None
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
 
 
 @torch.no_grad()
-def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern) -> int:
+def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseForgeConfig | None = None) -> int:
     """One-shot pruning in memory: every prunable weight keeps the largest members of each group.
 
     Args:
         model: a dense model of a family in `model.families`.
         pattern: which pattern to project to.
+        config: names the weights to prune (include, exclude); by default all that are prunable.
 
     Returns:
         Number of weights pruned.
@@ -73,7 +73,7 @@ def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern) -> int:
     Raises:
         ValueError: unknown family, or a weight that the pattern does not fit.
     """
-    weights = prunable_weights(model, SparseForgeConfig(pattern=str(pattern)))
+    weights = prunable_weights(model, config or SparseForgeConfig(pattern=str(pattern)))
     parameters = dict(model.named_parameters())
     for weight in weights:
         parameter = parameters[weight.name]

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig
 
 import sparseforge_ds
+from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.train.arguments import EMBEDDED_MODEL
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -68,13 +68,13 @@ def read_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's folder.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is none, it cannot be read, or it has tokens that the model has no embedding for.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--model {model.name}: its tokenizer cannot be read ({error})") from None
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        tokenizer = load_tokenizer(model.folder)
+        check_vocabulary(tokenizer, model.config)
+    except ValueError as error:
+        raise ValueError(f"--model {model.name}: {error}") from None
     return tokenizer
 
 

@@ -1,0 +1,93 @@
+"""The tokenizer of a model, and proof that it is one: transformers 5 makes up what a folder does not have.
+
+A folder without tokenizer files gives some families an empty tokenizer, for which every text is without tokens; one
+with nothing but sentencepiece's `tokenizer.model` is read without the space that LLaMA puts before a text, so that the
+first word of each becomes another token; and `tokenizer.json` alone does not say which tokens frame a document.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
+_PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model.
+
+    Args:
+        name: a folder, or a hub id.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it gives other tokens than its own sentencepiece model.
+    """
+    folder = Path(name)
+    try:
+        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
+            raise ValueError(f"none of {', '.join(_FILES[:4])} is there; copy the tokenizer's files into the folder")
+        bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
+        if bare and (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
+            tokenizer = LlamaTokenizer.from_pretrained(folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        if bare and (folder / "config.json").is_file():
+            _frame_as_config_says(tokenizer, AutoConfig.from_pretrained(folder))
+        _check_ids(tokenizer, folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(f"its tokenizer cannot be read ({reason[0] if reason else type(error).__name__})") from None
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
+    """Refuse a tokenizer that has tokens without an embedding.
+
+    Raises:
+        ValueError: it has.
+    """
+    size, ids = int(config.get_text_config().vocab_size), tokenizer.get_vocab()
+    beyond = sorted((number, token) for token, number in ids.items() if number >= size)
+    if beyond:
+        number, token = beyond[0]
+        raise ValueError(
+            f"its tokenizer has {len(beyond)} tokens without an embedding, the first is {token!r} with id {number} in "
+            f"a vocabulary of {size} (config.json); tokenizer and weights do not belong together, or tokens were "
+            "added: bring the tokenizer that the weights were trained with"
+        )
+
+
+def _frame_as_config_says(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
+    """Give a tokenizer that names neither BOS nor EOS those of the model's config."""
+    if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:
+        return
+    text = config.get_text_config()
+    for role in ("bos_token", "eos_token"):
+        number = getattr(text, f"{role}_id", None)
+        number = number[0] if isinstance(number, list) and number else number
+        token = tokenizer.convert_ids_to_tokens(number) if isinstance(number, int) else None
+        if token is not None:
+            setattr(tokenizer, role, token)
+
+
+def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise ValueError("it gives no token for any text; copy the tokenizer's files into the folder")
+    model = folder / "tokenizer.model"
+    if not model.is_file() or (folder / "tokenizer.json").is_file():
+        return
+    from sentencepiece import SentencePieceProcessor  # needed for such folders only
+
+    try:
+        pieces = SentencePieceProcessor(model_file=str(model))
+    except RuntimeError:  # some families call other formats tokenizer.model too
+        return
+    if ids != pieces.encode(_PROBE):
+        raise ValueError(
+            f"transformers reads tokenizer.model as a {type(tokenizer).__name__} that gives other tokens than "
+            'sentencepiece does; write its class into tokenizer_config.json, like {"tokenizer_class": "LlamaTokenizer"}'
+        )

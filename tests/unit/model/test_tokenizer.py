@@ -1,0 +1,114 @@
+"""Tokenizers from local folders: the tokens of the trained model, framed once, and the same ones in the export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sentencepiece import SentencePieceProcessor
+from transformers import AutoTokenizer, DeepseekV2Config, GPT2Config, LlamaConfig, OPTConfig, Qwen2Config, Qwen3Config
+
+from sparseforge_ds.evaluate.pretrained import load_tokenizer as load_for_evaluation
+from sparseforge_ds.export.model_files import copy_model_files
+from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
+from sparseforge_ds.train.packing import encode, token_dtype
+from tests.tiny_folders import byte_tokenizer
+
+CONFIGS = {
+    "llama2": LlamaConfig(vocab_size=32000, bos_token_id=1, eos_token_id=2),
+    "qwen": Qwen3Config(vocab_size=151936, bos_token_id=151643, eos_token_id=151645),
+    "deepseek_llm": LlamaConfig(vocab_size=102400, bos_token_id=100000, eos_token_id=100001),
+    "gpt2": GPT2Config(),
+}
+FRAMES = {"llama2": (1, None), "qwen": (None, 151643), "deepseek_llm": (100000, None), "gpt2": (50256, None)}
+"""What stands before and after every document."""
+
+
+@pytest.fixture
+def folder(assets, tmp_path):
+    """A folder with the bare tokenizer file of a family and the model's config, nothing else."""
+
+    def build(name, **files):
+        path = tmp_path / name
+        shutil.copytree(assets / "tokenizers" / name, path)
+        path.chmod(0o755)
+        CONFIGS[name].save_pretrained(path)
+        for file, content in files.items():
+            (path / f"{file}.json").write_text(json.dumps(content))
+        return path
+
+    return build
+
+
+def stories(assets, count=60):
+    lines = (assets / "text" / "tinystories" / "heldout.jsonl").read_text().splitlines()
+    return [json.loads(line)["text"].strip() for line in lines[:count]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_documents_are_framed_once_and_the_export_gives_the_same_tokens(folder, assets, tmp_path, name):
+    path, texts = folder(name), stories(assets)
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, CONFIGS[name])
+    assert token_dtype(tokenizer) == ("uint32" if name in ("qwen", "deepseek_llm") else "uint16")
+    rows = encode(texts, tokenizer)
+    front, back = FRAMES[name]
+    bare = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert rows == [[*([] if front is None else [front]), *ids, *([] if back is None else [back])] for ids in bare]
+    assert all(front not in ids and back not in ids for ids in bare)
+    assert [tokenizer.decode(ids) for ids in bare] == texts
+
+    run = tmp_path / "run"
+    tokenizer.save_pretrained(run)  # as the run folder has it
+    export = tmp_path / "export"
+    export.mkdir()
+    source = SimpleNamespace(model_folder=run, model_config=CONFIGS[name].to_dict(), dtype=torch.bfloat16)
+    copy_model_files(source, export)
+    plain = AutoTokenizer.from_pretrained(export)
+    assert plain(texts, add_special_tokens=False)["input_ids"] == bare
+    assert (plain.bos_token_id, plain.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert encode(texts, load_for_evaluation(str(export))) == rows
+
+
+def test_tokens_of_a_sentencepiece_model_are_sentencepieces(folder, assets):
+    """transformers 5 alone reads such a folder without the space before a text, in silence."""
+    path, texts = folder("llama2"), stories(assets)
+    pieces = SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer(texts, add_special_tokens=False)["input_ids"] == [pieces.encode(text) for text in texts]
+    assert tokenizer("Hello", add_special_tokens=False)["input_ids"] == [15043]
+    assert AutoTokenizer.from_pretrained(path)("Hello", add_special_tokens=False)["input_ids"] == [10994]
+
+
+def test_a_class_that_gives_other_tokens_than_sentencepiece_is_refused(folder):
+    path = folder("llama2", tokenizer_config={"tokenizer_class": "TokenizersBackend"})
+    with pytest.raises(ValueError, match="TokenizersBackend that gives other tokens than.*LlamaTokenizer"):
+        load_tokenizer(path)
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    assert load_tokenizer(path)("Hello", add_special_tokens=False)["input_ids"] == [15043]
+
+
+def test_what_tokenizer_config_says_of_bos_and_eos_is_not_overruled(folder):
+    said = {"eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+    tokenizer = load_tokenizer(folder("deepseek_llm", tokenizer_config=said))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, 100001)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), GPT2Config(), OPTConfig(), DeepseekV2Config()])
+@pytest.mark.parametrize("files", [{}, {"tokenizer_config.json": "{}"}])
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, config, files):
+    config.save_pretrained(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match="its tokenizer cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_with_tokens_beyond_the_embedding_is_refused():
+    tokenizer = byte_tokenizer()
+    check_vocabulary(tokenizer, LlamaConfig(vocab_size=258))
+    with pytest.raises(ValueError, match="1 tokens without an embedding, the first is '</s>' with id 257 in .* of 257"):
+        check_vocabulary(tokenizer, LlamaConfig(vocab_size=257))
