@@ -163,6 +163,8 @@ def write_folder(plan: Plan) -> None:
     temporary.mkdir()
     plan.model.config.save_pretrained(temporary)
     plan.tokenizer.save_pretrained(temporary)
+    if (plan.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
+        shutil.copyfile(plan.model.folder / "tokenizer.model", temporary / "tokenizer.model")
     if (plan.model.folder / "generation_config.json").is_file():
         GenerationConfig.from_pretrained(plan.model.folder).save_pretrained(temporary)
     shutil.rmtree(final, ignore_errors=True)

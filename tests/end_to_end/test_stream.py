@@ -1,39 +1,107 @@
-"""Runs on a text that is tokenised while they go on."""
+"""Runs on a mixture of a stream, which is tokenised while they go on, and a text that is tokenised before."""
 
 from __future__ import annotations
 
 import shutil
+from multiprocessing import Pipe
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.test_train import differences, flags_of, launch, states, train
+from sparseforge_ds.train.chunks import Sizes
+from tests.distributed import run_distributed
+from tests.end_to_end.test_train import differences, flags_of, launch, states
 from tests.tiny_folders import deepspeed_json
 from tests.tiny_streams import texts, write_stream
 
-
-def stream_flags(folder, **more):
-    stream = write_stream(folder / "text", texts(300))
-    return flags_of(folder, deepspeed_json(stage=2, batch=8), max_steps=8, save_every=4, dataset=stream.name, **more)
+STEPS = 10
+"""Of 8 windows each, so that the ninth step begins another block of 64 turns."""
 
 
-@pytest.mark.parametrize("cache", ["kept", "lost"])
-def test_a_resumed_run_on_a_stream_equals_one_in_one_go(tmp_path, cache):
-    flags = stream_flags(tmp_path, keep_checkpoints=0)
-    train(*flags)
-    copy = tmp_path / "copy"
-    shutil.copytree(tmp_path / "run", copy)
-    shutil.rmtree(copy / "checkpoints" / "step_000008")
-    (copy / "checkpoints" / "latest").write_text("step_000004")
-    if cache == "lost":
-        shutil.rmtree(copy / "data")
-    train(*(flag for flag in flags if not flag.startswith("--output_dir")), f"--output_dir={copy}", "--resume")
-    one, two = (states(run / "checkpoints" / "step_000008") for run in (tmp_path / "run", copy))
+def small_sizes(seq_length):
+    return Sizes(seq_length, 256, 512)
+
+
+def main_on_small_chunks(command_line, dies_at):
+    """The launcher's body with chunks of some windows; the process that tokenises is killed before a chunk."""
+    from sparseforge_ds.train import producer, text
+    from sparseforge_ds.train.run import main
+
+    wait = producer.Producer.wait
+
+    def die_or_wait(self, chunk):
+        if chunk == dies_at:
+            self.process.kill()
+            self._connection, other = Pipe()  # what was made ahead may be in the old one
+            other.close()
+        return wait(self, chunk)
+
+    text.Sizes, producer.Producer.wait = small_sizes, die_or_wait
+    return main(command_line)
+
+
+def train(*flags, dies_at=None, exit_code=0):
+    assert run_distributed(main_on_small_chunks, 2, list(flags), dies_at, timeout=300) == [exit_code] * 2
+
+
+def flags_in(folder, run, **more):
+    stream = write_stream(folder / "text", texts(300)) if not (folder / "text").exists() else None
+    settings = {"max_steps": STEPS, "save_every": 4, "keep_checkpoints": 0, "log_every": 1, "seq_length": 16, **more}
+    flags = flags_of(folder, deepspeed_json(stage=2, batch=8), output_dir=folder / run, **settings)
+    flags = [flag for flag in flags if not flag.startswith("--dataset")]
+    assert stream is None or stream.name == f"stream:{folder / 'text'}"
+    return [*flags, "--dataset", f"stream:{folder / 'text'}=0.75", f"{folder / 'text.jsonl'}=0.25"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run in one go."""
+    folder = tmp_path_factory.mktemp("mixture")
+    train(*flags_in(folder, "run"))
+    return folder
+
+
+def same_end(straight, run):
+    one, two = (states(straight / name / "checkpoints" / f"step_{STEPS:06d}") for name in ("run", run))
     assert one.keys() == two.keys() and len(one) == 3
     assert differences(one, two) == []
 
 
+def test_the_log_says_what_every_source_gave(straight):
+    log = EventAccumulator(str(straight / "run" / "tensorboard")).Reload()
+    tags = sorted(tag for tag in log.Tags()["scalars"] if tag.startswith("data/"))
+    assert [tag.rpartition("/")[2] for tag in tags] == ["epochs", "tokens"] * 2
+    tokens = [{event.step: event.value for event in log.Scalars(tag)} for tag in tags if tag.endswith("tokens")]
+    assert [of_source[8] for of_source in tokens] == [0.75 * 16 * 64, 0.25 * 16 * 64]
+    assert sum(of_source[STEPS] for of_source in tokens) == 16 * 8 * STEPS
+
+
+def test_a_resumed_run_equals_one_in_one_go(straight):
+    copy = straight / "copy"
+    shutil.copytree(straight / "run", copy)
+    for step in (8, 10):
+        shutil.rmtree(copy / "checkpoints" / f"step_{step:06d}")
+    (copy / "checkpoints" / "latest").write_text("step_000004")
+    train(*flags_in(straight, "copy"), "--resume")
+    same_end(straight, "copy")
+
+
+def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(straight, capfd):
+    """The tokenising process dies under the ninth step; the run goes on from there, also without the cache."""
+    flags = [*flags_in(straight, "died", save_every=100), "--resume", "auto"]
+    train(*flags, dies_at=2, exit_code=1)
+    said = capfd.readouterr().out  # a failed rank's stderr is in it
+    assert "nothing to resume: there is no run in" in said and "the process that tokenises it ended" in said
+    saved = [path.name for path in (straight / "died" / "checkpoints").glob("step_*")]
+    assert saved == ["step_000008"], "its first two chunks have 48 windows, as many as the first 64 turns need"
+    shutil.rmtree(straight / "died" / "data")
+    train(*flags)
+    assert "resumed from" in capfd.readouterr().out
+    same_end(straight, "died")
+
+
 def test_a_record_that_cannot_be_read_ends_the_run_with_one_line(tmp_path):
-    flags = stream_flags(tmp_path)
+    flags = flags_in(tmp_path, "run")
     with (tmp_path / "text" / "1.jsonl").open("a") as file:
         file.write('{"text": 3}\n')
     outcome = launch(*flags)

@@ -47,9 +47,10 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.plan": {"transformers", "planning"},
     "export.loaded": {"safetensors"},
     "export.reference": {"peft"},
+    "evaluate.pretrained": {"config", "model.families", "model.tokenizer"},
+    "model.tokenizer": {"sentencepiece"},
     "zero.expert_taps": {"transformers.integrations.moe"},
     "evaluate.perplexity": {"tqdm"},
-    "evaluate.pretrained": {"config", "model.families"},
     "evaluate.text": {"train.stdlib_text"},
     "evaluate.zero_shot": {"lm_eval", "jinja2"},
 }

@@ -14,6 +14,7 @@ from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.plan import make_plan
 from sparseforge_ds.train.run_folder import (
+    begins_anew,
     changed_flags,
     check_folder,
     lock_folder,
@@ -63,6 +64,14 @@ def test_the_folder_describes_the_run(plan, tmp_path):
     assert sorted(path.name for path in run.iterdir()) == ["ds_config.json", "model", "sparseforge.json"]
 
 
+def test_a_sentencepiece_model_travels_with_the_run(plan, tmp_path):
+    check_folder(plan())
+    first = plan()
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"pieces")
+    write_folder(first)
+    assert (tmp_path / "run" / "model" / "tokenizer.model").read_bytes() == b"pieces"
+
+
 def test_low_rank_is_recorded(plan, tmp_path):
     write_folder_of = plan(block={"low_rank": {"k": 8}})
     check_folder(write_folder_of)
@@ -92,6 +101,26 @@ def test_another_run_is_not_resumed(plan, changes, message):
     write_folder(plan())
     with pytest.raises(ValueError, match=message):
         check_folder(plan(resume=True, **changes))
+
+
+def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mistake(plan, tmp_path):
+    assert begins_anew(plan()) is None
+    assert begins_anew(plan(resume=True)) is None
+    with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
+        check_folder(plan(resume=True))  # a mistyped folder
+    assert "there is no run in" in str(begins_anew(plan(resume="auto")))
+    check_folder(plan())
+    write_folder(plan())
+    for resume in (True, "auto"):
+        assert "ended before its first checkpoint" in str(begins_anew(plan(resume=resume)))
+        with pytest.raises(ValueError, match="started with other settings"):
+            begins_anew(plan(resume=resume, max_steps=99))
+    (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    assert begins_anew(plan(resume=True)) is None and begins_anew(plan(resume="auto")) is None
+    (tmp_path / "run" / "sparseforge.json").unlink()
+    assert begins_anew(plan(resume="auto")) is None
+    with pytest.raises(ValueError, match="no run in"):
+        check_folder(plan(resume="auto"))  # checkpoints of something: never overwritten
 
 
 def test_a_model_with_another_config_is_not_resumed(plan, tmp_path):
