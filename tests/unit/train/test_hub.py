@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import datasets
@@ -15,7 +18,9 @@ from sparseforge_ds.train import hub
 from sparseforge_ds.train.documents import find_documents
 from sparseforge_ds.train.hub import HubStream, read_url
 from sparseforge_ds.train.text_files import documents_of
+from tests.distributed import ROOT
 from tests.hub_folders import write_c4, write_dolmino
+from tests.pretend_hub import REVISION, pretend_hub
 
 
 @pytest.fixture
@@ -153,3 +158,41 @@ def test_a_damaged_file_is_not_tried_again(tmp_path, monkeypatch):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "x"}\n') + b"no gzip")
     with pytest.raises(ValueError, match="a.json.gz, document 1: not readable"):
         list(read_url(str(tmp_path / "a.json.gz"), "text", "--dataset x"))
+
+
+CLIENT = """
+import json, sys
+from sparseforge_ds.train.hub import HubStream
+name = "allenai/dolmino-mix-1124"
+parts = {part: list(HubStream(f"{name}:{part}", "text").read()) for part in ("math", "dclm", "data/math/gsm8k")}
+reader = HubStream(name, "text").read()
+begun = [next(reader) for _ in range(13)]
+again = HubStream(name, "text").read(json.loads(json.dumps(reader.state())))
+print(json.dumps({"parts": parts, "all": [*begun, *again], "rest": list(reader), "state": reader.state()}))
+"""
+
+
+def test_the_hub_itself_as_far_as_it_can_be_had_without_a_network(tmp_path):
+    """With real requests, to a server on this machine that answers as the hub does and loses a connection."""
+    expected = write_dolmino(tmp_path / "dataset")
+    everything = [text for _, texts in sorted(expected.items()) for text in texts]
+    lost = "data/math/gsm8k/v0/train.jsonl"
+    with pretend_hub(tmp_path / "dataset", "allenai/dolmino-mix-1124", breaks_off=lost) as (address, sent):
+        settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+        client = subprocess.run(
+            [sys.executable, "-c", CLIENT],
+            cwd=ROOT,
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert client.returncode == 0, client.stderr
+    answer = json.loads(client.stdout.splitlines()[-1])
+    for part, texts in answer["parts"].items():
+        folder = part if part.startswith("data") else f"data/{part}"
+        assert texts == [text for path, own in sorted(expected.items()) if path.startswith(folder) for text in own]
+    assert answer["all"] == everything and answer["rest"] == everything[13:]
+    assert answer["state"]["revision"] == REVISION
+    assert sent.count(lost) == 5, "four readers, and one asked again"
+    assert not any("held_out" in path for path in sent)
