@@ -140,7 +140,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if action.default in (None, argparse.SUPPRESS) or action.default is False or action.required:
+        if action.default in (None, argparse.SUPPRESS, []) or action.default is False or action.required:
             return text
         return f"{text} (default: %(default)s)"
 
