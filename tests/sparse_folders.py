@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export.published_names import pieces
 from sparseforge_ds.export.source import Prunable, Source
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import prunable_weights
@@ -32,10 +33,13 @@ class ModelSource(Source):
         config = SparseForgeConfig(pattern=pattern)
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
         self.pattern, self.dtype = config.parsed_pattern, dtype
-        self._dense = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
+        state = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
+        places = pieces(model.config.model_type, {name: tuple(value.shape) for name, value in state.items()})
+        self._dense = {n: state[p.of].view(-1)[p.start : p.stop].view(p.shape) for n, p in places.items()}
         self.specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._dense.items()}
-        weights = prunable_weights(model, config)
-        self.prunable = {weight.name: Prunable(weight.name, weight.shape, weight.input_axis) for weight in weights}
+        self.known_as = {name: place.of for name, place in places.items() if place.of != name}
+        axes = {weight.name: weight.input_axis for weight in prunable_weights(model, config)}
+        self.prunable = {n: Prunable(n, p.shape, axes[p.of]) for n, p in places.items() if p.of in axes}
         self.model_folder, self.opened = folder, (folder, None, "auto")
         self.model_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
         self.branches, self.identity = {}, {"model": id(model)}

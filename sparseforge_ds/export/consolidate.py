@@ -163,6 +163,8 @@ def _write_rest(source: Source, partial: Partial, files: list[FileLayout]) -> di
         keys = ("shape", "input_axis", "groups", "nonzeros", "sha256")
         section = "weights" if name in source.prunable else "dense"
         rows[section][name] = {key: entry[key] for key in keys if key in entry}
+        if name in source.known_as:
+            rows[section][name]["known_as"] = source.known_as[name]
         rows[section][name]["dtype"] = str(source.specs[name].dtype).removeprefix("torch.")
     sparsity = {**source.record, "adapter": adapter.name if source.branches else None}
     if source.branches:

@@ -76,6 +76,7 @@ class FolderSource(Source):
             if entry.get("input_axis") not in (-1, -2):
                 raise ValueError(f"{self.folder / 'sparsity.json'}: weights is damaged; export again")
             self.prunable[name] = Prunable(name, self.specs[name].shape, entry["input_axis"])
+        self.known_as = {name: str(row["known_as"]) for name, row in self._listed.items() if "known_as" in row}
         self._adapter = None
         self.branches = {}
         if self._sparsity.get("adapter"):

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor, tensor_bytes, write_tensors
+from sparseforge_ds.export.published_names import pieces
 from sparseforge_ds.export.source import Prunable, Source, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.mask.packing import MaskCode
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
@@ -41,6 +42,8 @@ def write_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
     for name, weight in source.prunable.items():
         groups = math.prod(weight.shape) // source.pattern.members
         rows[name] = {"shape": list(weight.shape), "input_axis": weight.input_axis, "groups": groups}
+        if name in source.known_as:
+            rows[name]["known_as"] = source.known_as[name]
         specs[name] = TensorSpec((code.nbytes(groups),), torch.uint8)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -87,6 +90,7 @@ class MaskFolder:
         self.pattern = parse_pattern(self.content["pattern"])
         self._tensors = TensorFolder(self.folder, "mask")
         self.prunable: dict[str, Prunable] = {}
+        self.known_as: dict[str, str] = {}
         rows = self.content.get("weights")
         if not isinstance(rows, dict) or not rows or set(rows) != set(self._tensors.specs):
             raise ValueError(f"{self._path}: does not list the weights of mask.safetensors; export the mask again")
@@ -98,6 +102,8 @@ class MaskFolder:
             if type(axis) is not int or axis not in (-1, -2) or self.pattern.misfit(tuple(shape), axis) is not None:
                 raise ValueError(f"{self._path}: the input axis of {name} is damaged; export the mask again")
             self.prunable[name] = Prunable(name, tuple(shape), axis)
+            if "known_as" in entry:
+                self.known_as[name] = str(entry["known_as"])
 
     def read(self, name: str) -> Tensor:
         """The mask of a weight, bool in its shape."""
@@ -136,22 +142,25 @@ class MaskedSource(Source):
             raise ValueError(f"{model}: is a {held}, the mask in {path} is of a {expected}; give its dense model")
         self._tensors = TensorFolder(self.model_folder)
         self.pattern, self.prunable = self.masks.pattern, self.masks.prunable
+        self.known_as = self.masks.known_as
         prefix = self._prefix()
-        self._stored = {prefix + name: name for name in self._tensors.specs}
+        self._stored = {prefix + name: piece for name, piece in pieces(held, self._tensors.shapes).items()}
         for name, weight in self.prunable.items():
-            found = self._tensors.specs[self._stored[name]].shape if name in self._stored else None
+            found = self._stored[name].shape if name in self._stored else None
             if found != weight.shape:
                 cure = "give the dense model that it was learned for"
                 if found is None and len(weight.shape) == 3:
-                    cure += "; if its experts are stored one by one, save it with save_original_format=False first"
+                    cure = "its experts are one by one there, the mask's are not: export the mask again"
                 raise ValueError(
                     f"{model}: {name} is {found or 'missing'} there, the mask in {path} is for {weight.shape}; {cure}"
                 )
         chosen = None if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.specs = {}
-        for name, stored in self._stored.items():
-            spec = self._tensors.specs[stored]
-            self.specs[name] = TensorSpec(spec.shape, chosen if chosen and spec.dtype.is_floating_point else spec.dtype)
+        for name, piece in self._stored.items():
+            spec = self._tensors.specs[piece.of]
+            self.specs[name] = TensorSpec(
+                piece.shape, chosen if chosen and spec.dtype.is_floating_point else spec.dtype
+            )
         self.dtype = self.specs[next(iter(self.prunable))].dtype
         self.branches = {}
         content = self.masks.content
@@ -175,7 +184,9 @@ class MaskedSource(Source):
 
     def read_dense(self, name: str) -> Tensor:
         """A tensor of the dense model, at its dtype in `specs`."""
-        return self._tensors.read(self._stored[name]).to(self.specs[name].dtype)
+        piece = self._stored[name]
+        value = self._tensors.read_run(piece.of, piece.start, piece.stop).view(piece.shape)
+        return value.to(self.specs[name].dtype)
 
     def read_mask(self, name: str) -> Tensor:
         """See `Source.read_mask`."""

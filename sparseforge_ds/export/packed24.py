@@ -62,6 +62,8 @@ def write_packed(source: Source, folder: Path, shard_bytes: int, progress: bool)
         for name, spec in tqdm(source.specs.items(), unit=" weights", disable=not progress, file=sys.stderr):
             value = source.read(name)
             rows[name] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+            if name in source.known_as:
+                rows[name]["known_as"] = source.known_as[name]
             if name not in source.prunable:
                 yield name, value
                 continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
+from sparseforge_ds.export.published_names import Piece, pieces
 from sparseforge_ds.export.source import Source, open_source
 from sparseforge_ds.registration import register_families
 
@@ -36,21 +38,25 @@ def filled_model(source: Source) -> Any:
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=source.dtype)
     model.tie_weights()
-    state, filled = model.state_dict(), set()
+    state = model.state_dict()
+    filled: Counter[int] = Counter()
+    places = pieces(source.model_config.get("model_type"), {name: tuple(value.shape) for name, value in state.items()})
     ignored = list(model._keys_to_ignore_on_load_unexpected or ())
     for name, spec in source.specs.items():
-        if name not in state:
+        place = Piece(name, 0, tuple(state[name].shape)) if name in state else places.get(name)
+        if place is None:
             if any(re.search(glob, name) for glob in ignored):
                 continue
             raise ValueError(f"{source.model_folder}/config.json: its {type(model).__name__} has no {name}")
-        if tuple(state[name].shape) != spec.shape:
+        if place.shape != spec.shape:
             raise ValueError(
-                f"{source.model_folder}/config.json: its {type(model).__name__} has {name} of shape "
-                f"{tuple(state[name].shape)}, the source {spec.shape}"
+                f"{source.model_folder}/config.json: its {type(model).__name__} has {name} of shape {place.shape}, "
+                f"the source {spec.shape}"
             )
-        state[name].copy_(source.read(name))
-        filled.add(state[name].data_ptr())
-    missing = [name for name, tensor in state.items() if tensor.numel() and tensor.data_ptr() not in filled]
+        target = state[place.of]
+        target.view(-1)[place.start : place.stop].view(spec.shape).copy_(source.read(name))
+        filled[target.data_ptr()] += place.stop - place.start
+    missing = [name for name, tensor in state.items() if filled[tensor.data_ptr()] < tensor.numel()]
     if missing:
         raise ValueError(f"the source has no {missing[0]}, which the {type(model).__name__} of config.json needs")
     return model.eval()

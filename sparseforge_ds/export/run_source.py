@@ -20,7 +20,9 @@ from sparseforge_ds.checkpoint.folder import find_run, read_json
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.bits import members_left, pieces
+from sparseforge_ds.export.bits import members_left
+from sparseforge_ds.export.bits import pieces as runs
+from sparseforge_ds.export.published_names import pieces
 from sparseforge_ds.export.source import Prunable, Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import top_n
@@ -64,12 +66,18 @@ class RunSource(Source):
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] != LOW_RANK}
         if not self.model_config.get("tie_word_embeddings", False):
             self._origin |= {alias: name for alias, name in checkpoint.aliases.items() if name in self._origin}
-        self.specs = {name: TensorSpec(shapes[real], self._stored(real)) for name, real in self._origin.items()}
-        self.prunable = {
-            name: Prunable(name, masked[real].shape, masked[real].input_axis)
-            for name, real in self._origin.items()
-            if real in masked
-        }
+        self._pieces = pieces(
+            self.model_config.get("model_type"), {name: shapes[real] for name, real in self._origin.items()}
+        )
+        self.known_as = {name: piece.of for name, piece in self._pieces.items() if piece.of != name}
+        self.specs, self.prunable = {}, {}
+        for name, piece in self._pieces.items():
+            real = self._origin[piece.of]
+            self.specs[name] = TensorSpec(piece.shape, self._stored(real))
+            if real in masked:
+                self.prunable[name] = Prunable(name, piece.shape, masked[real].input_axis)
+                if (why := self.pattern.misfit(piece.shape, masked[real].input_axis)) is not None:
+                    raise ValueError(f"{checkpoint.folder}: {name}, a part of {real}, cannot be {self.pattern}: {why}")
         branches = {name.rpartition(".")[0]: s for name, s in shapes.items() if name.rpartition(".")[2] == LOW_RANK}
         self.branches = {name: (shape[0], shape[1]) for name, shape in branches.items()}
         schedule = self.config.resolved_schedule
@@ -106,14 +114,14 @@ class RunSource(Source):
 
     def read(self, name: str) -> Tensor:
         """See `Source.read`."""
-        real, spec, weight = self._origin[name], self.specs[name], self.prunable.get(name)
+        spec, weight = self.specs[name], self.prunable.get(name)
         flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
         span = 1 if weight is None else self.pattern.span(weight.shape, weight.input_axis)
-        for start, stop in pieces(flat.numel(), span):
+        for start, stop in runs(flat.numel(), span):
             if weight is None:
-                flat[start:stop] = self.checkpoint.slice(real, None, start, stop)
+                flat[start:stop] = self._state(name, None, start, stop)
             else:
-                flat[start:stop] = self._sparse(weight, real, start, stop)
+                flat[start:stop] = self._sparse(weight, start, stop)
                 flat[start:stop] += 0.0  # small negative values may have become -0.0
         require_finite(flat, name, self.checkpoint.folder)
         return flat.view(spec.shape)
@@ -122,8 +130,8 @@ class RunSource(Source):
         """See `Source.read_mask`."""
         weight = self.prunable[name]
         flat = torch.empty(math.prod(weight.shape), dtype=torch.bool)
-        for start, stop in pieces(flat.numel(), self.pattern.span(weight.shape, weight.input_axis)):
-            flat[start:stop], _ = self._kept(weight, self._origin[name], start, stop)
+        for start, stop in runs(flat.numel(), self.pattern.span(weight.shape, weight.input_axis)):
+            flat[start:stop], _ = self._kept(weight, start, stop)
         return flat.view(weight.shape)
 
     def read_branch(self, name: str) -> Tensor:
@@ -136,11 +144,15 @@ class RunSource(Source):
         """See `Source.check_bytes`."""
         each(lambda part: self.checkpoint.check_bytes(part, workers), range(workers), workers)
 
-    def _kept(self, weight: Prunable, real: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
+        """Elements start..stop of what is published as `name`, as in `Checkpoint.slice`."""
+        piece = self._pieces[name]
+        return self.checkpoint.slice(self._origin[piece.of], key, piece.start + start, piece.start + stop)
+
+    def _kept(self, weight: Prunable, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
         pattern, shape, axis = self.pattern, weight.shape, weight.input_axis
-        dense = self.checkpoint.slice(real, "dense", start, stop).float()
-        mask = self.checkpoint.slice(real, "mask", start, stop).float()
+        dense, mask = (self._state(weight.name, key, start, stop).float() for key in ("dense", "mask"))
         if not self.finished:
             value_GM = pattern.to_groups(mask if self.formed else dense.abs(), shape, axis)
             return pattern.from_groups(top_n(value_GM, pattern.kept), shape, axis), dense
@@ -148,19 +160,19 @@ class RunSource(Source):
         full = bool((members_left(kept, pattern, shape, axis) == pattern.kept).all())
         if not full or not torch.equal(kept.float(), mask):
             raise ValueError(
-                f"{self.checkpoint.folder}: the mask of {real} is not binary and {pattern} although it was frozen "
-                f"before step {self.step}; the checkpoint is inconsistent, use another one"
+                f"{self.checkpoint.folder}: the mask of {weight.name} is not binary and {pattern} although it was "
+                f"frozen before step {self.step}; the checkpoint is inconsistent, use another one"
             )
         return kept, dense
 
-    def _sparse(self, weight: Prunable, real: str, start: int, stop: int) -> Tensor:
+    def _sparse(self, weight: Prunable, start: int, stop: int) -> Tensor:
         """hard(mask) * dense in fp32 (design eq. 11) of elements start..stop, dead members exactly +0.0."""
-        kept, dense = self._kept(weight, real, start, stop)
+        kept, dense = self._kept(weight, start, stop)
         value = torch.where(kept, dense, 0.0)
-        if self.finished and not torch.equal(value, self.checkpoint.slice(real, None, start, stop)):
+        if self.finished and not torch.equal(value, self._state(weight.name, None, start, stop)):
             raise ValueError(
-                f"{self.checkpoint.folder}: the master of {real} is not mask * dense although its mask is frozen; "
-                "the checkpoint is inconsistent, use another one"
+                f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense although its mask is "
+                "frozen; the checkpoint is inconsistent, use another one"
             )
         return value
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 import abc
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,7 +46,9 @@ class Source(abc.ABC):
     """Where final weights come from."""
 
     specs: dict[str, TensorSpec]
-    """Every tensor of the final model, in order, as it is stored."""
+    """Every tensor of the final model, in order, as it is stored, under its published name."""
+    known_as: Mapping[str, str] = MappingProxyType({})
+    """Name in the run, of those that had another one there: the fused weight that an expert's is a part of."""
     prunable: dict[str, Prunable]
     """Those of them that are in the pattern."""
     pattern: Pattern

@@ -99,8 +99,8 @@ def check_folder(
             raise ValueError(f"{folder}: has no sparsity.json with a pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity["pattern"])
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
-    weights, misfits = _prunable(folder, config, sparsity, shapes, pattern)
     listed = {**_section(folder, sparsity, "weights"), **_section(folder, sparsity, "dense")}
+    weights, misfits = _prunable(folder, config, sparsity, shapes, pattern)
     names = [name for name in tensors.specs if name in weights or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
@@ -155,10 +155,12 @@ def _prunable(
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
-        block = {"pattern": str(pattern), **{key: block.get(key, []) for key in ("include", "exclude")}}
+        block = {"pattern": str(pattern), **{key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}}
+        listed = _section(folder, sparsity, "weights") | _section(folder, sparsity, "dense")
+        known_as = {name: str(row["known_as"]) for name, row in listed.items() if "known_as" in row}
         try:
             chosen = SparseForgeConfig.from_dict(block)
-            found = {w.name: (w.input_axis,) for w in prunable_names(config["model_type"], shapes, chosen)}
+            found = {w.name: (w.input_axis,) for w in prunable_names(config["model_type"], shapes, chosen, known_as)}
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
     elif not sparsity:

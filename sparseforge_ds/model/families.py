@@ -66,6 +66,11 @@ class PrunableWeight:
         return max(self.experts, 1) * self.stacked
 
     @property
+    def matrix(self) -> tuple[int, ...]:
+        """Shape of one of the matrices."""
+        return (self.shape[-2] // self.stacked, self.shape[-1])
+
+    @property
     def place(self) -> tuple[str, int]:
         """Module that holds the routed experts of the layer, and the number of the first that is in this weight."""
         assert self.experts, f"{self.name} belongs to no expert"
@@ -257,7 +262,7 @@ def _chosen(
             f"include = {list(config.include)}, exclude = {list(config.exclude)}); widen include or narrow exclude"
         )
     pattern = config.parsed_pattern
-    misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.shape, w.input_axis)) is not None}
+    misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.matrix, w.input_axis)) is not None}
     if misfits:
         name, why = next(iter(misfits.items()))
         raise ValueError(

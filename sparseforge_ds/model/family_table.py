@@ -28,6 +28,16 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Published:
+    """A weight that transformers keeps otherwise than the files that a family is published in."""
+
+    name: str
+    """End of its name in memory, after a dot. Its first axis is experts where the parts have a `*`."""
+    parts: tuple[str, ...]
+    """Ends of the names in files, in the order in which they lie end to end in an expert. `*` is its number."""
+
+
+@dataclass(frozen=True)
 class Family:
     """All matrices of an architecture: each is named once, by a prunable row or by a dense glob."""
 
@@ -35,6 +45,8 @@ class Family:
     dense: tuple[str, ...]
     experts: tuple[str, ...] = ()
     """Globs over the names of the modules that hold all routed experts of a layer; see `leaf_modules`."""
+    published: tuple[Published, ...] = ()
+    """What `save_pretrained` of transformers gives other names than the model has."""
 
 
 def _gated(where: str, experts: bool = False) -> tuple[Row, ...]:
@@ -59,6 +71,10 @@ _FUSED_EXPERTS = (
 # transformers 5 fuses the experts of a layer; in published files, and in models of others, each has its own three.
 _EXPERTS = (*_FUSED_EXPERTS, *_gated("mlp.experts.*", experts=True))
 _ROUTER = "layers.*.mlp.gate.weight"
+_PUBLISHED_EXPERTS = (
+    Published("mlp.experts.gate_up_proj", ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight")),
+    Published("mlp.experts.down_proj", ("mlp.experts.*.down_proj.weight",)),
+)
 
 _LLAMA = Family(prunable=(*_ATTENTION, *_gated("mlp")), dense=_HEAD)
 
@@ -91,8 +107,21 @@ _MIXTRAL = Family(
     ),
     dense=(*_HEAD, _ROUTER, "layers.*.block_sparse_moe.gate.weight"),
     experts=("layers.*.mlp.experts", "layers.*.block_sparse_moe.experts"),
+    published=(
+        Published(
+            "mlp.experts.gate_up_proj",
+            ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
+        ),
+        Published("mlp.experts.down_proj", ("block_sparse_moe.experts.*.w2.weight",)),
+        Published("mlp.gate.weight", ("block_sparse_moe.gate.weight",)),
+    ),
 )
-_OLMOE = Family(prunable=(*_ATTENTION, *_EXPERTS), dense=(*_HEAD, _ROUTER), experts=("layers.*.mlp.experts",))
+_OLMOE = Family(
+    prunable=(*_ATTENTION, *_EXPERTS),
+    dense=(*_HEAD, _ROUTER),
+    experts=("layers.*.mlp.experts",),
+    published=_PUBLISHED_EXPERTS,
+)
 _QWEN3_MOE = replace(_OLMOE, prunable=(*_LLAMA.prunable, *_EXPERTS))
 _QWEN2_MOE = replace(
     _OLMOE,

@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
+from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.pretrained import load_model
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
@@ -54,6 +55,10 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
 
     assert main(["export", str(run), str(out), "--format", "hf"]) == 0
     assert main(["verify", str(out)]) == 0
+    # Published names went in and come out, one tensor an expert.
+    dense, sparse = TensorFolder(tmp_path / "model"), TensorFolder(out)
+    assert sparse.specs.keys() == dense.specs.keys() and f"{LAYER}.3.up_proj.weight" in sparse.specs
+    assert all(sparse.specs[name].shape == spec.shape for name, spec in dense.specs.items())
     sparsity = json.loads((out / "sparsity.json").read_text())
     with_ours = family == "deepseek"
     assert sparsity["proof"]["logits"] == "bit-equal"

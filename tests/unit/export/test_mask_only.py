@@ -14,6 +14,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.mask_only import MaskFolder, masked
 from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.verify import check_folder
 from tests.sparse_folders import DTYPES, MODELS, ModelSource, bits, write_dense, write_sparse
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -21,7 +22,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 def write_mask(tmp_path: Path, family: str, dtype: str = "float32", pattern: str = "2:4") -> tuple[Path, Path]:
     """(dense, mask) folders; the mask is the source's."""
-    dense = write_dense(tmp_path / "dense", family, dtype, save_original_format=False)
+    dense = write_dense(tmp_path / "dense", family, dtype)
     source = ModelSource(MODELS[family](), dense, DTYPES[dtype], pattern)
     export(source, tmp_path / "mask", "mask")
     return dense, tmp_path / "mask"
@@ -122,11 +123,32 @@ def test_other_dense_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_experts_stored_one_by_one_are_refused_with_a_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, mask = write_mask(tmp_path, "mixtral")
-    write_dense(tmp_path / "hub", "mixtral")
-    assert main(["apply", str(mask), str(tmp_path / "hub"), str(tmp_path / "out")]) == 2
-    assert "save it with save_original_format=False first" in capsys.readouterr().err
+@pytest.mark.parametrize("family", ["mixtral", "deepseek"])
+def test_experts_may_be_fused_in_the_dense_model(tmp_path: Path, family: str) -> None:
+    """Stored as transformers keeps them in memory."""
+    dense, mask = write_mask(tmp_path, family)
+    fused = write_dense(tmp_path / "fused", family, save_original_format=False)
+    assert any(name.endswith(".experts.gate_up_proj") for name in TensorFolder(fused).specs)
+    out = tmp_path / "out"
+    assert main(["apply", str(mask), str(fused), str(out), "--skip_proof"]) == 0
+    expected, found = TensorFolder(write_sparse(tmp_path / "sparse", dense, family)), TensorFolder(out)
+    assert found.specs == expected.specs
+    assert all(torch.equal(bits(found.read(name)), bits(expected.read(name))) for name in expected.specs)
+    assert check_folder(out).ok
+
+
+def test_a_mask_of_fused_experts_needs_them_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As earlier releases wrote it."""
+    dense, mask = write_mask(tmp_path, "mixtral")
+    content, masks = json.loads((mask / "mask.json").read_text()), load_file(mask / "mask.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    parts = [part for part, entry in content["weights"].items() if entry.get("known_as") == name]
+    entry = content["weights"][parts[0]]
+    content["weights"] = {name: {**entry, "shape": [len(parts), *entry["shape"]]}}
+    save_file({name: torch.cat([masks[part] for part in parts])}, mask / "mask.safetensors")
+    (mask / "mask.json").write_text(json.dumps(content))
+    assert main(["apply", str(mask), str(dense), str(tmp_path / "out")]) == 2
+    assert "its experts are one by one there, the mask's are not: export the mask again" in capsys.readouterr().err
 
 
 def change_json(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

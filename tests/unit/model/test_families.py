@@ -395,3 +395,11 @@ def test_every_expert_has_a_place(family: str) -> None:
     assert {
         (layer.replace(".block_sparse_moe.", ".mlp."), number) for layer, number in (weight.place for weight in listed)
     } == of_fused
+
+
+def test_tiles_lie_in_one_matrix() -> None:
+    """A tile over the last rows of gate and the first of up would be in no published tensor."""
+    model = BUILDERS["qwen3_moe"](moe_intermediate_size=24)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj .*cannot be block16:0.5: its matrix is 24 x 32"):
+        prunable_weights(model, SparseForgeConfig(pattern="block16", exclude=("*.experts.down_proj",)))
+    assert prunable_weights(BUILDERS["qwen3_moe"](), SparseForgeConfig(pattern="block16"))

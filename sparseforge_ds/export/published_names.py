@@ -1,0 +1,60 @@
+"""The names under which a family's weights are published: one tensor an expert, where transformers keeps all in one.
+
+They are what `save_pretrained` of transformers writes, and what other loaders read. A tensor of a published file is a
+run of consecutive elements of one tensor of the model, so that it can be read from a checkpoint by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sparseforge_ds.model.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a published tensor is in the model."""
+
+    of: str
+    """Name of the model's tensor."""
+    start: int
+    """First of its elements in that tensor, flat."""
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """One past the last of its elements."""
+        return self.start + math.prod(self.shape)
+
+
+def pieces(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
+    """The published tensors of a model, in its order, by their names.
+
+    Args:
+        model_type: of config.json; names of an unknown family are what they are.
+        shapes: of the model's tensors, by name. Those that have a published name already keep it.
+    """
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    found: dict[str, Piece] = {}
+    for name, shape in shapes.items():
+        row = next((row for row in family.published if f".{name}".endswith(f".{row.name}")), None) if family else None
+        if row is None:
+            found[name] = Piece(name, 0, tuple(shape))
+        else:
+            found |= _divided(name, tuple(shape), name.removesuffix(row.name), row.parts)
+    return found
+
+
+def _divided(name: str, shape: tuple[int, ...], before: str, parts: tuple[str, ...]) -> Iterator[tuple[str, Piece]]:
+    if "*" not in parts[0]:
+        yield before + parts[0], Piece(name, 0, shape)
+        return
+    experts, rows, columns = shape
+    start = 0
+    for expert in range(experts):
+        for part in parts:
+            piece = Piece(name, start, (rows // len(parts), columns))
+            yield before + part.replace("*", str(expert)), piece
+            start = piece.stop

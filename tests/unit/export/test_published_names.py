@@ -1,0 +1,75 @@
+"""Every family's names in files are those that transformers writes, and a piece is the tensor under that name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.export.published_names import Piece, pieces
+from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.verify import check_folder
+from tests.sparse_folders import ModelSource, write_dense, write_sparse
+from tests.tiny_models import BUILDERS, MIXTURES
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> None:
+    model = BUILDERS[family]()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = {name: value for name, value in model.state_dict().items() if name not in tied}
+    found = pieces(family, {name: tuple(value.shape) for name, value in state.items()})
+    assert found.keys() == saved.keys() and (found.keys() != state.keys()) == (family in MIXTURES)
+    for name, piece in found.items():
+        value = state[piece.of].view(-1)[piece.start : piece.stop].view(piece.shape)
+        assert torch.equal(value, saved[name]), name
+    assert pieces(family, {name: tuple(value.shape) for name, value in saved.items()}) == {
+        name: Piece(name, 0, tuple(value.shape)) for name, value in saved.items()
+    }
+
+
+def test_names_of_unknown_families_are_what_they_are() -> None:
+    shapes = {"model.layers.0.mlp.experts.down_proj": (2, 4, 4)}
+    for family in ("bloom", None, 3):
+        assert pieces(family, shapes) == {name: Piece(name, 0, shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_an_exported_mixture_has_the_names_of_the_dense_one(family: str, tmp_path: Path) -> None:
+    """What was published goes in and comes out; verify checks all experts, also where globs name fused ones."""
+    dense = write_dense(tmp_path / "dense", family)
+    sparse = write_sparse(tmp_path / "sparse", dense, family, max_shard_size="20KB")
+    specs = TensorFolder(sparse).specs
+    assert specs.keys() == TensorFolder(dense).specs.keys()
+    assert all(specs[name] == spec for name, spec in TensorFolder(dense).specs.items())
+    model, report = AutoModelForCausalLM.from_pretrained(sparse, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    source = ModelSource(BUILDERS[family](), dense, torch.float32)
+    state = model.state_dict()
+    for name, piece in pieces(family, {name: tuple(value.shape) for name, value in state.items()}).items():
+        value = state[piece.of].view(-1)[piece.start : piece.stop].view(piece.shape)
+        assert torch.equal(value, source.read(name)), name
+    opened = open_source(sparse)
+    assert opened.specs == source.specs and opened.prunable == source.prunable and opened.known_as == source.known_as
+
+    sparsity = json.loads((sparse / "sparsity.json").read_text())
+    fused = {
+        name: entry["known_as"].rpartition(".")[2] for name, entry in sparsity["weights"].items() if "known_as" in entry
+    }
+    assert set(fused.values()) == {"gate_up_proj", "down_proj"} and all(".experts." in name for name in fused)
+    checked = {row.name for row in check_folder(sparse).rows}
+    assert check_folder(sparse).ok and checked == set(sparsity["weights"])
+    # A run that kept the fused down_proj dense: its glob means every expert's.
+    downs = [name for name in fused if fused[name] == "down_proj"]
+    sparsity["dense"] |= {name: sparsity["weights"].pop(name) for name in downs}
+    sparsity["config"]["exclude"] = ["*.experts.down_proj"]
+    (sparse / "sparsity.json").write_text(json.dumps(sparsity))
+    report = check_folder(sparse)
+    assert report.ok and {row.name for row in report.rows} == checked - set(downs)
