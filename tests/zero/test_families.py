@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from sparseforge_ds.model.distill import Teacher, distillation_loss
 from sparseforge_ds.model.families import PrunableWeight, leaf_modules
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES
@@ -39,6 +40,8 @@ class Family:
     """mixed: many tokens everywhere; apart: a single token in each half batch, and they have no expert in common;
     uneven: a single token in the first half, many in the second, so that one rank calls more experts than the other."""
     seed: int = 0
+    taught: bool = False
+    """By a teacher under ZeRO-3, and with activations recomputed."""
 
     def model(self) -> PreTrainedModel:
         model = BUILDERS[self.name](seed=self.seed)
@@ -128,12 +131,22 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
     calls = _record(model)
     size = ROWS // dist.get_world_size()
     more = {"train_micro_batch_size_per_gpu": size, **case.more}
+    if family.taught:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, forge = build(replace(case, more=more), model)
+    distillation, teacher = case.sparseforge.distillation, None
+    if family.taught:
+        assert distillation is not None
+        teacher = Teacher(family.model(), distillation, {**case.deepspeed(), **more})
 
     def loss_of(step: int) -> Tensor:
         own = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
         device = get_accelerator().current_device_name()
-        return engine(**{key: value[own].to(device) for key, value in family.batch(step).items()}).loss
+        batch = {key: value[own].to(device) for key, value in family.batch(step).items()}
+        if teacher is None or distillation is None:
+            return engine(**batch).loss
+        logits = engine(input_ids=batch["input_ids"]).logits
+        return distillation_loss(logits, teacher(batch["input_ids"]), batch["labels"], distillation).total
 
     losses, updates, first_curvature = [], 0, {}
     for step in range(STEPS):
@@ -267,7 +280,8 @@ def test_experts_by_other_importances(config: dict[str, Any]) -> None:
 def test_curvature_where_ranks_call_different_experts(text: str, implementation: str) -> None:
     """Equal tokens give many weights no gradient but rounding, of which Adam makes a full step: W stays where it is."""
     case = replace(ZERO3, lr=0.0, config={"exclude": ["*.q_proj.weight", "*.k_proj.weight"]})
-    families = [Family(name, implementation, text=text) for name in ("deepseek", "qwen3_moe", "mixtral")]
+    names = ("deepseek", "qwen3_moe", "mixtral", *(("olmoe", "qwen2_moe") if implementation == "eager" else ()))
+    families = [Family(name, implementation, text=text) for name in names]
     both = run_distributed(_train_all, 2, case, families)
     alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
     for first, second, expected in zip(*both, *alone, strict=True):
@@ -275,7 +289,7 @@ def test_curvature_where_ranks_call_different_experts(text: str, implementation:
         assert any(not all(numbers["tokens"]) for numbers in first["experts"]["layers"].values()) == bool(
             first["unseen"]
         )
-        _check_same(first, expected, differing=0.002)  # a tie but for rounding here and there
+        _check_same(first, expected, differing=0.005)  # a tie but for rounding here and there
 
 
 def test_experts_by_hutchinson() -> None:
@@ -338,6 +352,20 @@ def _taken_apart(values: dict[str, Tensor], weights: list[PrunableWeight]) -> di
         for number in range(weight.experts):
             result |= {f"{weight.module}.{number}.{name}.weight": next(parts) for name in names}
     return result
+
+
+def test_ranks_that_call_different_experts_with_a_teacher() -> None:
+    """The teacher gathers and routes by itself, and the backward pass gathers and routes again."""
+    case = replace(ZERO3, config={"importance": "magnitude", "distillation": {"hold": "zero3"}})
+    families = [
+        Family(name, "eager", text=text, taught=True) for name in ("deepseek", "olmoe") for text in ("apart", "uneven")
+    ]
+    both = run_distributed(_train_all, 2, case, families)
+    alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
+    for first, second, expected in zip(*both, *alone, strict=True):
+        assert set(first["calls"][0]) != set(second["calls"][0])
+        _check_frozen(first)
+        _check_same(first, expected, differing=0.02)
 
 
 @pytest.mark.parametrize("stage", [3, 1])
