@@ -37,7 +37,7 @@ class Uncovered:
         """A line for every pattern of names, with how many weights there are, their elements and share."""
         groups: dict[str, list[tuple[int, ...]]] = {}
         for name, shape in self.shapes.items():
-            groups.setdefault(_pattern(name), []).append(shape)
+            groups.setdefault(name_pattern(name), []).append(shape)
         sizes = {pattern: sum(map(math.prod, shapes)) for pattern, shapes in groups.items()}
         return [
             f"{pattern} ({len(shapes)} of shape {shapes[0]}{' and others' * (len(set(shapes)) > 1)}, "
@@ -67,6 +67,6 @@ class Uncovered:
         )
 
 
-def _pattern(name: str) -> str:
-    """The name with every number in it left open."""
+def name_pattern(name: str) -> str:
+    """A weight's name with every number in it left open."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.deepseek_moe import register
-from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import branches, prepare
 from sparseforge_ds.planning.attention import NAME
 from sparseforge_ds.planning.live import Live
@@ -51,12 +52,33 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Sizes:
+    """How large a model is, in elements."""
+
+    parameters: tuple[Parameter, ...]
+    """In `named_parameters` order; tied ones once."""
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def masked(self) -> int:
+        """Parameters under a mask."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.masked)
+
+    @property
+    def largest(self) -> int:
+        """The largest parameter tensor."""
+        return max(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Architecture(Sizes):
     """A model as the planner sees it. Numbers are elements unless something else is said."""
 
     model_type: str
-    parameters: tuple[Parameter, ...]
-    """In `named_parameters` order; tied ones once."""
     modules: tuple[Module, ...]
     """In the order in which a forward pass enters them."""
     left: tuple[int, ...]
@@ -86,33 +108,19 @@ class Architecture:
     """Longest sequence, where the config says so."""
 
     @property
-    def total(self) -> int:
-        """All parameters."""
-        return sum(parameter.numel for parameter in self.parameters)
-
-    @property
-    def masked(self) -> int:
-        """Parameters under a mask."""
-        return sum(parameter.numel for parameter in self.parameters if parameter.masked)
-
-    @property
-    def largest(self) -> int:
-        """The largest parameter tensor."""
-        return max(parameter.numel for parameter in self.parameters)
-
-    @property
     def largest_module(self) -> int:
         """What ZeRO-3 must gather at once at the very least."""
         return max(sum(self.parameters[index].numel for index in module.parameters) for module in self.modules)
 
 
-def read_model_config(name: str) -> PretrainedConfig:
+def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     """The transformers config of a model; weights are not looked for.
 
-    The configs of the models in the paper's tables are part of the package, so that they can be planned without the hub.
+    Configs of the models in the paper's tables are part of the package, so that they can be planned without the hub.
 
     Args:
         name: a model folder, a config.json, a hub id, or the name of the embedded model.
+        flag: the flag that named it, for messages.
 
     Raises:
         ValueError: there is none, it cannot be read, or the hub cannot be reached.
@@ -121,10 +129,10 @@ def read_model_config(name: str) -> PretrainedConfig:
     if not path.exists():
         path = published_config(name) or path
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"--model {name}: no config.json in this folder")
+        raise ValueError(f"{flag} {name}: no config.json in this folder")
     remote = not path.exists()
     if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
-        raise ValueError(f"--model {name}: no such folder or file; give a model folder, a config.json or a hub id")
+        raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
     register()  # a family that transformers does not have
     try:
         return AutoConfig.from_pretrained(name if remote else path)
@@ -135,7 +143,7 @@ def read_model_config(name: str) -> PretrainedConfig:
             if remote
             else "its config.json cannot be used"
         )
-        raise ValueError(f"--model {name}: {reason}; {cure}") from None
+        raise ValueError(f"{flag} {name}: {reason}; {cure}") from None
 
 
 def published_config(name: str) -> Path | None:
@@ -158,6 +166,12 @@ def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch
     return model
 
 
+def sizes(model: nn.Module, weights: Iterable[PrunableWeight]) -> Sizes:
+    """Of a model whose `weights` are under a mask; it may have no weights."""
+    masked = {weight.name for weight in weights}
+    return Sizes(tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()))
+
+
 def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tuple[str, ...] = ()) -> Architecture:
     """Take the sizes of a model, which may have no weights.
 
@@ -168,7 +182,6 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
     """
     config = model.config.get_text_config()
     weights = prunable_weights(model, forge)
-    masked = {weight.name for weight in weights}
     named = list(model.named_parameters())
     modules, left = _forward_order(model, {id(p): i for i, (_, p) in enumerate(named)}, leaf_suffixes)
     share = _expert_share(config)
@@ -186,7 +199,7 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
         score, value = int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)
     return Architecture(
         model_type=str(model.config.model_type),
-        parameters=tuple(Parameter(name, parameter.numel(), name in masked) for name, parameter in named),
+        parameters=sizes(model, weights).parameters,
         modules=modules,
         left=left,
         prunable=coverage(model, weights).prunable,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparseforge_ds.planning.architecture import Architecture
+from sparseforge_ds.planning.architecture import Architecture, Sizes
 from sparseforge_ds.planning.settings import Settings
 from sparseforge_ds.planning.traffic import probe_passes
 
@@ -80,7 +80,7 @@ def duration(
     return Duration(steps, batch, flops, seconds, seconds * steps / 3600)
 
 
-def checkpoint_bytes(model: Architecture, settings: Settings) -> int:
+def checkpoint_bytes(model: Sizes, settings: Settings) -> int:
     """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
     total, masked = model.total, model.masked
     states = 8 * total + masked * (8 + (4 if settings.has_curvature else 0))

@@ -19,8 +19,7 @@ from sparseforge_ds.planning.architecture import Architecture, is_expert
 from sparseforge_ds.planning.gathering import Gathering, Step, forward_backward, forward_only, replay
 from sparseforge_ds.planning.live import Live
 from sparseforge_ds.planning.settings import Settings
-
-Kinds = dict[str, int]
+from sparseforge_ds.planning.states import Kinds, kept_gradients, local, model_states, positive, teacher_weights
 
 _MASK_SCRATCH = 32
 """Bytes an element of the largest shard that scores, gates and the flip count may take while it is updated."""
@@ -89,37 +88,16 @@ def memory(
             resident["gradient bucket"] = settings.bucket * settings.low
         (host if settings.optimizer_on_host else resident)["gradients"] = kept_gradients(model, settings)
     if settings.optimizer_on_host:
-        host["fp32 gradients"] = 4 * _local(model, settings, 1)
+        host["fp32 gradients"] = 4 * local(model, settings, 1)
         if settings.stage < 3:
             resident["gradient staging"] = model.largest * settings.low
-            host["weights to copy"] = _local(model, settings, 1) * settings.low
+            host["weights to copy"] = local(model, settings, 1) * settings.low
     return Memory(
-        resident=_positive(resident),
-        host=_positive(host),
-        moments={name: _positive(kinds) for name, kinds in _moments(model, settings, trace, gathered).items()},
+        resident=positive(resident),
+        host=positive(host),
+        moments={name: positive(kinds) for name, kinds in _moments(model, settings, trace, gathered).items()},
         reserve=reserve,
     )
-
-
-def model_states(model: Architecture, settings: Settings) -> Kinds:
-    """What lasts from step to step and belongs to the student, wherever it lies, without gradients."""
-    states, masked = _local(model, settings, 1), _local(model, settings, 1, only_masked=True)
-    return {
-        "weights": settings.low * _local(model, settings, 3),
-        "master": 4 * states if settings.has_master else 0,
-        "moments": 8 * states,
-        "dense": 4 * masked,
-        "mask": 4 * masked,
-        "curvature": 4 * masked if settings.has_curvature else 0,
-        "flip bits": math.ceil(masked / 8),
-    }
-
-
-def kept_gradients(model: Architecture, settings: Settings) -> int:
-    """Bytes of reduced gradients between the backward pass and the step."""
-    if settings.stage == 0:
-        return settings.low * model.total
-    return settings.gradient_bytes * _local(model, settings, 1)
 
 
 def weights_gathered(model: Architecture, settings: Settings, backward: bool = True) -> Gathering:
@@ -153,14 +131,8 @@ def _on_host(settings: Settings) -> set[str]:
 
 
 def _teacher(teacher: Architecture, settings: Settings) -> Kinds:
-    assert settings.forge.distillation is not None
-    if settings.forge.distillation.hold == "replicated":
-        return {"teacher": settings.low * teacher.total}
-    pieces = sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
-    return {
-        "teacher": settings.low * pieces,
-        "teacher's persistent weights": settings.low * teacher_gathered(teacher, settings).persistent,
-    }
+    persistent = settings.low * teacher_gathered(teacher, settings).persistent
+    return {"teacher": teacher_weights(teacher, settings), "teacher's persistent weights": persistent}
 
 
 def _moments(model: Architecture, settings: Settings, trace: Trace, gathered: Gathering) -> dict[str, Kinds]:
@@ -222,7 +194,7 @@ def _step(model: Architecture, settings: Settings, shard: int) -> Kinds:
 
 def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
     """What a refresh of the curvature needs besides a pass."""
-    masked = _local(model, settings, 1, only_masked=True)
+    masked = local(model, settings, 1, only_masked=True)
     forge, tokens = settings.forge, settings.micro_batch * settings.seq_length
     kinds = {"new curvature": 4 * masked if settings.has_curvature and not settings.optimizer_on_host else 0}
     if not settings.optimizer_on_host:
@@ -264,20 +236,10 @@ def measured(function: Callable[[], object]) -> int:
     return live.peak
 
 
-def _local(model: Architecture, settings: Settings, from_stage: int, only_masked: bool = False) -> int:
-    """Elements of this rank, padding included, of what ZeRO divides from `from_stage` on."""
-    sizes = [parameter.numel for parameter in model.parameters if parameter.masked or not only_masked]
-    if settings.stage < from_stage:
-        return sum(sizes)
-    if settings.stage == 3:
-        return sum(math.ceil(size / settings.ranks) for size in sizes)
-    return math.ceil(sum(sizes) / settings.ranks)
-
-
 def _largest_group(model: Architecture, settings: Settings) -> int:
     """Elements that one call of the inner optimizer steps at a time, and whose fp32 gradients it needs."""
-    masked = _local(model, settings, 1, only_masked=True)
-    group = max(masked, _local(model, settings, 1) - masked)
+    masked = local(model, settings, 1, only_masked=True)
+    group = max(masked, local(model, settings, 1) - masked)
     return min(group, settings.sub_group) if settings.stage == 3 else group
 
 
@@ -286,7 +248,7 @@ def _largest_shard(model: Architecture, settings: Settings) -> int:
     largest = max(parameter.numel for parameter in model.parameters if parameter.masked)
     if settings.stage == 3:
         return math.ceil(largest / settings.ranks)
-    return min(largest, _local(model, settings, 1, only_masked=True))
+    return min(largest, local(model, settings, 1, only_masked=True))
 
 
 def largest_experts(model: Architecture) -> int:
@@ -297,7 +259,3 @@ def largest_experts(model: Architecture) -> int:
             layer = parameter.name.partition(".experts.")[0]
             layers[layer] = layers.get(layer, 0) + parameter.numel
     return max(layers.values(), default=0)
-
-
-def _positive(kinds: Kinds) -> Kinds:
-    return {name: size for name, size in kinds.items() if size}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparseforge_ds.planning.memory import largest_experts
+from sparseforge_ds.planning.memory import Memory, largest_experts
 from sparseforge_ds.planning.study import GIB, Study
 
 Line = tuple[str, str]
@@ -14,7 +14,8 @@ def report(found: Study) -> str:
     """Everything on one screen, or nearly."""
     lines = [
         *_run(found),
-        *_memory(found),
+        ("", ""),
+        *memory_lines(found.memory, found.machine.device),
         *_activations(found),
         *_gathering(found),
         *_traffic(found),
@@ -55,9 +56,8 @@ def _run(found: Study) -> Iterator[Line]:
         yield "teacher", f"{who}, {held}"
 
 
-def _memory(found: Study) -> Iterator[Line]:
-    plan = found.memory
-    yield "", ""
+def memory_lines(plan: Memory, device: int) -> Iterator[Line]:
+    """A GPU of `device` bytes, kind by kind and moment by moment."""
     yield "memory of a GPU", "GiB"
     for name, size in plan.resident.items():
         yield f"  {name}", _gib(size)
@@ -65,7 +65,7 @@ def _memory(found: Study) -> Iterator[Line]:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds.items())
         yield f"  + {moment}", f"{_gib(sum(kinds.values()))}  {parts}"
     yield "  reserve (assumed)", _gib(plan.reserve)
-    yield "  peak", f"{_gib(plan.peak)}  of {found.machine.device / GIB:.0f}, in {plan.worst}"
+    yield "  peak", f"{_gib(plan.peak)}  of {device / GIB:.0f}, in {plan.worst}"
     if plan.host:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.host.items())
         yield "  on the host", f"{_gib(plan.host_total)}  for each GPU: {parts}"

@@ -75,6 +75,20 @@ class Settings:
         return self.ranks if self.stage >= from_stage else 1
 
 
+def check_estimable(resolved: dict[str, Any]) -> None:
+    """Refuse what there is no estimate for.
+
+    Raises:
+        ValueError: a state is to be offloaded to NVMe, or masters are not in fp32.
+    """
+    if any((resolved.get(key) or {}).get("bf16_master_weights_and_grads") for key in ("bf16", "fp16")):
+        raise ValueError("bf16_master_weights_and_grads: the planner knows fp32 masters only; plan without")
+    zero = resolved.get("zero_optimization", {})
+    for key in ("offload_optimizer", "offload_param"):
+        if (zero.get(key) or {}).get("device") == "nvme":
+            raise ValueError(f'{key}.device = "nvme": the planner has no estimate for NVMe; plan with "cpu"')
+
+
 def settings(
     resolved: dict[str, Any],
     forge: SparseForgeConfig,
@@ -87,18 +101,14 @@ def settings(
     """Read them from a configuration without "auto" (`train.deepspeed_config.resolve`).
 
     Raises:
-        ValueError: a state is to be offloaded to NVMe, for which there is no estimate, or offload and stage disagree.
+        ValueError: offload and stage disagree.
     """
     zero = resolved.get("zero_optimization", {})
     stage, dtype = zero_stage(resolved), training_dtype(resolved)
-    if any((resolved.get(key) or {}).get("bf16_master_weights_and_grads") for key in ("bf16", "fp16")):
-        raise ValueError("bf16_master_weights_and_grads: the planner knows fp32 masters only; plan without")
     on_host = {}
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = (zero.get(key) or {}).get("device", "none")
-        if device == "nvme":
-            raise ValueError(f'{key}.device = "nvme": the planner has no estimate for NVMe; plan with "cpu"')
-        on_host[key] = device == "cpu"
+        on_host[key] = device in ("cpu", "nvme")
         if on_host[key] and stage < least:
             raise ValueError(f"{key} works from ZeRO stage {least} on, and the stage is {stage}")
     low = torch.empty((), dtype=dtype).element_size()

@@ -13,12 +13,12 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model, read_model_config
 from sparseforge_ds.planning.duration import Duration, checkpoint_bytes, duration
-from sparseforge_ds.planning.memory import Memory, memory
-from sparseforge_ds.planning.recommend import Advice, advise, fewest_ranks, fits, largest_micro_batch
-from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.memory import Memory, Trace, memory
+from sparseforge_ds.planning.recommend import Advice, Estimate, advise, fewest_ranks, fits, largest_micro_batch
+from sparseforge_ds.planning.settings import Settings, check_estimable, settings
 from sparseforge_ds.planning.traffic import Traffic, traffic
 from sparseforge_ds.train.arguments import RunArguments
-from sparseforge_ds.train.deepspeed_config import read_deepspeed_json, resolve
+from sparseforge_ds.train.deepspeed_config import read_deepspeed_json, resolve, with_batch
 
 GIB = 2**30
 
@@ -108,20 +108,17 @@ def study(path: str, request: Request, machine: Machine) -> Study:
     seq_length = request.seq_length or min(4096, positions or 4096)
     if positions is not None and seq_length > positions:
         raise ValueError(f"--seq_length {seq_length}: {request.model} has {positions} positions; use at most that many")
-    if request.micro_batch is not None:
-        content["train_micro_batch_size_per_gpu"] = request.micro_batch
-        content["gradient_accumulation_steps"] = "auto"
-    if request.global_batch is not None:
-        content["train_batch_size"] = request.global_batch
     resolved = resolve(
-        content,
+        with_batch(content, request.global_batch, request.micro_batch),
         RunArguments(deepspeed=path),
         forge,
         world_size=machine.ranks,
         hidden_size=int(text.hidden_size),
         supports_bf16=machine.bf16,
         supports_fp16=True,
+        fuses_optimizer=True,
     )
+    check_estimable(resolved)
     laid_out = settings(
         resolved,
         forge,
@@ -133,14 +130,7 @@ def study(path: str, request: Request, machine: Machine) -> Study:
     model = describe(empty_model(config, forge, laid_out.dtype), forge, laid_out.leaves)
     teacher = _teacher(request, forge, laid_out, text.vocab_size)
 
-    @cache
-    def run(micro_batch: int, checkpointing: bool, with_teacher: bool) -> Activations:
-        return _trace(config, laid_out, micro_batch, checkpointing, with_teacher and laid_out.teacher)
-
-    @cache
-    def estimate(changed: Settings) -> Memory:
-        return memory(model, changed, run, teacher=teacher, reserve=machine.reserve)
-
+    run, estimate = estimators(config, model, laid_out, teacher=teacher, reserve=machine.reserve)
     found = estimate(laid_out)
     roomy = fits(found, machine.device, machine.host)
     tokens = request.tokens or forge.max_steps * laid_out.tokens_per_step
@@ -165,10 +155,47 @@ def study(path: str, request: Request, machine: Machine) -> Study:
     )
 
 
+def estimators(
+    config: PretrainedConfig,
+    model: Architecture,
+    laid_out: Settings,
+    *,
+    teacher: Architecture | None = None,
+    reserve: int = 0,
+) -> tuple[Trace, Estimate]:
+    """Activations by (micro-batch, checkpointing, teacher), and memory by settings; neither is computed twice.
+
+    Args:
+        config: of the student, to be run on the meta device.
+        model: the student.
+        laid_out: gives what no change of settings touches: dtype, length, the sparseforge block.
+        teacher: when it is another model than the student.
+        reserve: bytes of a GPU that are not to be planned with.
+    """
+
+    @cache
+    def run(micro_batch: int, checkpointing: bool, with_teacher: bool) -> Activations:
+        return trace(
+            config,
+            laid_out.forge,
+            dtype=laid_out.dtype,
+            micro_batch=micro_batch,
+            seq_length=laid_out.seq_length,
+            checkpointing=checkpointing,
+            teacher=with_teacher and laid_out.teacher,
+        )
+
+    @cache
+    def estimate(changed: Settings) -> Memory:
+        return memory(model, changed, run, teacher=teacher, reserve=reserve)
+
+    return run, estimate
+
+
 def _teacher(request: Request, forge: SparseForgeConfig, laid_out: Settings, vocabulary: int) -> Architecture | None:
     if request.teacher is None:
         return None
-    config = read_model_config(request.teacher)
+    config = read_model_config(request.teacher, "--teacher")
     theirs = config.get_text_config().vocab_size
     if theirs != vocabulary:
         raise ValueError(
@@ -177,20 +204,6 @@ def _teacher(request: Request, forge: SparseForgeConfig, laid_out: Settings, voc
         )
     plain = dataclasses.replace(forge, low_rank=None)
     return describe(empty_model(config, plain, laid_out.dtype), plain, laid_out.leaves)
-
-
-def _trace(
-    config: PretrainedConfig, laid_out: Settings, micro_batch: int, checkpointing: bool, teacher: bool
-) -> Activations:
-    return trace(
-        config,
-        laid_out.forge,
-        dtype=laid_out.dtype,
-        micro_batch=micro_batch,
-        seq_length=laid_out.seq_length,
-        checkpointing=checkpointing,
-        teacher=teacher,
-    )
 
 
 def _layouts(laid_out: Settings) -> dict[str, Settings]:

@@ -37,6 +37,9 @@ complete checkpoint, on any number of ranks and at any ZeRO stage, with the same
 """
 
 
+_NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
+
+
 def _flag(default: object, text: str, metavar: str | None = None) -> Any:
     return field(default=default, metadata={"help": text, "metavar": metavar} if metavar else {"help": text})
 
@@ -68,6 +71,12 @@ class RunArguments:
     text_field: str = _flag("text", "field of a record that holds the text", "NAME")
     max_steps: int | None = _flag(
         None, "optimizer steps of the whole run; default: max_steps of the sparseforge block", "N"
+    )
+    global_batch: int | None = _flag(
+        None, "sequences of a step on all GPUs, a multiple of their number; default: train_batch_size of the JSON", "N"
+    )
+    micro_batch: int | None = _flag(
+        None, "sequences of a GPU at a time; default: train_micro_batch_size_per_gpu of the JSON", "N"
     )
     seq_length: int = _flag(256, "tokens of a training sequence; documents are packed", "N")
     output_dir: str = _flag("runs/stdlib_llama", "run folder: checkpoints, TensorBoard log, token cache", "DIR")
@@ -107,10 +116,29 @@ class RunArguments:
         },
     )
     activation_checkpointing: bool = _flag(False, "recompute activations in the backward pass to save memory")
+    dry_run: bool = _flag(
+        False,
+        "check everything that can be checked without weights, text and GPUs, print the whole run with its schedule "
+        "and memory, and end; nothing is allocated or written. Needs no launcher and no hub",
+    )
+    gpus: int | None = _flag(
+        None, "with --dry_run: GPUs of the machines that are meant; default: the launcher's, on this machine", "N"
+    )
+    gpu_memory: float = _flag(80.0, "with --dry_run: GiB of one GPU", "GIB")
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
 
     def __post_init__(self) -> None:
         _require(self.max_steps is None or self.max_steps >= 1, "max_steps", self.max_steps, "use an integer >= 1")
+        for name in ("global_batch", "micro_batch", "gpus"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "use an integer >= 1")
+        _require(0 < self.gpu_memory < float("inf"), "gpu_memory", self.gpu_memory, "use a number of GiB > 0")
+        _require(
+            self.dry_run or self.gpus is None,
+            "gpus",
+            self.gpus,
+            "it belongs to --dry_run; a run has the GPUs that the launcher gives it (deepspeed --num_gpus, --hostfile)",
+        )
         _require(self.seq_length >= 2, "seq_length", self.seq_length, "use an integer >= 2")
         rate = self.learning_rate
         _require(rate is None or 0 < rate < float("inf"), "learning_rate", rate, "use a value > 0, like 1e-4")
@@ -173,8 +201,8 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
 
 
 def flags(arguments: RunArguments) -> dict[str, object]:
-    """The run flags as plain JSON types, without what only this process has (its rank)."""
-    return {name: value for name, value in dataclasses.asdict(arguments).items() if name != "local_rank"}
+    """The run flags as plain JSON types, without this process' rank and what belongs to a dry run."""
+    return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in _NOT_OF_A_RUN}
 
 
 def _require(condition: bool, flag: str, value: object, cure: str) -> None:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from sparseforge_ds.planning.states import lasting
 from sparseforge_ds.train.mixed_windows import Mixed
 from sparseforge_ds.train.packing import Packed
-from sparseforge_ds.train.plan import Plan
+from sparseforge_ds.train.plan import Outline, Plan
 from sparseforge_ds.train.streaming import Streamed
 
-_BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
+Row = tuple[str, str]
 
 
 def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
     """The start banner."""
+    read = plan.config.max_steps * plan.tokens_per_step
+    rows = outline_rows(plan)
+    rows.insert(-1, ("text", f"{plan.documents.name}: {text.summary(read)}"))
+    return table(rows)
+
+
+def outline_rows(plan: Outline) -> list[Row]:
+    """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
     config, arguments, coverage = plan.config, plan.arguments, plan.coverage
     steps, schedule = config.max_steps, config.resolved_schedule
     hardening = schedule.hardening
     batch = plan.deepspeed
     rate = plan.learning_rate
-    lines = [
+    return [
         ("model", f"{plan.model.name} ({plan.model.config.model_type}, {coverage.total:,} parameters)"),
         ("teacher", plan.teacher.name if plan.teacher else "none"),
         (
@@ -49,20 +60,21 @@ def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
             f"{batch['train_batch_size']} x {arguments.seq_length} tokens = {batch['train_micro_batch_size_per_gpu']}"
             f" a rank x {batch['gradient_accumulation_steps']} accumulated x {plan.world_size} ranks",
         ),
-        (
-            "text",
-            f"{plan.documents.name}: {text.summary(steps * plan.tokens_per_step)}",
-        ),
         ("deepspeed", f"ZeRO-{plan.stage}, {str(plan.dtype).removeprefix('torch.')}"),
         ("memory", _memory_line(memory_per_rank(plan))),
         ("output", str(plan.folder)),
     ]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Names in a column, contents beside it."""
+    lines = list(rows)
     width = max(len(name) for name, _ in lines)
     below = "\n" + " " * (width + 4)
     return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
 
 
-def _low_rank_line(plan: Plan) -> list[tuple[str, str]]:
+def _low_rank_line(plan: Outline) -> list[Row]:
     if plan.config.low_rank is None:
         return []
     parameters, flops = plan.low_rank_share
@@ -70,31 +82,12 @@ def _low_rank_line(plan: Plan) -> list[tuple[str, str]]:
     return [("low rank", f"SLoRB over runs of {plan.config.low_rank.k} inputs: {cost}")]
 
 
-def memory_per_rank(plan: Plan) -> dict[str, float]:
-    """Estimated bytes of model states on one rank, without activations and gathered weights.
+def memory_per_rank(plan: Outline) -> dict[str, int]:
+    """Bytes that one rank holds from step to step, as the planner counts them: no activations and gathered weights.
 
-    `refresh` is the new sample of the curvature, which lives during a mask update only. ZeRO divides optimizer states
-    from stage 1 on, gradients from stage 2 on and weights at stage 3. What an offload option moves to the host is
-    counted all the same: it is the host's memory of that rank then.
+    What an offload option moves to the host is counted all the same: it is the host's memory of that rank then.
     """
-    low, total, masked = _BYTES[str(plan.dtype)], plan.coverage.total, plan.coverage.masked
-    ranks = plan.world_size
-    states = ranks if plan.stage >= 1 else 1
-    needs_master = plan.stage >= 1 or low < 4
-    per_masked = {"dense": 4, "mask": 4, "curvature": 0 if plan.config.importance == "magnitude" else 4}
-    refresh = {"magnitude": 0, "wanda": 4, "hutchinson": 4, "fisher": 4, "gauss_newton": 4}[plan.config.importance]
-    memory = {
-        "weights": low * total / (ranks if plan.stage >= 3 else 1),
-        "gradients": low * total / (ranks if plan.stage >= 2 else 1),
-        "master": (4 if needs_master else 0) * total / states,
-        "moments": 8 * total / states,
-        **{name: size * masked / states for name, size in per_masked.items()},
-        "refresh": refresh * masked / states,
-    }
-    if plan.teacher is not None and plan.config.distillation is not None:
-        partitioned = plan.config.distillation.hold == "zero3"
-        memory["teacher"] = low * total / (ranks if partitioned else 1)
-    return {name: size for name, size in memory.items() if size}
+    return lasting(plan.sizes, plan.layout, plan.teacher_sizes)
 
 
 def readable_bytes(size: float) -> str:
@@ -106,6 +99,6 @@ def readable_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _memory_line(memory: dict[str, float]) -> str:
+def _memory_line(memory: dict[str, int]) -> str:
     parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
     return f"about {readable_bytes(sum(memory.values()))} a rank before activations: {parts}"

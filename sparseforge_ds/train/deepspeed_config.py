@@ -90,6 +90,24 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     return content
 
 
+def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
+    """The same configuration with another batch; None keeps what it says.
+
+    Args:
+        content: a DeepSpeed configuration; it is not changed.
+        global_batch: sequences of a step on all ranks.
+        micro_batch: sequences of a rank at a time.
+    """
+    changed = dict(content)
+    if global_batch is not None:
+        changed["train_batch_size"] = global_batch
+    if micro_batch is not None:
+        changed["train_micro_batch_size_per_gpu"] = micro_batch
+    if changed != content and changed.get("train_batch_size", "auto") != "auto":
+        changed["gradient_accumulation_steps"] = "auto"  # what the other two leave over
+    return changed
+
+
 def batch_arithmetic(content: dict[str, Any], world_size: int) -> Batch:
     """Divide the batch over the ranks.
 
@@ -121,7 +139,7 @@ def batch_arithmetic(content: dict[str, Any], world_size: int) -> Batch:
             f"train_batch_size = {train} cannot be divided into micro-batches for {world_size} ranks "
             f"(train_micro_batch_size_per_gpu {content.get(names[1], 'auto')}, gradient_accumulation_steps "
             f'{content.get(names[2], "auto")}): use {" or ".join(map(str, near))}, set the other two keys to "auto", '
-            "or change the number of ranks"
+            "or change the number of ranks; --global_batch and --micro_batch win over the JSON"
         )
     return Batch(train, micro, accumulation)
 
@@ -148,6 +166,7 @@ def resolve(
     hidden_size: int,
     supports_bf16: bool,
     supports_fp16: bool,
+    fuses_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Fill every "auto", let the run flags win, and check what can be checked.
 
@@ -159,6 +178,7 @@ def resolve(
         hidden_size: width of the model, which decides bucket sizes and the default learning rate.
         supports_bf16: whether the accelerator computes in bf16 faster than in fp32.
         supports_fp16: the same for fp16.
+        fuses_optimizer: whether torch's AdamW is to be one kernel where the JSON leaves that open.
 
     Raises:
         ValueError: the batch does not fit, two precisions are on, the optimizer is missing, or an "auto" stays open.
@@ -171,7 +191,7 @@ def resolve(
     if filled.get("gradient_clipping", 0) == "auto":
         filled["gradient_clipping"] = 1.0
     _fill_precision(filled, {"bf16": supports_bf16, "fp16": supports_fp16})
-    _fill_optimizer(filled, arguments, hidden_size)
+    _fill_optimizer(filled, arguments, hidden_size, fuses_optimizer)
     zero = filled.get("zero_optimization", {})
     for name, value in (
         ("reduce_bucket_size", hidden_size**2),
@@ -195,7 +215,7 @@ def _fill_precision(filled: dict[str, Any], supported: dict[str, bool]) -> None:
         raise ValueError("bf16 and fp16 are both enabled; switch one of them off")
 
 
-def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size: int) -> None:
+def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size: int, fused: bool) -> None:
     optimizer = filled.get("optimizer")
     if not isinstance(optimizer, dict) or "type" not in optimizer:
         raise ValueError('no "optimizer" in the DeepSpeed JSON; add {"type": "AdamW", "params": {"lr": "auto"}}')
@@ -205,6 +225,7 @@ def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size
         "betas": [0.9, 0.999],
         "eps": 1e-8,
         "weight_decay": 0.0,
+        "fused": fused,
     }
     for name, value in defaults.items():
         if params.get(name, "auto" if name in ("lr", "weight_decay") else None) == "auto":

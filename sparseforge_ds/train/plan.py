@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.planning.architecture import Sizes, sizes
+from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.deepspeed_config import (
     batch_arithmetic,
     read_deepspeed_json,
     resolve,
     training_dtype,
+    with_batch,
     zero_stage,
 )
 from sparseforge_ds.train.documents import Documents, Stream
@@ -29,8 +33,26 @@ from sparseforge_ds.train.schedule import LearningRate
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A checked run."""
+class Hardware:
+    """What the GPUs of a run can do."""
+
+    bf16: bool = True
+    """Whether they compute in bf16 faster than in fp32."""
+    fp16: bool = True
+    fused: bool = True
+    """Whether an optimizer's step is best one kernel."""
+
+    @classmethod
+    def here(cls) -> Hardware:
+        """This machine's."""
+        accelerator = get_accelerator()
+        gpu = accelerator.device_name() != "cpu"
+        return cls(gpu and accelerator.is_bf16_supported(), gpu and accelerator.is_fp16_supported(), gpu)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A run that is checked as far as it can be without tokenizer and text."""
 
     arguments: RunArguments
     config: SparseForgeConfig
@@ -38,14 +60,15 @@ class Plan:
     """The resolved DeepSpeed configuration."""
     model: Pretrained
     teacher: Pretrained | None
-    tokenizer: PreTrainedTokenizerBase
-    documents: Documents | Stream | Mixture
     weights: list[PrunableWeight]
     coverage: Coverage
     uncovered: list[str]
     """Linear weights that nobody has decided about, as lines for people; too few of them to stop."""
     low_rank_share: tuple[float, float]
     """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
+    sizes: Sizes
+    teacher_sizes: Sizes | None
+    """When the teacher is another model."""
     world_size: int
 
     @property
@@ -64,6 +87,18 @@ class Plan:
         return zero_stage(self.deepspeed)
 
     @property
+    def layout(self) -> Settings:
+        """How it is laid out over the ranks, for the planner."""
+        return settings(
+            self.deepspeed,
+            self.config,
+            name=self.arguments.deepspeed,
+            ranks=self.world_size,
+            seq_length=self.arguments.seq_length,
+            checkpointing=self.arguments.activation_checkpointing,
+        )
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
         return int(self.deepspeed["train_batch_size"]) * self.arguments.seq_length
@@ -75,13 +110,21 @@ class Plan:
         return LearningRate(peak, self.arguments.warmup, self.arguments.min_lr_ratio, self.config.max_steps)
 
 
+@dataclass(frozen=True)
+class Plan(Outline):
+    """A checked run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    documents: Documents | Stream | Mixture
+
+
 def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
     """The DeepSpeed JSON and its sparseforge block: what can be checked in an instant.
 
     Raises:
         ValueError: a file, key, value or batch size is wrong.
     """
-    content = read_deepspeed_json(arguments.deepspeed)
+    content = with_batch(read_deepspeed_json(arguments.deepspeed), arguments.global_batch, arguments.micro_batch)
     overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
     config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides).allowing_dense(arguments.allow_dense)
     if config.max_steps < 1:
@@ -101,11 +144,33 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
     Raises:
         ValueError: something is missing, unreadable, unknown or does not fit.
     """
+    outline = make_outline(arguments, world_size, find_model, Hardware.here())
+    return Plan(
+        **vars(outline),
+        tokenizer=read_tokenizer(outline.model),
+        documents=find_text(arguments.dataset, arguments.text_field),
+    )
+
+
+def make_outline(
+    arguments: RunArguments, world_size: int, find: Callable[[str, str], Pretrained], hardware: Hardware
+) -> Outline:
+    """Read and check what does not need tokenizer and text. Does not communicate.
+
+    Args:
+        arguments: the run flags.
+        world_size: number of ranks.
+        find: gives a model by its name and the flag that named it.
+        hardware: decides what the JSON leaves "auto".
+
+    Raises:
+        ValueError: something is missing, unreadable, unknown or does not fit.
+    """
     content, config = read_config(arguments, world_size)
-    model = find_model(arguments.model, "--model")
+    model = find(arguments.model, "--model")
     teacher = None
     if config.distillation is not None:
-        teacher = model if arguments.teacher is None else find_model(arguments.teacher, "--teacher")
+        teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
         _check_vocabulary(model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         positions = getattr(each.config, "max_position_embeddings", None) if each else None
@@ -116,31 +181,31 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
             )
     empty = prepare(empty_model(model), config)
     weights = prunable_weights(empty, config)
-    accelerator = get_accelerator()
     filled = resolve(
         content,
         arguments,
         config,
         world_size=world_size,
         hidden_size=model.hidden_size,
-        supports_bf16=accelerator.device_name() != "cpu" and accelerator.is_bf16_supported(),
-        supports_fp16=accelerator.device_name() != "cpu" and accelerator.is_fp16_supported(),
+        supports_bf16=hardware.bf16,
+        supports_fp16=hardware.fp16,
+        fuses_optimizer=hardware.fused,
     )
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     # DeepSpeed's own checks, of keys below the top level; it would take the number of ranks from this process.
     deepspeed.DeepSpeedConfig({key: value for key, value in filled.items() if key != "train_batch_size"})
-    return Plan(
+    return Outline(
         arguments=arguments,
         config=config,
         deepspeed=filled,
         model=model,
         teacher=teacher,
-        tokenizer=read_tokenizer(model),
-        documents=find_text(arguments.dataset, arguments.text_field),
         weights=weights,
         coverage=coverage(empty, weights),
         uncovered=uncovered_weights(empty, config).lines(),
         low_rank_share=low_rank_share(empty, weights),
+        sizes=sizes(empty, weights),
+        teacher_sizes=None if teacher is None or teacher is model else sizes(empty_model(teacher), ()),
         world_size=world_size,
     )
 

@@ -20,6 +20,7 @@ from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.train.arguments import RunArguments, parse_arguments
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.loop import train
 from sparseforge_ds.train.monitoring import Monitor
@@ -109,8 +110,11 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """
     first = os.environ.get("RANK", "0") == "0"
     try:
+        arguments = _parse(command_line)
+        if arguments.dry_run:
+            return _describe(arguments, first)
         with Preemption() as preemption:
-            run(_parse(command_line), preemption)
+            run(arguments, preemption)
     except Stopped as stop:
         if first:
             print(f"stopped by {stop}; continue with --resume", flush=True)
@@ -123,6 +127,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
         return _fail(error, True)
     except OSError as error:
         return _fail(error, True)
+    return 0
+
+
+def _describe(arguments: RunArguments, first: bool) -> int:
+    _quiet()
+    if first:  # the others would say the same
+        for section in dry_run(arguments):
+            print(f"{section}\n", flush=True)
     return 0
 
 

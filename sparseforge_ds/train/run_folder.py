@@ -31,14 +31,15 @@ from transformers import GenerationConfig
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.export.source import config_sha256
+from sparseforge_ds.planning.duration import checkpoint_bytes
 from sparseforge_ds.train.arguments import flags
-from sparseforge_ds.train.banner import memory_per_rank, readable_bytes
-from sparseforge_ds.train.plan import Plan
+from sparseforge_ds.train.banner import readable_bytes
+from sparseforge_ds.train.plan import Outline, Plan
 
 _PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe(plan: Outline) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
     low_rank = plan.config.low_rank
     parameter_share, flop_share = plan.low_rank_share
@@ -64,14 +65,7 @@ def check_folder(plan: Plan) -> None:
         OSError: the folder cannot be written.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
-    if not plan.arguments.resume:
-        if has_checkpoints(plan.folder / "checkpoints"):
-            raise ValueError(
-                f"--output_dir {plan.folder} already holds a run with checkpoints; "
-                "continue it with --resume, give another folder, or remove this one"
-            )
-    else:
-        _check_same_run(plan)
+    check_beginning(plan)
     with tempfile.TemporaryFile(dir=plan.folder):
         pass  # writable, on every rank
     # A start sweeps up what an interrupted save left, before it writes anything.
@@ -84,7 +78,22 @@ def check_folder(plan: Plan) -> None:
         )
 
 
-def begins_anew(plan: Plan) -> str | None:
+def check_beginning(plan: Outline) -> None:
+    """Refuse a folder that holds another run, or nothing to resume; writes nothing.
+
+    Raises:
+        ValueError: a fresh run would overwrite checkpoints, or the run to resume is not this one.
+    """
+    if plan.arguments.resume:
+        _check_same_run(plan)
+    elif has_checkpoints(plan.folder / "checkpoints"):
+        raise ValueError(
+            f"--output_dir {plan.folder} already holds a run with checkpoints; "
+            "continue it with --resume, give another folder, or remove this one"
+        )
+
+
+def begins_anew(plan: Outline) -> str | None:
     """Whether a run that is to be resumed has nothing to resume yet, as a line that says so.
 
     That is a run which ended before its first checkpoint, and with `--resume auto` also a folder without any run.
@@ -138,17 +147,14 @@ def has_checkpoints(folder: Path) -> bool:
     return (folder / "latest").exists() or (folder / "latest.next").exists() or any(folder.glob("step_*[0-9]"))
 
 
-def room_for_checkpoints(plan: Plan) -> float:
+def room_for_checkpoints(plan: Outline) -> int:
     """Bytes of the checkpoints that this run will have on disk at once, the one being written included."""
     arguments = plan.arguments
     written = -(-plan.config.max_steps // arguments.save_every) if arguments.save_every else 1
     at_once = min(written, arguments.keep_checkpoints + 1) if arguments.keep_checkpoints else written
     if arguments.resume:
         at_once = 1  # the others are there already
-    memory = memory_per_rank(plan)
-    ranks = plan.world_size if plan.stage >= 1 else 1
-    states = sum(memory.get(name, 0) for name in ("master", "moments", "dense", "mask", "curvature")) * ranks
-    return at_once * (states + (memory["weights"] if plan.stage < 3 else 0))
+    return at_once * checkpoint_bytes(plan.sizes, plan.layout)
 
 
 def write_folder(plan: Plan) -> None:
@@ -199,7 +205,7 @@ def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _check_same_run(plan: Plan) -> None:
+def _check_same_run(plan: Outline) -> None:
     path = plan.folder / "sparseforge.json"
     try:
         before = _read_if_there(path)
@@ -241,7 +247,7 @@ def _check_same_run(plan: Plan) -> None:
         )
 
 
-def _own(plan: Plan) -> dict[str, Any]:
+def _own(plan: Outline) -> dict[str, Any]:
     """The model's config as `write_folder` writes it."""
     with tempfile.TemporaryDirectory() as folder:
         plan.model.config.save_pretrained(folder)

@@ -108,7 +108,7 @@ def test_the_shipped_command(tmp_path):
 
     record = json.loads((run / "sparseforge.json").read_text())
     assert record["model_type"] == "llama"
-    assert record["run"]["dataset"] == "stdlib"
+    assert record["run"]["dataset"] == ["stdlib"]
     assert record["weights"][0].keys() == {"name", "shape", "input_axis"}
     assert json.loads((run / "ds_config.json").read_text())["sparseforge"] == record["config"]
     assert (run / "model" / "config.json").is_file()

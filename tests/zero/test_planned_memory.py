@@ -20,8 +20,9 @@ from sparseforge_ds.model.distill import Teacher
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.duration import checkpoint_bytes
-from sparseforge_ds.planning.memory import kept_gradients, memory, model_states, weights_gathered
+from sparseforge_ds.planning.memory import memory, weights_gathered
 from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.states import kept_gradients, model_states
 from sparseforge_ds.planning.traffic import traffic
 from tests import tiny_models
 from tests.distributed import run_distributed

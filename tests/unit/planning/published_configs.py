@@ -1,73 +1,47 @@
-"""Published config.json values of full-size models, and the parameter counts that are published for them."""
+"""Configs of full-size models that are part of the package, and the parameter counts that are published for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig
 
-from sparseforge_ds.model.deepseek_moe import DeepseekConfig, register
+from sparseforge_ds.planning.architecture import read_model_config
 
-register()
+PUBLISHED = {
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "facebook/opt-2.7b": 2_651_596_800,
+    "openai-community/gpt2-medium": 354_823_168,
+    "openai-community/gpt2-large": 774_030_080,
+    "openai-community/gpt2-xl": 1_557_611_200,
+    "deepseek-ai/deepseek-moe-16b-base": 16_375_728_128,
+}
+"""Parameters by hub id, tied ones once: 1.7B (tied), 8.2B and 14.8B by Qwen3's model cards, 16.4B by DeepSeek's."""
 
 
 def qwen3_14b(**overrides: Any) -> PretrainedConfig:
-    """huggingface.co/Qwen/Qwen3-14B: 14.8B parameters, 13.2B without embeddings, by its model card."""
-    values: dict[str, Any] = {
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    }
-    return Qwen3Config(**{**values, **overrides})
+    """huggingface.co/Qwen/Qwen3-14B, or something like it."""
+    config = read_model_config("Qwen/Qwen3-14B")
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    if "num_hidden_layers" in overrides:
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
 
 
 def llama2_7b() -> PretrainedConfig:
     """huggingface.co/meta-llama/Llama-2-7b-hf."""
-    return LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=32000,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
+    return read_model_config("meta-llama/Llama-2-7b-hf")
 
 
 def gpt2_xl() -> PretrainedConfig:
     """huggingface.co/openai-community/gpt2-xl; the head is the embedding."""
-    return GPT2Config(n_embd=1600, n_head=25, n_layer=48, vocab_size=50257, n_positions=1024)
+    return read_model_config("openai-community/gpt2-xl")
 
 
 def deepseek_moe_16b() -> PretrainedConfig:
-    """huggingface.co/deepseek-ai/deepseek-moe-16b-base: 16.4B parameters, 2.8B of them used by a token."""
-    return DeepseekConfig(
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        first_k_dense_replace=1,
-        vocab_size=102400,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-
-
-PUBLISHED = {
-    qwen3_14b: 14_768_307_200,
-    llama2_7b: 6_738_415_616,
-    gpt2_xl: 1_557_611_200,
-    deepseek_moe_16b: 16_375_728_128,
-}
+    """huggingface.co/deepseek-ai/deepseek-moe-16b-base: a token uses 2.8B of its parameters."""
+    return read_model_config("deepseek-ai/deepseek-moe-16b-base")

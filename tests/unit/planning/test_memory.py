@@ -14,8 +14,9 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.duration import checkpoint_bytes
-from sparseforge_ds.planning.memory import Memory, memory, model_states
-from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.memory import Memory, memory
+from sparseforge_ds.planning.settings import Settings, check_estimable, settings
+from sparseforge_ds.planning.states import model_states
 from sparseforge_ds.planning.traffic import traffic
 from tests.unit.planning.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
 
@@ -166,12 +167,17 @@ def test_checkpoints_hold_20_bytes_a_weight_under_zero3() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "message"),
+    ("content", "message"),
     [
-        ({"offload_optimizer": {"device": "nvme"}}, "no estimate for NVMe"),
-        ({"offload_param": {"device": "cpu"}}, "offload_param works from ZeRO stage 3 on"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "no estimate for NVMe"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "fp32 masters only"),
     ],
 )
-def test_layouts_without_an_estimate(zero: dict[str, Any], message: str) -> None:
+def test_layouts_without_an_estimate(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        planned(2, 8, **zero)
+        check_estimable(content)
+
+
+def test_a_layout_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="offload_param works from ZeRO stage 3 on"):
+        planned(2, 8, offload_param={"device": "cpu"})

@@ -20,6 +20,8 @@ PINNED = {
     "dataset": [],
     "text_field": "text",
     "max_steps": None,
+    "global_batch": None,
+    "micro_batch": None,
     "seq_length": 256,
     "output_dir": "runs/stdlib_llama",
     "learning_rate": None,
@@ -33,6 +35,9 @@ PINNED = {
     "resume": False,
     "allow_dense": [],
     "activation_checkpointing": False,
+    "dry_run": False,
+    "gpus": None,
+    "gpu_memory": 80.0,
     "local_rank": -1,
 }
 
@@ -58,9 +63,10 @@ def test_resume_has_three_values(flag, value):
 def test_every_flag_is_parsed():
     line = (
         "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 --text_field body "
-        "--max_steps 7 --seq_length 64 --output_dir o --learning_rate 1e-4 --warmup 0.1 --min_lr_ratio 0.2 "
-        "--weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 --seed 9 --resume "
-        "--allow_dense *.a *.b --activation_checkpointing --allow_dense *.c"
+        "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --output_dir o --learning_rate 1e-4 "
+        "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
+        "--seed 9 --resume --allow_dense *.a *.b --activation_checkpointing --allow_dense *.c "
+        "--dry_run --gpus 64 --gpu_memory 40"
     )
     arguments = parse_arguments(line.split())
     assert arguments == RunArguments(
@@ -70,6 +76,8 @@ def test_every_flag_is_parsed():
         ["d=1", "e=2", "f=3"],
         "body",
         7,
+        16,
+        2,
         64,
         "o",
         1e-4,
@@ -83,15 +91,26 @@ def test_every_flag_is_parsed():
         True,
         ["*.a", "*.b", "*.c"],
         True,
+        True,
+        64,
+        40.0,
         1,
     )
-    assert set(flags(arguments)) == set(PINNED) - {"local_rank"}
+    assert set(flags(arguments)) == set(PINNED) - {"local_rank", "dry_run", "gpus", "gpu_memory"}
+
+
+def test_gpus_are_the_launchers_unless_the_run_is_dry():
+    with pytest.raises(ValueError, match="--gpus 8 .* belongs to --dry_run"):
+        parse_arguments(["--deepspeed", "a.json", "--gpus", "8"])
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "cure"),
     [
         ("max_steps", "0", "integer >= 1"),
+        ("global_batch", "0", "integer >= 1"),
+        ("micro_batch", "-1", "integer >= 1"),
+        ("gpu_memory", "0", "GiB > 0"),
         ("seq_length", "1", "integer >= 2"),
         ("learning_rate", "0", "value > 0"),
         ("learning_rate", "inf", "value > 0"),

@@ -18,6 +18,7 @@ from sparseforge_ds.train.deepspeed_config import (
     read_deepspeed_json,
     resolve,
     training_dtype,
+    with_batch,
     zero_stage,
 )
 from tests.tiny_folders import deepspeed_json, write_json
@@ -25,7 +26,7 @@ from tests.tiny_folders import deepspeed_json, write_json
 SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
 
 
-def filled(content, world_size=2, bf16=False, fp16=False, **flags):
+def filled(content, world_size=2, bf16=False, fp16=False, fuses_optimizer=False, **flags):
     config = SparseForgeConfig.from_dict(content.get("sparseforge", {}))
     arguments = RunArguments(deepspeed="x.json", **flags)
     return resolve(
@@ -36,6 +37,7 @@ def filled(content, world_size=2, bf16=False, fp16=False, **flags):
         hidden_size=64,
         supports_bf16=bf16,
         supports_fp16=fp16,
+        fuses_optimizer=fuses_optimizer,
     )
 
 
@@ -95,6 +97,31 @@ def test_what_is_accepted_adds_up(train, micro, accumulation, world_size):
 def test_an_impossible_batch_size_is_refused(value):
     with pytest.raises(ValueError, match="train_batch_size = .* not valid"):
         batch(train=value)
+
+
+@pytest.mark.parametrize(
+    ("given_keys", "flags", "expected"),
+    [
+        ((8, "auto", "auto"), (64, None), (64, 8, 1)),
+        ((8, "auto", "auto"), (64, 2), (64, 2, 4)),
+        ((8, 1, 1), (None, 1), (8, 1, 1)),
+        ((8, 2, 4), (64, None), (64, 2, 4)),
+        (("auto", 2, 3), (None, 4), (96, 4, 3)),
+    ],
+)
+def test_flags_win_over_the_batch_of_the_json(given_keys, flags, expected):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    content = dict(zip(names, given_keys, strict=True))
+    if flags == (None, 1):
+        assert with_batch(content, None, None) == content
+    assert batch_arithmetic(with_batch(content, *flags), 8) == Batch(*expected)
+
+
+def test_the_optimizer_is_fused_where_that_is_left_open():
+    content = deepspeed_json()
+    content["optimizer"]["params"] |= {"torch_adam": True, "fused": "auto"}
+    assert filled(content)["optimizer"]["params"]["fused"] is False
+    assert filled(content, fuses_optimizer=True)["optimizer"]["params"]["fused"] is True
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

@@ -1,0 +1,60 @@
+# Sourced by the recipes: the way from a dense model to numbers beside the paper's, in four functions.
+#
+#     launch/qwen3_14b.sh --dry_run         check and describe the whole run here, without GPUs, hub or launcher
+#     launch/qwen3_14b.sh                   train, consolidate, verify, evaluate, on the GPUs of this machine
+#     HOSTFILE=launch/hostfile.example launch/qwen3_14b.sh      the same on the machines of a hostfile
+#     launch/qwen3_14b.sh --resume          continue; further flags go to launch/train.py and win over the recipe's
+#
+# What it reads from the environment:
+#   HOSTFILE   hostfile of the deepspeed launcher (see hostfile.example); empty: this machine
+#   GPUS       GPUs that a dry run is for (default: those that the recipe is made for)
+#   DATASET    --dataset of training, like "allenai/dolmino-mix-1124=0.7 allenai/c4:en=0.3" (default allenai/c4:en)
+#   STEPS      --max_steps (default: the recipe's)
+#   CONFIG     another DeepSpeed JSON than the recipe's
+#   OUTPUT     run folder, seen by all machines (default runs/NAME); the sparse model lies beside it, as OUTPUT_2to4
+#   LAUNCHER   what starts the ranks instead of deepspeed (slurm.sh sets it)
+# It does not install: run `source launch/install.sh` once on every machine, or have .venv on a shared disk.
+
+name="$(basename "$0" .sh)"
+cd "$(dirname "$0")/.."
+if [ -x .venv/bin/python ]; then
+    export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
+fi
+
+# Sets `run` and `sparse`, the folders of the run and of its result.
+folders() { # NAME
+    run="${OUTPUT:-runs/$1}"
+    sparse="${run}_2to4"
+}
+
+# Flags for launch/train.py. A dry run ends the recipe.
+train() {
+    local flag launcher=(deepspeed)
+    for flag in "$@"; do
+        if [ "$flag" = --dry_run ]; then
+            exec python launch/train.py "$@" --gpus "${GPUS:-$gpus}"
+        fi
+    done
+    if [ -n "${HOSTFILE:-}" ]; then launcher+=(--hostfile "$HOSTFILE"); fi
+    if [ -n "${LAUNCHER:-}" ]; then read -ra launcher <<<"$LAUNCHER"; fi
+    "${launcher[@]}" launch/train.py "$@"
+}
+
+# The sparse model, and the proof that every group of it is 2:4.
+export_model() {
+    python -m sparseforge_ds consolidate "$run" "$sparse"
+    python -m sparseforge_ds verify "$sparse"
+}
+
+# WikiText-2 as the papers score it: dense and sparse in one dtype, at the same length.
+perplexity() { # MODEL SEQ_LENGTH
+    local each
+    for each in "$1" "$sparse"; do
+        python -m sparseforge_ds.evaluate.perplexity "$each" --text wikitext2 --seq_length "$2" --dtype bfloat16
+    done
+}
+
+# The paper's zero-shot tasks, dense and sparse; needs pip install '.[zero_shot]'.
+zero_shot() { # DENSE_MODEL [flags]
+    python -m sparseforge_ds.evaluate.zero_shot "$sparse" --suite paper --dense "$1" --dtype bfloat16 "${@:2}"
+}

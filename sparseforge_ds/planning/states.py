@@ -1,0 +1,61 @@
+"""What lasts from step to step, in bytes of a rank: weights, masters, moments, our numbers, gradients, the teacher."""
+
+from __future__ import annotations
+
+import math
+
+from sparseforge_ds.planning.architecture import Sizes
+from sparseforge_ds.planning.settings import Settings
+
+Kinds = dict[str, int]
+
+
+def model_states(model: Sizes, settings: Settings) -> Kinds:
+    """What lasts from step to step and belongs to the student, wherever it lies, without gradients."""
+    states, masked = local(model, settings, 1), local(model, settings, 1, only_masked=True)
+    return {
+        "weights": settings.low * local(model, settings, 3),
+        "master": 4 * states if settings.has_master else 0,
+        "moments": 8 * states,
+        "dense": 4 * masked,
+        "mask": 4 * masked,
+        "curvature": 4 * masked if settings.has_curvature else 0,
+        "flip bits": math.ceil(masked / 8),
+    }
+
+
+def lasting(model: Sizes, settings: Settings, teacher: Sizes | None = None) -> Kinds:
+    """What one rank holds from step to step, wherever it lies: states, gradients and the teacher; no activations."""
+    gradients = settings.low * model.total if settings.stage < 2 else kept_gradients(model, settings)
+    held = teacher_weights(teacher or model, settings) if settings.teacher else 0
+    return positive({**model_states(model, settings), "gradients": gradients, "teacher": held})
+
+
+def kept_gradients(model: Sizes, settings: Settings) -> int:
+    """Bytes of reduced gradients between the backward pass and the step."""
+    if settings.stage == 0:
+        return settings.low * model.total
+    return settings.gradient_bytes * local(model, settings, 1)
+
+
+def teacher_weights(teacher: Sizes, settings: Settings) -> int:
+    """Bytes of a rank's part of a teacher."""
+    assert settings.forge.distillation is not None
+    if settings.forge.distillation.hold == "replicated":
+        return settings.low * teacher.total
+    return settings.low * sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
+
+
+def local(model: Sizes, settings: Settings, from_stage: int, only_masked: bool = False) -> int:
+    """Elements of this rank, padding included, of what ZeRO divides from `from_stage` on."""
+    sizes = [parameter.numel for parameter in model.parameters if parameter.masked or not only_masked]
+    if settings.stage < from_stage:
+        return sum(sizes)
+    if settings.stage == 3:
+        return sum(math.ceil(size / settings.ranks) for size in sizes)
+    return math.ceil(sum(sizes) / settings.ranks)
+
+
+def positive(kinds: Kinds) -> Kinds:
+    """Without the kinds that there is nothing of."""
+    return {name: size for name, size in kinds.items() if size}

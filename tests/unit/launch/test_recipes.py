@@ -1,0 +1,169 @@
+"""Every recipe, dry: bash gives the command line that it would start, and this process runs it at full size."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.planning.activations import Activations
+from sparseforge_ds.train.run import main
+
+ROOT = Path(__file__).parents[3]
+LAUNCH = ROOT / "launch"
+
+RECIPES = {
+    "qwen3_14b.sh": 14_768_307_200,
+    "qwen3_8b.sh": 8_190_735_360,
+    "qwen3_1.7b.sh": 1_720_574_976,
+    "deepseek_moe_16b.sh": 16_375_728_128,
+    "opt_2.7b.sh": 2_651_596_800,
+    "llama2_7b.sh 5B": 6_738_415_616,
+    "llama2_7b.sh 1.25B": 6_738_415_616,
+    "gpt2.sh medium": 354_823_168,
+    "gpt2.sh large": 774_030_080,
+    "gpt2.sh xl": 1_557_611_200,
+}
+"""Recipe and the parameters of its model."""
+
+
+@pytest.fixture
+def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run a script of a copied launch/ whose commands only write their words down; (exit code, commands, stderr)."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    commands = tmp_path / "commands"
+    for name in ("python", "deepspeed", "srun", "scontrol"):
+        tool = tmp_path / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(
+            f'#!/bin/bash\n[ "$1" = show ] && {{ echo first; echo second; exit; }}\n'
+            f'printf "%s\\0" "{name}" "$@" >>{commands}; echo >>{commands}\n'
+            f'exit "${{EXIT_{name}:-0}}"\n'
+        )
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+
+    def run(line: str, **environment: str) -> tuple[int, list[list[str]], str]:
+        commands.unlink(missing_ok=True)
+        names = ("HOSTFILE", "GPUS", "DATASET", "STEPS", "OUTPUT", "CONFIG", "LAUNCHER")
+        clean = {name: value for name, value in os.environ.items() if name not in names}
+        done = subprocess.run(
+            ["bash", *line.split()],
+            cwd=tmp_path,
+            env={**clean, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        ran = commands.read_text().splitlines() if commands.exists() else []
+        return done.returncode, [entry.rstrip("\0").split("\0") for entry in ran], done.stderr
+
+    return run
+
+
+def dry(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str, str]:
+    """Do what a recipe's dry run starts: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert command[:2] == ["python", "launch/train.py"]
+    code = main(command[2:])
+    return [code, *capsys.readouterr()]
+
+
+IN_FULL = ("qwen3_14b.sh", "deepseek_moe_16b.sh", "gpt2.sh medium")
+"""Recipes whose activations are traced too, which takes seconds of each."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_dry_run_resolves_the_whole_recipe(recipe, bash, capsys, monkeypatch):
+    code, commands, _ = bash(f"launch/{recipe} --dry_run", OUTPUT="runs/nothing_here")
+    assert code == 0 and len(commands) == 1
+    if recipe not in IN_FULL:
+        nothing = Activations(saved=0, logits=0, loss=0, backward=0)
+        monkeypatch.setattr("sparseforge_ds.planning.study.trace", lambda *_, **__: nothing)
+    code, text, errors = dry(commands[0], capsys, monkeypatch)
+    assert (code, errors) == (0, "")
+    assert f"{RECIPES[recipe]:,} parameters" in text
+    assert "100.0% of the prunable" in text
+    assert re.search(r"frozen .* finetune under the projected mask", text)
+    assert "its weights and tokenizer are on the hub" in text
+    assert not (ROOT / "runs" / "nothing_here").exists()
+    peak = re.search(r"peak +([0-9.]+) +of 80", text)
+    assert peak is not None
+    head = (LAUNCH / recipe.split()[0]).read_text()
+    said = re.search(r"Planned peak of a GPU: (.*) GiB of 80", head)
+    assert said is not None
+    peaks = [float(number) for number in said[1].split(", ")]
+    if recipe in IN_FULL:
+        assert round(float(peak[1]), 1) in peaks
+    else:
+        assert 4 < float(peak[1]) < max(peaks)
+
+
+def test_a_recipe_goes_from_the_dense_model_to_the_numbers(bash):
+    code, commands, _ = bash("launch/llama2_7b.sh 1.25B --save_every 100", DATASET="a/b=2 c/d=1", OUTPUT="/disk/run")
+    assert code == 0
+    assert [command[0] for command in commands] == ["deepspeed"] + 5 * ["python"]
+    train = commands[0]
+    assert train[1] == "launch/train.py" and train[-2:] == ["--save_every", "100"]
+    for flag, *values in (
+        ("--dataset", "a/b=2", "c/d=1"),
+        ("--max_steps", "4768"),
+        ("--global_batch", "64"),
+        ("--output_dir", "/disk/run"),
+    ):
+        at = train.index(flag)
+        assert train[at + 1 : at + 1 + len(values)] == values
+    steps = [" ".join(command[3:5]) for command in commands[1:]]
+    assert steps[0] == "consolidate /disk/run" and commands[1][5] == "/disk/run_2to4"
+    assert steps[1] == "verify /disk/run_2to4"
+    assert [command[3] for command in commands[3:]] == ["meta-llama/Llama-2-7b-hf", "/disk/run_2to4", "/disk/run_2to4"]
+    assert commands[5][1:3] == ["-m", "sparseforge_ds.evaluate.zero_shot"]
+
+
+def test_a_hostfile_goes_to_the_launcher_and_an_error_ends_the_recipe(bash):
+    code, commands, _ = bash("launch/opt_2.7b.sh", HOSTFILE="launch/hostfile.example", EXIT_deepspeed="3")
+    assert code == 3
+    assert [command[:4] for command in commands] == [
+        ["deepspeed", "--hostfile", "launch/hostfile.example", "launch/train.py"]
+    ]
+
+
+@pytest.mark.parametrize("line", ["launch/llama2_7b.sh", "launch/gpt2.sh huge", "launch/slurm.sh"])
+def test_what_is_missing_is_said(bash, line):
+    code, commands, errors = bash(line)
+    assert (code, commands) == (2, [])
+    assert errors.startswith("usage: ")
+
+
+def test_more_gpus_than_the_recipe_is_made_for(bash, capsys, monkeypatch):
+    """64 sequences on 64 GPUs leave one for each."""
+    monkeypatch.setattr("sparseforge_ds.planning.study.trace", lambda *_, **__: Activations(0, 0, 0, 0))
+    _, commands, _ = bash("launch/gpt2.sh medium --dry_run", GPUS="64")
+    code, _, errors = dry(commands[0], capsys, monkeypatch)
+    assert code == 1
+    assert "train_batch_size = 64 cannot be divided" in errors and "--micro_batch" in errors
+    _, commands, _ = bash("launch/gpt2.sh medium --dry_run --micro_batch 1", GPUS="64")
+    code, text, _ = dry(commands[0], capsys, monkeypatch)
+    assert code == 0
+    assert "64 x 1024 tokens = 1 a rank x 1 accumulated x 64 ranks" in text
+
+
+def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
+    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
+    code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job)
+    assert code == 0
+    assert commands[0][:6] == ["srun", "--kill-on-bad-exit=1", "bash", "launch/slurm.sh", "--rank", "launch/train.py"]
+    assert commands[0][-2:] == ["--resume", "auto"]
+    assert len(commands) == 6
+    code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job, EXIT_srun="143")
+    assert code == 143
+    assert commands[-1] == ["scontrol", "requeue", "77"] and len(commands) == 2
+    rank = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8"}
+    assert bash("launch/slurm.sh --rank launch/train.py --x", **rank)[1] == [["python", "launch/train.py", "--x"]]

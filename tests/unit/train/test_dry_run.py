@@ -1,0 +1,114 @@
+"""A dry run says what the run will do and what would stop it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.train.run import main
+from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
+from tests.tiny_models import tiny_llama
+
+
+@pytest.fixture
+def dry(tmp_path, capsys, monkeypatch):
+    """Run it on tiny inputs: (exit code, stdout, stderr)."""
+    model = write_model(tmp_path / "model")
+    text = write_text(tmp_path / "text.jsonl")
+
+    def run(content=None, **flags):
+        path = write_json(tmp_path / "ds.json", content or deepspeed_json())
+        defaults = {"model": model, "dataset": text, "seq_length": 32, "output_dir": tmp_path / "runs" / "run"}
+        words = [str(word) for name, value in (defaults | flags).items() for word in (f"--{name}", value)]
+        capsys.readouterr()
+        before = sorted(tmp_path.rglob("*"))
+        code = main(["--deepspeed", str(path), "--dry_run", *words])
+        assert sorted(tmp_path.rglob("*")) == before
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_it_describes_the_run(dry):
+    content = {**deepspeed_json(3, low_rank={"k": 8}), "bf16": {"enabled": "auto"}}
+    code, text, errors = dry(content, gpus=4, max_steps=100, global_batch=8)
+    assert (code, errors) == (0, "")
+    for part in (
+        "dry run for 4 GPUs",
+        "ZeRO-3, bfloat16",  # of the GPUs that are meant, not of this machine
+        "8 x 32 tokens = 2 a rank x 1 accumulated x 4 ranks",
+        "heating    0 to 25: the mask is soft, 6,400 tokens",
+        "frozen     75 to 100: finetune under the projected mask, 6,400 tokens, 0 mask updates",
+        "branches come in at step 75",
+        "2:4 along axis -1",
+        "parameters more",
+        "lm_head.weight",
+        "25,600 tokens, 100.0%",
+        "reserve (assumed)",
+        "whether the disk of those machines has room",
+    ):
+        assert part in text
+    assert re.search(r"self_attn\.q_proj\.weight +2 x ", text)
+    hub = text.split("not checked")[1]
+    assert "hub" not in hub  # everything is here
+
+
+def test_mask_updates_are_those_of_the_schedule(dry):
+    content = deepspeed_json()
+    content["sparseforge"]["schedule"] = {"update_every": 7, "hardening": [0.25, 0.75]}
+    _, text, _ = dry(content, gpus=2, max_steps=100)
+    updates = [int(number) for number in re.findall(r"(\d+) mask updates", text)]
+    assert updates == [len(range(7, 25, 7)), len(range(28, 75, 7)), 0]
+
+
+def test_one_rank_speaks_for_all(dry, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "x 2 ranks" in dry()[1]
+    monkeypatch.setenv("RANK", "1")
+    assert dry() == (0, "", "")
+
+
+def _run_in_the_way(folder: Path) -> dict[str, object]:
+    (folder / "old" / "checkpoints" / "step_000010").mkdir(parents=True)
+    return {"output_dir": folder / "old"}
+
+
+def _file_in_the_way(folder: Path) -> dict[str, object]:
+    (folder / "file").write_text("")
+    return {"output_dir": folder / "file" / "run"}
+
+
+def _other_teacher(folder: Path) -> dict[str, object]:
+    return {"teacher": write_model(folder / "teacher", tiny_llama(vocab_size=300))}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (lambda _: {"gpus": 3}, "cannot be divided into micro-batches for 3 ranks"),
+        (lambda _: {"gpus": 2, "gpu_memory": 4.001}, r"a GPU needs \d\.\d GiB, in .*, and has 4\.001"),
+        (lambda _: {"gpus": 2, "seq_length": 65}, "has 64 positions"),
+        (lambda _: {"gpus": 2, "dataset": "./nothing.txt"}, "no such file"),
+        (lambda _: {"gpus": 2, "model": "nobody/no-such-model"}, "check the name and the network"),
+        (lambda _: {"gpus": 2, "resume": "True"}, "no run in .* start it without --resume"),
+        (_run_in_the_way, "already holds a run"),
+        (_file_in_the_way, "is no folder that can be written"),
+        (_other_teacher, "--teacher .* has a vocabulary of 300"),
+    ],
+)
+def test_what_would_stop_the_run_is_the_error(dry, tmp_path, monkeypatch, flags, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, errors = dry(**flags(tmp_path))
+    assert code == 1
+    assert errors.startswith("error: ") and errors.count("\n") == 1
+    assert re.search(message, errors)
+
+
+def test_a_layout_that_cannot_be_estimated_is_not_an_error(dry):
+    content = deepspeed_json()
+    content["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": "/nvme"}
+    code, text, _ = dry(content, gpus=2)
+    assert code == 0
+    assert "memory: " in text.split("not checked")[1]
