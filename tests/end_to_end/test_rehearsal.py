@@ -1,0 +1,105 @@
+"""benchmarks/rehearsal.py by its command line, at widths that only show that every step and every number is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import rehearsal, rehearsal_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on processors."""
+    return subprocess.run(
+        [sys.executable, "benchmarks/rehearsal.py", str(folder), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
+    """A dense layer and one with experts."""
+    small = ["--shrink=8", "--experts=8", "--seq_length=16", "--steps=6", "--memory=4", "--full_gpus=8"]
+    done = rehearse(
+        tmp_path / "scratch", "--model=deepseek_moe_16b", "--layers", "2", *small, f"--json={tmp_path / 'r.json'}"
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
+    assert [run["layers"] for run in result["runs"]] == [2] and result["ranks"] == 2
+    for run in result["runs"]:
+        assert run["phases"].keys() >= {"heating", "hardening", "finetuning", "heating, mask update"}
+        assert sum(phase["steps"] for phase in run["phases"].values()) == 6
+        assert all(phase["seconds"] > 0 for phase in run["phases"].values())
+        memory = run["memory"]
+        assert memory["own_by_moment"].keys() == {"load, first step", "heating", "hardening", "frozen", "save"}
+        assert 0 < memory["before"] < max(memory["own_by_moment"].values()) <= memory["peak_resident"]
+        assert memory["all_ranks"] <= 2 * max(memory["own_by_moment"].values())
+        assert run["save"]["bytes"] > 12 * (run["parameters"] + run["masked"])  # master, moments; and our states
+        assert min(run[name]["seconds"] for name in ("consolidate", "verify")) > 0
+    full = result["full_depth"]
+    assert full["layers"] == 28 and full["parameters"] == 16_375_728_128
+    assert "2 layers, " in done.stdout and "full depth: 28 layers" in done.stdout
+    assert not list((tmp_path / "scratch").iterdir())  # all that was written is gone
+
+
+def test_what_does_not_fit_is_said_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model=qwen3_14b", "--layers=3", "--memory=20", "--ranks=2"]
+    assert rehearsal.main([str(tmp_path / "scratch"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "error: --layers 3: 3 layers of qwen3_14b take" in error and "use fewer --layers" in error
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_full_depth_lies_on_a_straight_line(tmp_path: Path) -> None:
+    arguments = rehearsal.parse_arguments([str(tmp_path), "--model=deepseek_moe_16b", "--ranks=2"])
+    runs = [{"layers": n, "phases": {"heating": {"seconds": 3.0 + 0.5 * n}}} for n in (2, 4)]
+    full = rehearsal.full_depth(arguments, runs)
+    assert full["parameters"] == 16_375_728_128
+    assert full["seconds_per_layer"] == {"heating": pytest.approx(0.5)}
+    assert full["seconds"] == {"heating": pytest.approx(3.0 + 0.5 * 28)}
+
+
+def test_as_many_layers_as_fit(tmp_path: Path) -> None:
+    arguments = rehearsal.parse_arguments(
+        [str(tmp_path), "--model=qwen3_14b", "--layers=fit", "--shrink=8", "--memory=1.8", "--ranks=2"]
+    )
+    layers = rehearsal._depth("fit", arguments)
+    assert layers == 2
+    with pytest.raises(ValueError, match=f"{layers + 1} layers of qwen3_14b take"):
+        rehearsal._depth(str(layers + 1), arguments)
+
+
+def test_a_layer_has_the_published_shapes() -> None:
+    config = rehearsal_model.rehearsal_config("deepseek_moe_16b", 1, 1024, None, 1)
+    assert (config.hidden_size, config.moe_intermediate_size, config.n_routed_experts) == (2048, 1408, 64)
+    assert (config.num_hidden_layers, config.vocab_size, config.first_k_dense_replace) == (1, 1024, 0)
+    config = rehearsal_model.rehearsal_config("qwen3_14b", 2, 1024, None, 1)
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (5120, 17408, 128)
+    assert (config.num_attention_heads, config.num_key_value_heads, len(config.layer_types)) == (40, 8, 2)
+
+
+def test_weights_have_published_names_and_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    files = []
+    for folder, layers, seed in (("a", 1, 0), ("b", 2, 0), ("c", 1, 1)):
+        config = rehearsal_model.rehearsal_config("deepseek_moe_16b", layers, 1024, 8, 8)
+        rehearsal_model.write_model(tmp_path / folder, config, seed)
+        files.append(load_file(tmp_path / folder / "model.safetensors"))
+    name = "model.layers.{}.mlp.experts.7.down_proj.weight"
+    assert name.format(0) in files[0] and name.format(0) not in files[1] and name.format(1) in files[1]
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(files[0][query], files[1][query]) and not torch.equal(files[0][query], files[2][query])
