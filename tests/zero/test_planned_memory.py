@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor
 
+from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from sparseforge_ds.model.distill import Teacher
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
@@ -144,11 +145,22 @@ GATHERING = [
     for reuse in (0, 60_000, 10**9)
     for prefetch in (0, 20_000)
 ]
+EXPERTS = {**SMALL, "leaf_module": {"classes": [], "name_suffixes": ["mlp.experts"]}}
+GATHERING_EXPERTS = [
+    (Case(stage=3, zero={**EXPERTS, "stage3_prefetch_bucket_size": prefetch}), again)
+    for again in (False, True)
+    for prefetch in (0, 20_000)
+]
+
+
+def mixture() -> Any:
+    return tiny_models.tiny_mixture(DeepseekConfig, vocab_size=40, num_hidden_layers=4)
 
 
 def gathered_by(case: Case, checkpointing: bool) -> tuple[Any, dict[str, int]]:
     """What the planner replays, and what DeepSpeed does in a step whose order it knows."""
-    built = model_of(case, layers=4)
+    experts = "leaf_module" in case.zero
+    built = mixture() if experts else model_of(case, layers=4)
     if checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine = build_engine(case, built.train())
@@ -171,6 +183,9 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[Any, dict[str, int]]:
     finally:
         setattr(PartitionedParameterCoordinator, name, real)
     model, laid_out = planned(case, checkpointing, layers=4)
+    if experts:
+        empty = empty_model(mixture().config, case.sparseforge, DTYPES[case.dtype])
+        model = describe(empty, case.sparseforge, laid_out.leaves)
     return weights_gathered(model, laid_out), found
 
 
@@ -179,7 +194,9 @@ def gathered_by_all(cases: list[tuple[Case, bool]]) -> list[Any]:
 
 
 def test_gathered_weights_are_those_of_deepspeed() -> None:
-    for case, (expected, found) in zip(GATHERING, run_distributed(gathered_by_all, 2, GATHERING)[0], strict=True):
+    """Also those of a layer's experts, which a leaf module gathers at once."""
+    cases = [*GATHERING, *GATHERING_EXPERTS]
+    for case, (expected, found) in zip(cases, run_distributed(gathered_by_all, 2, cases)[0], strict=True):
         assert found == {"live": expected.live, "moved": expected.moved}, case
 
 

@@ -167,3 +167,19 @@ def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
     assert commands[-1] == ["scontrol", "requeue", "77"] and len(commands) == 2
     rank = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8"}
     assert bash("launch/slurm.sh --rank launch/train.py --x", **rank)[1] == [["python", "launch/train.py", "--x"]]
+
+
+def test_the_readme_has_the_same_numbers():
+    table = (LAUNCH / "README.md").read_text()
+    for recipe in RECIPES:
+        cells = next(line for line in table.splitlines() if line.startswith(f"| `{recipe}` |")).split(" | ")
+        head = (LAUNCH / recipe.split()[0]).read_text()
+        said = re.search(r"Planned peak of a GPU: (.*) GiB of 80", head)
+        assert said is not None and cells[7] in said[1].split(", ")
+        assert f"gpus={cells[1]}\n" in head
+        assert cells[5].replace(",", "") in head
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_bash_can_parse_it(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
