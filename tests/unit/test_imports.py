@@ -39,12 +39,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": {"torch", "tqdm", "config", "mask", "checkpoint"},
     "planning": {"torch", "transformers", "config", "mask", "model", "train.arguments", "train.deepspeed_config"},
     "cli": {"torch", "config", "mask", "checkpoint", "export", "inspection"},
+    "compare": {
+        "torch",
+        "transformers",
+        "tqdm",
+        "numpy",
+        "config",
+        "mask.pattern",
+        "model.families",
+        "export",
+        "evaluate",
+    },
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model.families", "registration"},
 }
 # One file of a part may need more than the part.
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
+    "cli.compare": {"compare"},
     "cli.plan": {"transformers", "planning"},
+    "compare.figures": {"matplotlib"},
+    "compare.history": {"tensorboard"},
+    "compare.rank": {"train.run"},
     "export.loaded": {"safetensors"},
     "export.reference": {"peft"},
     "evaluate.pretrained": {"config", "model.families", "model.tokenizer"},

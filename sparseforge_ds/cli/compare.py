@@ -1,0 +1,67 @@
+"""`sparseforge compare`: methods, seeds and budgets on one model and one text, as a table, figures and a page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+CONFIG names a model, a training, a validation and a test text, methods (keys of the `sparseforge` block), learning
+rates, seeds and budgets. Every method's learning rate is chosen on the validation text; the test text decides nothing.
+What was interrupted goes on with the same command: a finished run is not made again, an unfinished one continues.
+Methods, seeds, budgets and learning rates may be added to a CONFIG later.
+
+example:
+  SPARSEFORGE_ASSETS=assets sparseforge compare launch/compare_stories.json --out runs/stories
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "compare",
+        help="methods x seeds x budgets on one model and one text: table, figures, one page",
+        description="Train every method of CONFIG with every seed and budget, on the same tokens in the same order, "
+        "and write results.jsonl, table.md, figures and index.html. Needs the extra compare (matplotlib).",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a JSON file, like launch/compare_stories.json")
+    parser.add_argument("--out", metavar="DIR", help="folder of the comparison (default: runs/NAME of CONFIG)")
+    parser.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: what CONFIG says)")
+    parser.add_argument("--dry_run", action="store_true", help="check CONFIG and say what would be done")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, and print the table."""
+    from dataclasses import replace
+
+    from sparseforge_ds.compare.runs import one_shot_runs, selection_runs
+    from sparseforge_ds.compare.settings import read_config
+
+    config = read_config(args.config)
+    if args.workers is not None:
+        if args.workers < 1:
+            raise ValueError(f"--workers {args.workers}: use an integer >= 1")
+        config = replace(config, workers=args.workers)
+    counting = len(config.methods) * len(config.seeds) * len(config.budgets)
+    print(
+        f"{len(selection_runs(config))} runs choose learning rates, {len(one_shot_runs(config))} prune without "
+        f"training, {counting} count: {len(config.methods)} methods x {len(config.seeds)} seeds x "
+        f"{len(config.budgets)} budgets",
+        flush=True,
+    )
+    if args.dry_run:
+        return 0
+    try:
+        from sparseforge_ds.compare.study import Study
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ValueError(f"matplotlib cannot be imported ({error}); pip install 'sparseforge_ds[compare]'") from None
+    out = Path(args.out) if args.out is not None else Path("runs") / Path(args.config).stem
+    print(Study(config, out, Path(args.config).read_text()).run())
+    print(f"{out / 'index.html'}: table and figures")
+    return 0

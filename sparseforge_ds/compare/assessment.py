@@ -1,0 +1,130 @@
+"""What came out of a run: the exported model, whether it is sparse, its perplexity, and where its mask lies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparseforge_ds.compare.settings import CompareConfig, Protocol
+from sparseforge_ds.compare.texts import Texts
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.evaluate.perplexity import measure
+from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.model.families import prunable_weights
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """The dense model and its one-shot magnitude projection."""
+
+    dense_validation: float
+    dense_test: float
+    magnitude_validation: float
+    magnitude_test: float
+    dtype: str
+    pattern: str
+
+
+class Assessor:
+    """Measures models, all in the same way; several threads may use it.
+
+    Args:
+        config: the grid.
+        texts: what is measured on.
+    """
+
+    def __init__(self, config: CompareConfig, texts: Texts) -> None:
+        self.config = config
+        self.texts = texts
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
+        first = next(iter(config.methods.values()))
+        self.pruned = SparseForgeConfig.from_dict(config.block(first, config.budgets[0]))
+        self._dtype = config.dtype
+        self._loading = threading.Lock()  # transformers sets what is global while it loads
+        self._magnitude: dict[str, np.ndarray] = {}
+
+    def baselines(self) -> Baselines:
+        """Measure the dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight."""
+        model = load_model(self.config.model, self._dtype)
+        self._dtype = str(model.dtype).removeprefix("torch.")
+        dense = self._perplexities(model)
+        prune_by_magnitude(model, self.pruned.parsed_pattern, self.pruned)
+        weights = prunable_weights(model, self.pruned)
+        parameters = dict(model.named_parameters())
+        self._magnitude = {weight.name: _packed(parameters[weight.name]) for weight in weights}
+        magnitude = self._perplexities(model)
+        return Baselines(*dense, *magnitude, self._dtype, self.pruned.pattern)
+
+    def export(self, run_folder: Path, out: Path) -> dict[str, Any]:
+        """Make a model of a run and check every group of it.
+
+        Returns:
+            pattern, weights, groups, violations, and zeros as a share of the pruned weights.
+
+        Raises:
+            ValueError: the checkpoint cannot be exported, or the model is not sparse.
+        """
+        if not (out / "sparsity.json").exists():  # else an earlier start was interrupted just after it
+            source = open_source(str(run_folder), None, self._dtype)
+            export(source, out, workers=1, skip_proof=True)
+        report = check_folder(out)
+        if not report.ok:
+            raise ValueError(f"{out}: not in the pattern {report.pattern}; `sparseforge verify` says where")
+        found = report.to_dict()
+        kept = {key: found[key] for key in ("pattern", "weights", "groups", "violations")}
+        return {**kept, "zeros": 1 - found["nonzeros"] / found["elements"]}
+
+    def validate(self, folder: Path) -> dict[str, Any]:
+        """Perplexity on the validation text, and agreement of every weight's pattern with magnitude."""
+        model = self._load(folder)
+        parameters = dict(model.named_parameters())
+        pruned = json.loads((folder / "sparsity.json").read_text())["weights"]
+        agreement = {
+            name: _shared(_packed(parameters[name]), magnitude)
+            for name, magnitude in self._magnitude.items()
+            if name in pruned
+        }
+        found = self._measure(model, self.texts.validation, self.texts.validation_protocol)
+        return {"validation_perplexity": found, "agreement": agreement}
+
+    def test(self, folder: Path) -> float:
+        """Perplexity on the test text."""
+        return self._measure(self._load(folder), self.texts.test, self.texts.test_protocol)
+
+    def _load(self, folder: Path) -> PreTrainedModel:
+        adapter = folder / "adapter"
+        with self._loading:
+            return load_model(str(folder), self._dtype, str(adapter) if adapter.is_dir() else None)
+
+    def _perplexities(self, model: PreTrainedModel) -> tuple[float, float]:
+        texts = self.texts
+        return (
+            self._measure(model, texts.validation, texts.validation_protocol),
+            self._measure(model, texts.test, texts.test_protocol),
+        )
+
+    def _measure(self, model: PreTrainedModel, documents: list[str], protocol: Protocol) -> float:
+        length, batch = self.config.evaluation_length, self.config.evaluation_batch
+        return measure(model, self.tokenizer, documents, protocol, length, batch_size=batch).perplexity
+
+
+def _packed(weight: Tensor) -> np.ndarray:
+    """(ceil(n / 8),) bytes: which of the n members of a weight are not zero."""
+    return np.packbits((weight.detach() != 0).flatten().to("cpu", torch.bool).numpy())
+
+
+def _shared(mine: np.ndarray, magnitude: np.ndarray) -> float:
+    """The share of what magnitude keeps that is kept here too."""
+    both, all_of = (int(np.unpackbits(bits).sum(dtype=np.int64)) for bits in (mine & magnitude, magnitude))
+    return both / max(1, all_of)

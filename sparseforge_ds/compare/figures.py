@@ -1,0 +1,186 @@
+"""The figures of a comparison, as PNG files. A figure for which no run has data is left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from sparseforge_ds.compare.summary import Line, Row
+
+History = Mapping[str, Any]
+"""What `history.read_history` gives."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure on disk."""
+
+    title: str
+    caption: str
+    path: Path
+
+
+def draw(lines: Sequence[Line], rows: Sequence[Row], histories: Mapping[str, History], folder: Path) -> list[Drawn]:
+    """Draw all.
+
+    Args:
+        lines: the summary.
+        rows: of results.jsonl.
+        histories: by the name of a run.
+        folder: where the files go.
+    """
+    folder.mkdir(exist_ok=True)
+    methods = list(dict.fromkeys(line.method for line in lines if line.kind == "result"))
+    colours = {method: colormaps["tab10"](i % 10) for i, method in enumerate(methods)}
+    longest = max(line.steps for line in lines if line.kind == "result")
+    runs = [row for row in rows if row["kind"] == "result" and row["steps"] == longest and row["run"] in histories]
+    drawn = [_tokens(lines, colours, folder)]
+    curves = (
+        ("undecided", "Undecided mass", "mean of m (1 - m) over all mask values: 0 when every one is 0 or 1"),
+        ("flip_rate", "Flip rate", "share of weights whose place in the hard mask changed since the update before"),
+        ("gap", "Soft-to-hard gap", "loss with the mask hardened at this moment, minus the loss with the soft mask"),
+    )
+    for name, title, caption in curves:
+        drawn += _curve(name, title, caption, runs, histories, colours, folder)
+    drawn += _mask_values(runs, histories, folder)
+    drawn += _agreement([row for row in rows if row["kind"] == "result" and row["steps"] == longest], colours, folder)
+    return drawn
+
+
+def _tokens(lines: Sequence[Line], colours: Mapping[str, Any], folder: Path) -> Drawn:
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for method, colour in colours.items():
+        mine = [line for line in lines if (line.method, line.kind) == (method, "result")]
+        known = sorted((line for line in mine if math.isfinite(line.test.mean)), key=lambda line: line.tokens)
+        axes.errorbar(
+            [line.tokens for line in known],
+            [line.test.mean for line in known],
+            yerr=[line.test.deviation or 0.0 for line in known],
+            color=colour,
+            marker="o",
+            capsize=3,
+            label=method,
+        )
+    highest = max(
+        (line.test.mean for line in lines if line.kind == "result" and math.isfinite(line.test.mean)), default=1
+    )
+    styles = iter(["-", "--", ":", "-."] * len(lines))
+    for line in lines:
+        if line.kind == "result":
+            continue
+        style = next(styles)
+        label = f"{line.method}: {line.test.mean:.4g}"
+        if line.test.mean > 3 * highest:  # far above: it would squeeze everything else
+            axes.plot([], [], color="grey", linestyle=style, label=f"{label} (not drawn)")
+        else:
+            axes.axhline(line.test.mean, color="grey", linestyle=style, label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("test perplexity")
+    axes.legend(fontsize="small")
+    caption = "mean over seeds; bars are one sample standard deviation"
+    return _save(figure, folder, "perplexity", "Perplexity against tokens", caption)
+
+
+def _curve(
+    name: str,
+    title: str,
+    caption: str,
+    runs: Sequence[Row],
+    histories: Mapping[str, History],
+    colours: Mapping[str, Any],
+    folder: Path,
+) -> list[Drawn]:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    labelled = set()
+    for row in runs:
+        curve = histories[row["run"]].get(name)
+        if curve and any(curve["values"]):  # a fixed mask has zeros only
+            label = None if row["method"] in labelled else row["method"]
+            labelled.add(row["method"])
+            axes.plot(curve["steps"], curve["values"], color=colours[row["method"]], alpha=0.7, label=label)
+    if not labelled:
+        return []
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(title.lower())
+    axes.legend(fontsize="small")
+    return [_save(figure, folder, name, title, f"{caption}; a line for each seed, at the largest budget")]
+
+
+def _mask_values(runs: Sequence[Row], histories: Mapping[str, History], folder: Path) -> list[Drawn]:
+    """How many mask values lie where, over time: one panel a method, its first seed."""
+    panels: dict[str, Any] = {}
+    for row in runs:
+        values = histories[row["run"]].get("mask_values")
+        if values and any(sum(counts[1:-1]) for counts in values["values"]):  # not a mask that was binary at once
+            panels.setdefault(row["method"], values)
+    if not panels:
+        return []
+    columns = min(3, len(panels))
+    down = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.5 * columns, 3.2 * down), layout="constrained")
+    grid = figure.subplots(down, columns, squeeze=False).flatten()
+    for axes, (method, values) in zip(grid, panels.items(), strict=False):
+        image = _density(axes, values)
+        axes.set_title(method)
+        figure.colorbar(image, ax=axes, label="share of mask values")
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    caption = "how many values of the mask lie where, step by step; white: none"
+    return [_save(figure, folder, "mask_values", "Mask values over time", caption)]
+
+
+def _density(axes: Axes, values: Mapping[str, Any]) -> Any:
+    count_TB = np.asarray(values["values"], dtype=float)
+    share_TB = count_TB / np.maximum(1.0, count_TB.sum(axis=1, keepdims=True))
+    steps = np.asarray(values["steps"], dtype=float)
+    edges = np.concatenate([[steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)], steps])
+    masked = np.ma.masked_less_equal(share_TB.T, 0.0)
+    bins = np.linspace(0.0, 1.0, share_TB.shape[1] + 1)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("mask value")
+    return axes.pcolormesh(edges, bins, masked, norm=LogNorm(1e-4, 1.0), cmap="viridis")
+
+
+def _agreement(runs: Sequence[Row], colours: Mapping[str, Any], folder: Path) -> list[Drawn]:
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    labels: list[str] = []
+    for method, colour in colours.items():
+        found = [row["agreement"] for row in runs if row["method"] == method and row.get("agreement")]
+        if found:
+            labels = list(found[0])
+            mean = [sum(each[name] for each in found) / len(found) for name in labels]
+            axes.plot(range(len(labels)), mean, color=colour, marker=".", label=method)
+    if not labels:
+        return []
+    axes.set_xticks(range(len(labels)), [_short(name) for name in labels], rotation=90, fontsize="x-small")
+    axes.set_ylabel("share kept by both")
+    axes.legend(fontsize="small")
+    title = "Agreement with magnitude"
+    caption = "share of what magnitude keeps in the dense model that the final mask keeps too; mean over seeds"
+    return [_save(figure, folder, "agreement", title, f"{caption}, at the largest budget")]
+
+
+def _short(name: str) -> str:
+    parts = [
+        part for part in name.split(".") if part not in ("model", "layers", "transformer", "weight", "decoder", "h")
+    ]
+    return ".".join(parts[:1] + parts[-1:])
+
+
+def _save(figure: Figure, folder: Path, name: str, title: str, caption: str) -> Drawn:
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=120)
+    return Drawn(title, caption, path)

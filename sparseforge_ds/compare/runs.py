@@ -1,0 +1,129 @@
+"""The runs of a comparison: which there are, what each is called, and the command that makes it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseforge_ds.compare.settings import CompareConfig, Method, one_shot_steps
+
+NO_TRAINING = 1e-12
+"""Learning rate of a step that must not change anything."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training of one method. Its name says everything that distinguishes it from the others of a comparison."""
+
+    method: Method
+    learning_rate: float
+    seed: int
+    steps: int
+    trained: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        rate = f"-lr{self.learning_rate:g}" if self.trained else ""
+        return f"{self.method.name}{rate}-seed{self.seed}-steps{self.steps}"
+
+    def deepspeed(self, config: CompareConfig) -> dict[str, Any]:
+        """The DeepSpeed JSON."""
+        content = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", **config.base}
+        return {**content, "train_batch_size": config.batch, "sparseforge": config.block(self.method, self.steps)}
+
+    def flags(self, config: CompareConfig) -> dict[str, Any]:
+        """Run flags that decide what comes out."""
+        return {
+            "model": config.model,
+            "dataset": config.train_text,
+            "text_field": config.text_field,
+            "seq_length": config.seq_length,
+            "learning_rate": f"{self.learning_rate:g}",
+            "seed": self.seed,
+            **(config.flags or {}),
+            **self.method.flags,
+        }
+
+    def arguments(self, config: CompareConfig, folder: Path) -> list[str]:
+        """The launcher's command line for a run folder."""
+        where = {"deepspeed": folder.with_name(f"{folder.name}.json"), "output_dir": folder}
+        saves = {"save_every": config.save_every, "keep_checkpoints": 1}
+        flags: dict[str, Any] = {**where, **self.flags(config), **saves}
+        words = []
+        for flag, value in flags.items():
+            if value is not False:
+                words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+        return words
+
+    def command(self, config: CompareConfig, folder: Path) -> str:
+        """What one would type."""
+        words = ["deepspeed", "--num_gpus", str(config.ranks), "launch/train.py", *self.arguments(config, folder)]
+        return shlex.join(words)
+
+
+def selection_runs(config: CompareConfig) -> list[Run]:
+    """Runs that decide a learning rate: none where there is nothing to choose from."""
+    return [
+        Run(method, rate, config.first_seed, steps)
+        for steps in config.selection_budgets
+        for method in config.methods.values()
+        if len(method.learning_rates) > 1
+        for rate in method.learning_rates
+    ]
+
+
+def one_shot_runs(config: CompareConfig) -> list[Run]:
+    """Runs that prune and do not train; the seed decides the text that they are calibrated on."""
+    return [
+        Run(method, NO_TRAINING, seed, one_shot_steps(method), trained=False)
+        for method in config.one_shot.values()
+        for seed in config.seeds
+    ]
+
+
+def result_runs(config: CompareConfig, chosen: Mapping[tuple[str, int], float]) -> list[Run]:
+    """Runs that count, with the chosen learning rate by method and budget."""
+    return [
+        Run(method, chosen[method.name, steps], seed, steps)
+        for steps in config.budgets
+        for seed in config.seeds
+        for method in config.methods.values()
+    ]
+
+
+def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple[str, int], float]:
+    """The learning rate of every method at every budget: the lowest perplexity on the validation text.
+
+    Args:
+        config: the grid.
+        validation: perplexity by the name of a run of `selection_runs`, infinite where it diverged.
+
+    Raises:
+        ValueError: a method diverges at all of its learning rates.
+    """
+    chosen = {}
+    for method in config.methods.values():
+        for steps in config.budgets:
+            at = steps if config.select_at == "each" else config.budgets[0]
+            rate = method.learning_rates[0]
+            if len(method.learning_rates) > 1:
+                found = {r: validation[Run(method, r, config.first_seed, at).name] for r in method.learning_rates}
+                rate = min(found, key=lambda r: found[r])
+                if found[rate] == float("inf"):
+                    raise ValueError(f"methods.{method.name}: diverges at all learning rates; add lower ones")
+            chosen[method.name, steps] = rate
+    return chosen
+
+
+def at_the_edge(method: Method, rate: float) -> bool:
+    """Whether a better learning rate may lie outside of the grid."""
+    return len(method.learning_rates) > 1 and rate in (method.learning_rates[0], method.learning_rates[-1])
+
+
+def unique(runs: Iterable[Run]) -> list[Run]:
+    """Each run once, in the order of first mention."""
+    return list({run.name: run for run in runs}.values())

@@ -1,0 +1,80 @@
+"""The held-out texts of a comparison: read once, counted, and checked against each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparseforge_ds.compare.settings import CompareConfig, HeldOut, Protocol
+from sparseforge_ds.evaluate.text import read_documents
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What is measured on."""
+
+    validation: list[str]
+    test: list[str]
+    validation_protocol: Protocol
+    test_protocol: Protocol
+    notes: list[str]
+    """What a reader of the result should know about them."""
+
+    @property
+    def identity(self) -> str:
+        """Changes when a text does."""
+        content = json.dumps([self.validation, self.test, self.validation_protocol, self.test_protocol])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def read_texts(config: CompareConfig) -> Texts:
+    """Read both.
+
+    Raises:
+        ValueError: one cannot be read, has no such documents, or they have documents in common.
+    """
+    validation, test = (_documents(config, where) for where in ("validation_text", "test_text"))
+    if common := set(validation) & set(test):
+        raise ValueError(
+            f"validation_text and test_text have {len(common)} documents in common, first {min(common)[:60]!r}; "
+            "nothing may be chosen on the test text: give parts that do not overlap"
+        )
+    return Texts(
+        validation,
+        test,
+        _protocol(config, config.validation_text),
+        _protocol(config, config.test_text),
+        _also_in_training(config, {"validation": validation, "test": test}),
+    )
+
+
+def _documents(config: CompareConfig, where: str) -> list[str]:
+    text: HeldOut = getattr(config, where)
+    first, end = text.documents
+    try:
+        documents = read_documents(text.path, config.text_field, end)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    chosen = documents[first:end]
+    if not chosen or (end is not None and len(documents) < end):
+        raise ValueError(f"{where} = {text.path}, documents {first} to {end}: there are {len(documents)}")
+    return chosen
+
+
+def _protocol(config: CompareConfig, text: HeldOut) -> Protocol:
+    return config.protocol or ("documents" if text.path.endswith(".jsonl") else "windows")
+
+
+def _also_in_training(config: CompareConfig, held_out: dict[str, list[str]]) -> list[str]:
+    """A sentence for each text whose documents are also trained on, letter by letter."""
+    if Path(config.train_text).suffix not in (".txt", ".jsonl"):
+        return [f"Whether held-out documents stand in {config.train_text} too was not checked."]
+    training = set(read_documents(config.train_text, config.text_field))
+    shared = {name: sum(document in training for document in documents) for name, documents in held_out.items()}
+    return [
+        f"{count} of {len(held_out[name])} documents of the {name} text stand in the training text too."
+        for name, count in shared.items()
+        if count
+    ]

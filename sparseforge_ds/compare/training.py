@@ -1,0 +1,191 @@
+"""Starts the trainer for one run, waits for it, and says how it ended."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import socket
+import threading
+import time
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseforge_ds.compare.rank import PRELOADED, train_rank
+
+_GRACE = 120.0
+"""Seconds that ranks get to save and end after SIGTERM."""
+_DIVERGED = "lower --learning_rate or raise --warmup"
+"""What the trainer says when a loss is not finite any more, and only then."""
+_STOPPED = 143
+_STEP = re.compile(rb"^step (\d+)/", re.MULTILINE)
+
+
+class StoppedError(RuntimeError):
+    """The run was asked to stop, and can go on from where it was."""
+
+
+class DivergedError(RuntimeError):
+    """The loss became infinite or NaN: a result, of a learning rate that is too high."""
+
+
+class Trainer:
+    """Runs trainings, several at a time, on devices that are divided among them.
+
+    Args:
+        ranks: processes of a run.
+        threads: threads of a process.
+        data: folder of the token cache that all runs share; None where each reads a stream of its own.
+    """
+
+    def __init__(self, ranks: int, threads: int, data: Path | None) -> None:
+        self.ranks = ranks
+        self.threads = threads
+        self.data = data
+        self._stop = threading.Event()
+        self._first = threading.Lock()
+        # A fork of a process that has spoken to CUDA cannot.
+        kind = "spawn" if torch.cuda.is_available() else "forkserver"
+        self._context: Any = multiprocessing.get_context(kind)
+        if kind == "forkserver":
+            self._context.set_forkserver_preload(PRELOADED)
+
+    def stop(self) -> None:
+        """End all trainings; they save."""
+        self._stop.set()
+
+    def train(self, folder: Path, arguments: list[str], slot: int) -> bool:
+        """Train in a run folder, from the beginning or from its newest checkpoint.
+
+        Args:
+            folder: the run folder; beside it lies the log, `NAME.log`.
+            arguments: the launcher's command line, without --resume.
+            slot: number of the worker, which decides the GPUs.
+
+        Returns:
+            Whether an earlier start was continued.
+
+        Raises:
+            StoppedError: `stop` was called.
+            DivergedError: the loss is not finite.
+            ValueError: it failed otherwise.
+        """
+        _wait_for(folder / ".lock", _GRACE)
+        resumed = has_checkpoint(folder)
+        log = folder.with_name(f"{folder.name}.log")
+        if not resumed:
+            shutil.rmtree(folder, ignore_errors=True)
+            log.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.data is not None and not (folder / "data").exists():
+            self.data.mkdir(exist_ok=True)
+            (folder / "data").symlink_to(os.path.relpath(self.data, folder), target_is_directory=True)
+        words = [*arguments, "--resume"] if resumed else arguments
+        with self._first:  # one run at a time reads the text, until the cache is there
+            processes = self._start(words, log, slot)
+            while not self._prepared(folder) and not self._ended(processes, 0.1):
+                pass
+        while not self._ended(processes, 0.5):
+            pass
+        self._judge([process.exitcode for process in processes], folder.name, log)
+        return resumed
+
+    def _start(self, arguments: list[str], log: Path, slot: int) -> list[BaseProcess]:
+        if self._stop.is_set():
+            raise StoppedError
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self.ranks)}
+        if count := torch.cuda.device_count():
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+            devices = [visible[(slot * self.ranks + rank) % count] for rank in range(self.ranks)]
+            meeting["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices))
+        processes: list[BaseProcess] = []
+        for rank in range(self.ranks):
+            environment = {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.ranks)}
+            work = (environment, str(log), self.threads, arguments)
+            processes.append(self._context.Process(target=train_rank, args=work))
+            processes[-1].start()
+        return processes
+
+    def _ended(self, processes: list[BaseProcess], seconds: float) -> bool:
+        """Whether all ranks have ended; when one has failed, or on `stop`, the others are ended too."""
+        running = [process for process in processes if process.exitcode is None]
+        wait([process.sentinel for process in running], seconds)
+        failed = any(process.exitcode for process in processes)
+        if self._stop.is_set() or failed:
+            _end(running)
+        return all(process.exitcode is not None for process in processes)
+
+    def _prepared(self, folder: Path) -> bool:
+        cached = self.data is None or any(self.data.glob("*.json"))
+        return cached or (folder / "sparseforge.json").exists()
+
+    def _judge(self, codes: list[int | None], name: str, log: Path) -> None:
+        if all(code == 0 for code in codes):
+            return
+        if self._stop.is_set() or _STOPPED in codes:
+            raise StoppedError
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
+        if said is not None and _DIVERGED in said:
+            raise DivergedError(said)
+        what = said or f"its processes ended with {', '.join(map(str, codes))} (-9: killed, often for its memory)"
+        raise ValueError(f"the run {name} failed: {what}; its log is {log}")
+
+
+def current_step(folder: Path) -> int:
+    """The last step that the log of a run mentions."""
+    try:
+        with folder.with_name(f"{folder.name}.log").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            steps = _STEP.findall(log.read())
+    except FileNotFoundError:
+        return 0
+    return int(steps[-1]) if steps else 0
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run folder has something to continue from."""
+    return (folder / "checkpoints" / "latest").exists() or (folder / "checkpoints" / "latest.next").exists()
+
+
+def _wait_for(lock: Path, seconds: float) -> None:
+    """Until no process of an earlier start, which may be saving still, holds the lock of a run folder."""
+    if not lock.exists():
+        return
+    until = time.monotonic() + seconds
+    with lock.open() as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ValueError(f"{lock.parent}: a process of an earlier start still works there") from None
+                time.sleep(0.1)
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.exitcode is None:
+            process.terminate()
+    for process in processes:
+        process.join(_GRACE)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+def _free_port() -> int:
+    """Below those that systems hand out on their own, so that nothing takes it before the ranks meet there."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port

@@ -1,0 +1,138 @@
+"""`sparseforge compare` on a tiny model: killed in the middle, started again, and every part of what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from tests.distributed import ROOT
+from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
+from tests.unit.compare.test_figures import distinct_colours
+
+STEPS = 24
+TOO_MUCH = 1e30
+"""A learning rate at which every loss is NaN."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compare")
+    content = {
+        "model": str(write_model(folder / "model")),
+        "train_text": str(write_text(folder / "train.jsonl", 200)),
+        "validation_text": {"path": str(write_text(folder / "heldout.jsonl", 220)), "documents": [200, 208]},
+        "test_text": {"path": str(folder / "heldout.jsonl"), "documents": [208, 220]},
+        "base": {key: value for key, value in deepspeed_json(stage=1).items() if key != "sparseforge"},
+        "seq_length": 32,
+        "batch": 4,
+        "learning_rates": [3e-3, TOO_MUCH],
+        "seeds": [0, 1],
+        "budgets": [STEPS],
+        "threads": 1,
+        "points": 8,
+        "flags": {"log_every": 1},
+        "methods": {"soft": {"schedule": {"update_every": 1}}, "fixed": {"preset": "fixed_magnitude"}},
+    }
+    return write_json(folder / "config.json", content)
+
+
+def command(config: Path, out: Path, workers: int) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "sparseforge_ds",
+        "compare",
+        str(config),
+        "--out",
+        str(out),
+        "--workers",
+        str(workers),
+    ]
+
+
+def records(out: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in (out / "records").glob("*.json")}
+
+
+def kill_in_the_middle(config: Path, out: Path) -> tuple[str, str]:
+    """Start it, and kill -9 it when one run is done and the next is at work; the names of both."""
+    process = subprocess.Popen(command(config, out, 1), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until = time.monotonic() + 200
+    while time.monotonic() < until:
+        assert process.poll() is None, process.stdout.read().decode() if process.stdout else ""
+        known = records(out) if out.exists() else {}
+        done = [name for name, record in known.items() if "validation_perplexity" in record]
+        for log in (out / "runs").glob("*.log"):
+            name = log.name.removesuffix(".log")
+            at_work = done and name not in done and "lr0.003" in name
+            if at_work and re.search(rb"^step [3-9]/", log.read_bytes(), re.MULTILINE):
+                os.kill(process.pid, signal.SIGKILL)
+                process.communicate()
+                return done[0], name
+        time.sleep(0.01)
+    raise AssertionError("it took too long")
+
+
+def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done, unfinished = kill_in_the_middle(config, out)
+    before = (out / "runs" / f"{done}.log").stat().st_mtime_ns, (out / "records" / f"{done}.json").read_text()
+
+    finished = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    after = json.loads((out / "records" / f"{done}.json").read_text())
+    assert (out / "runs" / f"{done}.log").stat().st_mtime_ns == before[0], "a finished run is not made again"
+    assert after["validation_perplexity"] == json.loads(before[1])["validation_perplexity"]
+    assert records(out)[unfinished]["resumed"], "an unfinished one goes on"
+
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    check_rows(rows)
+    check_order(out)
+    table = (out / "table.md").read_text()
+    assert table.strip() in finished.stdout and "| soft | 3,072 | 0.003 (edge) | 2 |" in table
+    assert "diverged" in table, "the learning rate that was too high is shown"
+    for name in ("perplexity", "undecided", "flip_rate", "gap", "mask_values", "agreement"):
+        assert distinct_colours(out / "figures" / f"{name}.png") > 20, f"{name} is blank"
+    assert (out / "index.html").read_text().count("data:image/png;base64,") == 6
+    assert not list((out / "runs").glob("*/checkpoints")), "they are large, and of no use any more"
+    assert {path.name for path in (out / "models").iterdir()} == {row["run"] for row in rows if row["kind"] == "result"}
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("dense", "one_shot", "result", "tried")}
+    assert {kind: len(found) for kind, found in kinds.items()} == {"dense": 1, "one_shot": 1, "result": 4, "tried": 2}
+    for row in kinds["result"]:
+        assert row["learning_rate"] == 3e-3 and row["tokens"] == STEPS * 4 * 32
+        assert row["sparsity"]["violations"] == 0 and row["sparsity"]["zeros"] == pytest.approx(0.5)
+        assert math.isfinite(row["test_perplexity"]) and math.isfinite(row["validation_perplexity"])
+        assert row["command"].startswith("deepspeed --num_gpus 1 launch/train.py --deepspeed ")
+        assert all(0.3 < share <= 1 for share in row["agreement"].values()) and len(row["agreement"]) == 14
+        if row["method"] == "fixed":
+            assert set(row["agreement"].values()) == {1.0}
+    for row in kinds["tried"]:
+        assert row["learning_rate"] == TOO_MUCH and "loss" in row["diverged"]
+        assert row["test_perplexity"] is None, "the test text has no part in the choice"
+
+
+def check_order(out: Path) -> None:
+    """At the same seed, the first step of a fixed mask sees the same tokens at every start; another seed, others."""
+    first = {}
+    for seed in (0, 1):
+        history = json.loads((out / "histories" / f"fixed-lr0.003-seed{seed}-steps{STEPS}.json").read_text())
+        soft = json.loads((out / "histories" / f"soft-lr0.003-seed{seed}-steps{STEPS}.json").read_text())
+        assert history["loss"]["steps"] == soft["loss"]["steps"] == list(range(1, STEPS + 1))
+        assert sum(soft["mask_values"]["values"][0]) == sum(soft["mask_values"]["values"][-1])
+        first[seed] = history["cross_entropy"]["values"][0]
+    assert first[0] != first[1]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.compare.settings import CompareConfig, HeldOut, read_config
+from tests.distributed import ROOT
+
+GOOD: dict[str, Any] = {
+    "model": "model",
+    "train_text": "train.jsonl",
+    "validation_text": {"path": "heldout.jsonl", "documents": [0, 4]},
+    "test_text": {"path": "heldout.jsonl", "documents": [4, None]},
+    "base": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "sparseforge": {"importance": "magnitude"}},
+    "methods": {
+        "ours": {"schedule": {"update_every": 2}, "learning_rates": [0.5], "flags": {"teacher": "larger"}},
+        "fixed": {"preset": "fixed_magnitude"},
+    },
+    "one_shot": {"pruned": {"preset": "fixed_wanda"}},
+    "learning_rates": [2e-3, 1e-3],
+    "seeds": [3, 0],
+    "budgets": [80, 40],
+}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in {**GOOD, **changes}.items() if v != "absent"}))
+    return str(folder / "config.json")
+
+
+def test_what_a_config_means(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path))
+    assert (config.budgets, config.seeds, config.learning_rates) == ((40, 80), (3, 0), (1e-3, 2e-3))
+    assert config.validation_text == HeldOut("heldout.jsonl", (0, 4)) and config.test_text.documents == (4, None)
+    assert config.first_seed == 3 and config.compared_with == "ours" and config.selection_budgets == (40,)
+    ours = config.methods["ours"]
+    assert ours.learning_rates == (0.5,) and ours.flags == {"teacher": "larger"}
+    assert config.methods["fixed"].learning_rates == (1e-3, 2e-3)
+    block = config.block(ours, 80)
+    assert block["importance"] == "magnitude" and block["schedule"] == {"update_every": 2} and block["max_steps"] == 80
+    assert block["monitor"] == {"histograms_every": 2, "gap_every": 2}
+    each = read_config(write(tmp_path, select_at="each", selection_seed=9, reference="fixed"))
+    assert each.selection_budgets == (40, 80) and each.first_seed == 9 and each.compared_with == "fixed"
+
+
+def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "/there")
+    assert read_config(write(tmp_path, model="$PLACE/model")).model == "/there/model"
+    with pytest.raises(ValueError, match=r"the environment has no \$\{OTHER\}; export it"):
+        read_config(write(tmp_path, train_text="${OTHER}/train.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seedz": [1]}, "unknown key 'seedz'; did you mean 'seeds'?"),
+        ({"test_text": "absent"}, "no 'test_text'"),
+        ({"seeds": []}, r"seeds = \[\]: give a list"),
+        ({"seeds": [0, 0]}, "one value stands there twice"),
+        ({"budgets": [0]}, "budgets = 0: use an integer >= 1"),
+        ({"learning_rates": [-1]}, "-1 is no learning rate"),
+        ({"learning_rates": [True]}, "true is no learning rate"),
+        ({"batch": 3, "ranks": 2}, "batch = 3 cannot be divided over ranks = 2"),
+        ({"select_at": "largest"}, 'select_at = "largest": use one of "smallest", "each"'),
+        ({"reference": "theirs"}, "reference = 'theirs': use one of the methods, ours, fixed"),
+        ({"validation_text": {"path": "a.jsonl", "documents": [4, 4]}}, "0 <= first < end"),
+        ({"validation_text": {"path": "a.jsonl", "rows": 4}}, "validation_text.rows: unknown key"),
+        ({"methods": {}}, "name at least one"),
+        ({"methods": {"a b": {}}}, "'a b' is to be the name of a folder"),
+        ({"methods": {"a-b": {}}}, "'a-b' is to be the name of a folder"),
+        ({"methods": {"a": {"maskrate": 1}}}, r"methods.a with 40 steps: sparseforge.\w+: unknown key"),
+        ({"methods": {"a": {"pattern": "1:4"}, "b": {}}}, r"methods of different patterns \(1:4, 2:4\)"),
+        ({"methods": {"pruned": {}}}, "'pruned' stands in methods and in one_shot"),
+        ({"methods": {"a": {"flags": {"seed": 3}}}}, "methods.a.flags.seed: the grid decides it"),
+        ({"one_shot": {"p": {"learning_rates": [1]}}}, "one_shot.p.learning_rates: it does not train"),
+        ({"base": "no.json"}, "base no.json: not a readable JSON file"),
+        ({"workers": 0}, "workers = 0: use an integer >= 1"),
+        ({"keep_models": "yes"}, "give true or false"),
+    ],
+)
+def test_errors_name_the_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = write(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"{path}: .*{message}"):
+        read_config(path)
+
+
+def test_the_shipped_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
+    monkeypatch.chdir(ROOT)
+    assert main(["compare", "launch/compare_stories.json", "--dry_run"]) == 0
+    assert "24 count: 4 methods x 3 seeds x 2 budgets" in capsys.readouterr().out
+    config = read_config("launch/compare_stories.json")
+    assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
+
+
+def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        ([str(tmp_path / "none.json")], "not a readable JSON file"),
+        ([write(tmp_path), "--workers", "0"], "--workers 0"),
+        ([write(tmp_path), "--out", str(tmp_path / "out")], "validation_text: --text heldout.jsonl: cannot be read"),
+    ):
+        assert main(["compare", *words]) == 2
+        assert message in capsys.readouterr().err

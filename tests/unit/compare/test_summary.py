@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseforge_ds.compare.settings import read_config
+from sparseforge_ds.compare.summary import spread, summarize
+from sparseforge_ds.compare.table import markdown
+from tests.unit.compare.test_settings import write
+
+
+def row(
+    method: str, seed: int, test: float | None, steps: int = 40, kind: str = "result", **more: Any
+) -> dict[str, Any]:
+    values = {"kind": kind, "method": method, "run": f"{method}{seed}{steps}", "seed": seed, "steps": steps}
+    values |= {"tokens": steps * 8 * 256, "learning_rate": 2e-3, "decides": False, "chosen": True, "seconds": 10.0}
+    return values | {"validation_perplexity": test, "test_perplexity": test, "at_the_edge": False} | more
+
+
+ROWS = [
+    row("dense", 0, 3.0, 0, "dense", learning_rate=None, seconds=None),
+    row("ours", 0, 5.0),
+    row("ours", 3, 6.0),
+    row("fixed", 0, 5.5, at_the_edge=True),
+    row("fixed", 3, 6.9, at_the_edge=True),
+    row("broken", 0, 5.0),
+    row("broken", 3, None, diverged="the loss is nan"),
+    row("fixed", 3, 9.0, kind="tried", learning_rate=1e-3, decides=True, chosen=False),
+]
+
+
+def test_mean_and_sample_deviation() -> None:
+    found = spread([1.0, 2.0, 6.0])
+    assert found.mean == 3.0 and found.deviation == pytest.approx(math.sqrt(7.0)) and found.count == 3
+    assert str(found) == "3 ± 2.6"
+    assert spread([4.25]).deviation is None and str(spread([4.25])) == "4.25"
+    assert str(spread([1.0, math.inf])) == "diverged" and spread([1.0, math.inf]).deviation is None
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    lines = {line.method: line for line in summarize(ROWS, "ours")}
+    assert [line.method for line in summarize(ROWS, "ours")] == ["dense", "ours", "fixed", "broken"]
+    behind = lines["fixed"].behind
+    assert behind is not None and behind.mean == pytest.approx(0.7)
+    assert behind.deviation == pytest.approx(math.sqrt(2 * 0.2**2)), "not the deviation of independent samples"
+    assert lines["ours"].behind is None and lines["broken"].behind is None and lines["dense"].behind is None
+    assert lines["fixed"].test.count == 2, "a run that only decided a learning rate does not count"
+    assert lines["fixed"].at_the_edge and lines["fixed"].seconds == 10.0 and lines["dense"].seconds is None
+
+
+def test_the_table(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path))
+    text = markdown(summarize(ROWS, "ours"), ROWS, config, ["3 of 4 documents are odd."])
+    lines = text.splitlines()
+    assert lines[0].startswith("| method | tokens | learning rate | seeds |")
+    assert "| dense |  |  |  | 3 | 3 |  |  |" in lines
+    assert "| ours | 81,920 | 0.002 | 2 | 5.5 ± 0.71 | 5.5 ± 0.71 |  | 10 s |" in lines
+    assert "| fixed | 81,920 | 0.002 (edge) | 2 | 6.2 ± 0.99 | 6.2 ± 0.99 | +0.7 ± 0.28 | 10 s |" in lines
+    assert "| broken | 81,920 | 0.002 | 2 | diverged | diverged |  | 10 s |" in lines
+    assert "- 3 of 4 documents are odd." in lines and "at 40 steps, seed 3;" in text
+    assert "| fixed | 40 | 9 |" in lines, "what was tried and not chosen is shown too"
+    chosen = row("fixed", 3, 4.0, decides=True)
+    assert "| fixed | 40 | 9 | **4** |" in markdown(summarize(ROWS, "ours"), [*ROWS, chosen], config, [])

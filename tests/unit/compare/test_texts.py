@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.compare.settings import CompareConfig, read_config
+from sparseforge_ds.compare.texts import read_texts
+from tests.unit.compare.test_settings import write
+
+
+def config_of(folder: Path, validation: list[int | None], test: list[int | None], train: list[str]) -> CompareConfig:
+    heldout, training = folder / "heldout.jsonl", folder / "train.jsonl"
+    heldout.write_text("".join(json.dumps({"text": f"story {i}"}) + "\n" for i in range(6)))
+    training.write_text("".join(json.dumps({"text": text}) + "\n" for text in train))
+    changes = {"train_text": str(training)}
+    for name, span in (("validation_text", validation), ("test_text", test)):
+        changes[name] = {"path": str(heldout), "documents": span}
+    return read_config(write(folder, **changes))
+
+
+def test_parts_of_a_file(tmp_path: Path) -> None:
+    texts = read_texts(config_of(tmp_path, [1, 3], [3, None], ["other"]))
+    assert texts.validation == ["story 1", "story 2"] and texts.test == ["story 3", "story 4", "story 5"]
+    assert texts.validation_protocol == "documents" and not texts.notes
+    assert texts.identity != read_texts(config_of(tmp_path, [1, 3], [4, None], ["other"])).identity
+
+
+def test_nothing_is_in_two_texts_unsaid(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="have 1 documents in common, first 'story 2'"):
+        read_texts(config_of(tmp_path, [0, 3], [2, 4], ["other"]))
+    texts = read_texts(config_of(tmp_path, [0, 3], [3, None], ["story 4", "other", "story 5"]))
+    assert texts.notes == ["2 of 3 documents of the test text stand in the training text too."]
+
+
+def test_documents_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="documents 3 to 9: there are 6"):
+        read_texts(config_of(tmp_path, [0, 3], [3, 9], ["other"]))
+    with pytest.raises(ValueError, match="documents 7 to None: there are 6"):
+        read_texts(config_of(tmp_path, [0, 3], [7, None], ["other"]))
