@@ -11,6 +11,8 @@
 # write "preset": "paper" in a copy of the JSON and give it as CONFIG.
 #
 # Data: allenai/c4:en; DATASET names another, or a mixture.
+# Every document stands between BOS and EOS, so that the model goes on to end its texts; the paper's code puts EOS
+# alone behind those of C4.
 # Planned peak of a GPU: 46.4 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
 # How to run it, dry or on many machines: launch/recipe.sh.
 set -euo pipefail
@@ -20,8 +22,8 @@ gpus=16
 model=deepseek-ai/deepseek-moe-16b-base
 folders "$name"
 train --deepspeed "${CONFIG:-ds_configs/zero3.json}" --model "$model" --dataset ${DATASET:-allenai/c4:en} \
-    --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-4768}" --activation_checkpointing \
-    --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 --output_dir "$run" "$@"
+    --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-4768}" \
+    --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 --output_dir "$run" "$@"
 export_model
 perplexity "$model" 4096
 zero_shot "$model" --paper deepseek-moe-16b

@@ -12,6 +12,8 @@
 # write "preset": "paper" in a copy of the JSON and give it as CONFIG.
 #
 # Data: allenai/c4:en; the paper's Dolmino rows: DATASET=allenai/dolmino-mix-1124, which has text of benchmarks in it.
+# Every document stands between BOS and EOS, so that the model goes on to end its texts; the paper's code puts EOS
+# alone behind those of C4.
 # Planned peak of a GPU: 37.5 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
 # How to run it, dry or on many machines: launch/recipe.sh.
 set -euo pipefail
@@ -28,8 +30,8 @@ budget=$1
 shift
 folders "${name}_$budget"
 train --deepspeed "${CONFIG:-ds_configs/zero3.json}" --model "$model" --dataset ${DATASET:-allenai/c4:en} \
-    --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-$steps}" --activation_checkpointing \
-    --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 --output_dir "$run" "$@"
+    --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-$steps}" \
+    --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 --output_dir "$run" "$@"
 export_model
 perplexity "$model" 4096
 zero_shot "$model" --paper llama2-7b

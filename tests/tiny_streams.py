@@ -34,12 +34,13 @@ def job(stream: FileStream, folder: Path, sizes: Sizes = SIZES, vocabulary: int 
     return Job(stream, byte_tokenizer(), folder, sizes, vocabulary)
 
 
-def row_of(documents: list[str], count: int) -> list[int]:
+def row_of(documents: list[str], count: int, frame: str = "auto") -> list[int]:
     """The first `count` tokens of the endless row: one document after another, the first again after the last."""
     tokenizer, once, row = byte_tokenizer(), [], []
     for text in documents:
         if text.strip():
-            once += [256, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            once += {"auto": [256, *ids], "eos": [*ids, 257], "both": [256, *ids, 257]}[frame]
     while len(row) < count:
         row += once
     return row[:count]

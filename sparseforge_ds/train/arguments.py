@@ -19,6 +19,9 @@ EMBEDDED_MODEL = "stdlib_llama"
 EMBEDDED_TEXT = "stdlib"
 """`--dataset` of the documentation of the running interpreter's standard library."""
 
+DocumentFrame = Literal["auto", "bos", "eos", "both"]
+"""Which of the tokenizer's BOS and EOS tokens stand around every document."""
+
 _EXAMPLES = """\
 examples:
   deepspeed launch/train.py --deepspeed ds_configs/zero3.json
@@ -69,6 +72,11 @@ class RunArguments:
         },
     )
     text_field: str = _flag("text", "field of a record that holds the text", "NAME")
+    document_frame: DocumentFrame = _flag(
+        "auto",
+        "tokens around every document: the tokenizer's BOS in front (bos), its EOS behind (eos), or both, from which a "
+        "model also learns to end a text. auto: bos, or eos where there is no BOS, as in all runs measured so far",
+    )
     max_steps: int | None = _flag(
         None, "optimizer steps of the whole run; default: max_steps of the sparseforge block", "N"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sparseforge_ds.planning.states import lasting
 from sparseforge_ds.train.mixed_windows import Mixed
-from sparseforge_ds.train.packing import Packed
+from sparseforge_ds.train.packing import Packed, frame_tokens
 from sparseforge_ds.train.plan import Outline, Plan
 from sparseforge_ds.train.streaming import Streamed
 
@@ -18,6 +18,11 @@ def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
     read = plan.config.max_steps * plan.tokens_per_step
     rows = outline_rows(plan)
     rows.insert(-1, ("text", f"{plan.documents.name}: {text.summary(read)}"))
+    front, behind = (
+        plan.tokenizer.convert_ids_to_tokens(list(ids))
+        for ids in frame_tokens(plan.tokenizer, plan.arguments.document_frame)
+    )
+    rows.insert(-1, ("documents", f"each as {' '.join([*front, '...', *behind])}"))
     return table(rows)
 
 

@@ -221,7 +221,11 @@ class Batches:
             ValueError: the state belongs to another text, another sequence length or another order.
         """
         for name, here, cure in (
-            ("key", self.windows.key, "--dataset (its weights too) and --text_field, with unchanged files"),
+            (
+                "key",
+                self.windows.key,
+                "--dataset (its weights too), --text_field and --document_frame, with unchanged files",
+            ),
             ("seq_length", self.windows.seq_length, "--seq_length"),
             ("seed", self.windows.seed, "--seed"),
         ):

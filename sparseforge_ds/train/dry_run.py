@@ -23,10 +23,11 @@ from sparseforge_ds.planning.recommend import advise
 from sparseforge_ds.planning.report import memory_lines
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.study import GIB, estimators
-from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.train.arguments import DocumentFrame, RunArguments
 from sparseforge_ds.train.banner import Row, outline_rows, readable_bytes, table
 from sparseforge_ds.train.hub import HubStream
 from sparseforge_ds.train.mixture import Mixture, find_text
+from sparseforge_ds.train.packing import frame_tokens
 from sparseforge_ds.train.plan import Hardware, Outline, make_outline
 from sparseforge_ds.train.pretrained import Pretrained, find_model, read_tokenizer
 from sparseforge_ds.train.ranks import world_size_from_launcher
@@ -50,7 +51,7 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
     plan = make_outline(
         arguments,
         arguments.gpus or world_size_from_launcher(),
-        lambda name, flag: _find(name, flag, unchecked),
+        lambda name, flag: _find(name, flag, arguments.document_frame, unchecked),
         Hardware() if elsewhere else Hardware.here(),
     )
     model = empty_model(plan.model.config, plan.config, plan.dtype)
@@ -67,12 +68,12 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
     yield "dry run: nothing that was checked would stop this run"
 
 
-def _find(name: str, flag: str, unchecked: list[str]) -> Pretrained:
+def _find(name: str, flag: str, frame: DocumentFrame, unchecked: list[str]) -> Pretrained:
     """A model whose weights need not be here: of one on the hub, only the config is read."""
     if name == EMBEDDED_MODEL or Path(name).exists():
         found = find_model(name, flag)
         if flag == "--model":
-            read_tokenizer(found)
+            frame_tokens(read_tokenizer(found), frame)
         return found
     unchecked.append(f"{flag} {name}: its weights and tokenizer are on the hub")
     return Pretrained(name, Path(name), read_model_config(name, flag))

@@ -1,7 +1,7 @@
 """Documents to one long row of tokens on disk, tokenised once and then mapped into memory.
 
-Every document starts with the tokenizer's BOS token, or ends with its EOS token where it has no BOS. A finished cache
-is two files: `<key>.bin`, the token ids as uint16 or uint32, and `<key>.json`, which appears last.
+Every document is framed by the tokenizer's BOS token, its EOS token or both (see `frame_tokens`). A finished cache is
+two files: `<key>.bin`, the token ids as uint16 or uint32, and `<key>.json`, which appears last.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import IO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sparseforge_ds.train.arguments import DocumentFrame
 from sparseforge_ds.train.documents import Documents, Stream
 
 _FORMAT = 1
@@ -66,20 +67,22 @@ def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
         ) from error
 
 
-def pack(documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Packed:
+def pack(
+    documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto"
+) -> Packed:
     """The token cache of a text, made if it is not there yet.
 
     Args:
         documents: the text.
-        tokenizer: its tokenizer; the documents are framed by its BOS or EOS token.
+        tokenizer: its tokenizer.
         folder: where caches lie.
+        frame: which of its tokens stand around every document.
 
     Raises:
-        ValueError: the text cannot be read, or the tokenizer can frame no document.
+        ValueError: the text cannot be read, or the tokenizer cannot frame documents so.
         OSError: the disk is full.
     """
-    frame_token(tokenizer)
-    key = hashlib.sha256(json.dumps(fingerprint(documents, tokenizer)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(fingerprint(documents, tokenizer, frame)).encode()).hexdigest()[:16]
     record, path = folder / f"{key}.json", folder / f"{key}.bin"
     if record.exists():
         return Packed(**{**json.loads(record.read_text()), "path": str(path)})
@@ -87,7 +90,7 @@ def pack(documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path)
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("wb") as file:
-            counts = _write(documents, tokenizer, file)
+            counts = _write(documents, tokenizer, frame, file)
         packed = Packed(str(path), key, *counts)
         os.replace(temporary, path)
         temporary.write_text(json.dumps(asdict(packed)))
@@ -97,25 +100,45 @@ def pack(documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path)
     return packed
 
 
-def frame_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that separates documents.
+def frame_tokens(
+    tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids in front of every document, and those behind it.
+
+    Args:
+        tokenizer: has the tokens.
+        frame: which of them; `auto` is BOS, or EOS where there is no BOS.
 
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer lacks one of them, or both are the same token.
     """
-    frame = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if frame is None:
+    found = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    there = [role for role, number in found.items() if number is not None]
+    if not there:
         raise ValueError(
             "the tokenizer has neither a BOS nor an EOS token to separate documents; set one in its folder"
         )
-    return int(frame)
+    wanted = ["bos", "eos"] if frame == "both" else there[:1] if frame == "auto" else [frame]
+    for role in wanted:
+        if role not in there:
+            raise ValueError(
+                f"--document_frame {frame}: the tokenizer has no {role.upper()} token; use {there[0]}, or set "
+                f"{role}_token in its tokenizer_config.json"
+            )
+    if len(wanted) == 2 and found["bos"] == found["eos"]:
+        raise ValueError(
+            f"--document_frame both: the tokenizer's BOS and EOS are one token ({tokenizer.bos_token}), which would "
+            "stand twice between documents; use bos or eos"
+        )
+    front, behind = ((int(found[role]),) if role in wanted else () for role in ("bos", "eos"))
+    return front, behind
 
 
-def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto") -> list[list[int]]:
     """The ids of every document, framed. A document's ids do not depend on the others."""
-    frame, front = frame_token(tokenizer), tokenizer.bos_token_id is not None
+    front, behind = frame_tokens(tokenizer, frame)
     batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return [[frame, *ids] if front else [*ids, frame] for ids in batch]
+    return [[*front, *ids, *behind] for ids in batch]
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -123,21 +146,31 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
     return "uint16" if len(tokenizer) <= 2**16 else "uint32"
 
 
-def fingerprint(documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase) -> list[object]:
-    """What decides the row of tokens of a text, as JSON types."""
+def fingerprint(
+    documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+) -> list[object]:
+    """What decides the row of tokens of a text, as JSON types.
+
+    Raises:
+        ValueError: the tokenizer cannot frame documents so.
+    """
+    # Caches were once framed as by `auto` only, and are named without it.
+    framed = [] if frame_tokens(tokenizer, frame) == frame_tokens(tokenizer) else [frame]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     # The null is a length that caches once had.
     parts: list[object] = [_FORMAT, documents.identity, None, tokenizer.bos_token_id]
-    return [*parts, tokenizer.eos_token_id, type(tokenizer).__name__, vocabulary]
+    return [*parts, tokenizer.eos_token_id, type(tokenizer).__name__, vocabulary, *framed]
 
 
-def _write(documents: Documents, tokenizer: PreTrainedTokenizerBase, file: IO[bytes]) -> tuple[str, int, int, int]:
+def _write(
+    documents: Documents, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame, file: IO[bytes]
+) -> tuple[str, int, int, int]:
     dtype = token_dtype(tokenizer)
     tokens, count, largest = 0, 0, 0
     texts = (text for text in documents if text.strip())
     while batch := list(itertools.islice(texts, _DOCUMENTS_AT_A_TIME)):
-        for ids in encode(batch, tokenizer):
+        for ids in encode(batch, tokenizer, frame):
             file.write(np.asarray(ids, dtype=dtype).tobytes())
             tokens, count, largest = tokens + len(ids), count + 1, max(largest, *ids)
     return dtype, tokens, count, largest

@@ -28,6 +28,7 @@ from sparseforge_ds.train.deepspeed_config import (
 )
 from sparseforge_ds.train.documents import Documents, Stream
 from sparseforge_ds.train.mixture import Mixture, find_text
+from sparseforge_ds.train.packing import frame_tokens
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
 from sparseforge_ds.train.schedule import LearningRate
 
@@ -145,9 +146,11 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
         ValueError: something is missing, unreadable, unknown or does not fit.
     """
     outline = make_outline(arguments, world_size, find_model, Hardware.here())
+    tokenizer = read_tokenizer(outline.model)
+    frame_tokens(tokenizer, arguments.document_frame)  # for its errors
     return Plan(
         **vars(outline),
-        tokenizer=read_tokenizer(outline.model),
+        tokenizer=tokenizer,
         documents=find_text(arguments.dataset, arguments.text_field),
     )
 

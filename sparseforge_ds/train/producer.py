@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from sparseforge_ds.train.arguments import DocumentFrame
 from sparseforge_ds.train.chunks import Chunks, Record, Sizes
 from sparseforge_ds.train.documents import Stream
 from sparseforge_ds.train.packing import token_dtype
@@ -46,6 +47,8 @@ class Job:
     sizes: Sizes
     vocabulary: int
     """Ids that the model knows."""
+    frame: DocumentFrame = "auto"
+    """Which of the tokenizer's tokens stand around every document."""
 
     @property
     def chunks(self) -> Chunks:
@@ -105,7 +108,7 @@ class Maker:
             newest = self.chunks.newest_before(chunk)
             before = self.chunks.record(newest) if newest >= 0 else None
             self._next, cursor = newest + 1, None if before is None else before["end"]
-        self._row = TokenRow(self._job.stream, self._job.tokenizer, cursor)
+        self._row = TokenRow(self._job.stream, self._job.tokenizer, cursor, self._job.frame)
         return self._row
 
 

@@ -1,7 +1,7 @@
 """Windows of a stream: the windows of a chunk in a seeded order, chunk after chunk, while later ones are being made.
 
-The order is a function of the stream, the tokenizer, the sequence length and the seed, and of nothing else. All ranks
-wait for a chunk together, and what the producer cannot make is an error of all ranks.
+The order is a function of the stream, the tokenizer, the frame of documents, the sequence length and the seed, and of
+nothing else. All ranks wait for a chunk together, and what the producer cannot make is an error of all ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sparseforge_ds.train.arguments import DocumentFrame
 from sparseforge_ds.train.chunks import Chunks, Record, Sizes
 from sparseforge_ds.train.data import Reading
 from sparseforge_ds.train.documents import Stream
-from sparseforge_ds.train.packing import fingerprint, frame_token, token_dtype
+from sparseforge_ds.train.packing import fingerprint, token_dtype
 from sparseforge_ds.train.producer import KEEP, Job, Producer
 
 T = TypeVar("T")
@@ -53,22 +54,24 @@ class Streamed:
     key: str
     dtype: str
     sizes: Sizes
+    frame: DocumentFrame
 
     def summary(self, wanted: int) -> str:
         """What a run of `wanted` tokens reads, for its banner."""
         return f"tokenised while the run reads it; the run reads {wanted:,} tokens"
 
 
-def plan_stream(stream: Stream, tokenizer: PreTrainedTokenizerBase, folder: Path, sizes: Sizes) -> Streamed:
+def plan_stream(
+    stream: Stream, tokenizer: PreTrainedTokenizerBase, folder: Path, sizes: Sizes, frame: DocumentFrame = "auto"
+) -> Streamed:
     """Name a stream's tokens, in a folder below `folder`; reads nothing.
 
     Raises:
-        ValueError: the tokenizer can frame no document.
+        ValueError: the tokenizer cannot frame documents so.
     """
-    frame_token(tokenizer)
-    parts = [*fingerprint(stream, tokenizer), asdict(sizes)]
+    parts = [*fingerprint(stream, tokenizer, frame), asdict(sizes)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    return Streamed(str(folder / key), key, token_dtype(tokenizer), sizes)
+    return Streamed(str(folder / key), key, token_dtype(tokenizer), sizes, frame)
 
 
 class StreamedWindows:
@@ -184,6 +187,6 @@ def open_stream(
         seed: seed of the order.
         ranks: the processes of the run.
     """
-    job = Job(stream, tokenizer, Path(streamed.folder), streamed.sizes, vocabulary)
+    job = Job(stream, tokenizer, Path(streamed.folder), streamed.sizes, vocabulary, streamed.frame)
     producer = Producer(job, lambda line: print(line, flush=True)) if ranks.first else None
     return StreamedWindows(streamed, seed, ranks, producer, stream.name)

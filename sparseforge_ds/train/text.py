@@ -46,12 +46,12 @@ def make_batches(plan: Plan, ranks: Ranks, text: Packed | Streamed | Mixed) -> B
 
 
 def _pack_source(plan: Plan, ranks: Ranks, source: Documents | Stream, at_least: int) -> Packed | Streamed:
-    folder = plan.folder / "data"
+    folder, frame = plan.folder / "data", plan.arguments.document_frame
     if not isinstance(source, Documents):
         stream, sizes = source, Sizes(plan.arguments.seq_length)
-        return ranks.on_first(lambda: plan_stream(stream, plan.tokenizer, folder, sizes))
+        return ranks.on_first(lambda: plan_stream(stream, plan.tokenizer, folder, sizes, frame))
     documents = source
-    packed = ranks.on_first(lambda: pack(documents, plan.tokenizer, folder))
+    packed = ranks.on_first(lambda: pack(documents, plan.tokenizer, folder, frame))
 
     def check() -> None:
         if packed.largest_id >= _vocabulary(plan):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sparseforge_ds.train.arguments import DocumentFrame
 from sparseforge_ds.train.documents import Stream
 from sparseforge_ds.train.packing import encode, token_dtype
 
@@ -34,14 +35,22 @@ class TokenRow:
         stream: where the documents come from.
         tokenizer: their tokenizer.
         cursor: where to begin; None is the first token of the first document.
+        frame: which of the tokenizer's tokens stand around every document.
 
     Raises:
         ValueError: the stream cannot be read, or is no longer what it was when the cursor was taken.
     """
 
-    def __init__(self, stream: Stream, tokenizer: PreTrainedTokenizerBase, cursor: Cursor | None = None) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        tokenizer: PreTrainedTokenizerBase,
+        cursor: Cursor | None = None,
+        frame: DocumentFrame = "auto",
+    ) -> None:
         self._stream = stream
         self._tokenizer = tokenizer
+        self._frame = frame
         self._dtype = token_dtype(tokenizer)
         self.epoch: int = 0 if cursor is None else cursor["epoch"]
         self._ends_without_token = 0
@@ -99,7 +108,8 @@ class TokenRow:
         self._ids = [np.empty(0, dtype=self._dtype)] * len(self._texts)  # what a document without text stays
         used = [i for i, text in enumerate(self._texts) if text.strip()]
         if used:
-            for i, ids in zip(used, encode([self._texts[i] for i in used], self._tokenizer), strict=True):
+            framed = encode([self._texts[i] for i in used], self._tokenizer, self._frame)
+            for i, ids in zip(used, framed, strict=True):
                 self._ids[i] = np.asarray(ids, dtype=self._dtype)
             self._ends_without_token = 0
         if not self._texts:

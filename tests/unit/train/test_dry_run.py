@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.train.run import main
-from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
+from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 
 
@@ -75,6 +75,11 @@ def _run_in_the_way(folder: Path) -> dict[str, object]:
     return {"output_dir": folder / "old"}
 
 
+def _no_bos(folder: Path) -> dict[str, object]:
+    byte_tokenizer(bos=False).save_pretrained(folder / "model")
+    return {"document_frame": "both"}
+
+
 def _file_in_the_way(folder: Path) -> dict[str, object]:
     (folder / "file").write_text("")
     return {"output_dir": folder / "file" / "run"}
@@ -95,6 +100,7 @@ def _other_teacher(folder: Path) -> dict[str, object]:
         (lambda _: {"gpus": 2, "resume": "True"}, "no run in .* start it without --resume"),
         (_run_in_the_way, "already holds a run"),
         (_file_in_the_way, "is no folder that can be written"),
+        (_no_bos, "--document_frame both: the tokenizer has no BOS token; use eos"),
         (_other_teacher, "--teacher .* has a vocabulary of 300"),
     ],
 )

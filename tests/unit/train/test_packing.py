@@ -33,6 +33,54 @@ def test_without_bos_every_document_ends_with_eos(tmp_path):
     assert packed.open().tolist() == [*ids("abc"), 257, *ids("de"), 257]
 
 
+@pytest.mark.parametrize(
+    ("bos", "frame", "expected"),
+    [
+        (True, "bos", [256, *b"abc", 256, *b"de"]),
+        (True, "eos", [*b"abc", 257, *b"de", 257]),
+        (True, "both", [256, *b"abc", 257, 256, *b"de", 257]),
+        (False, "eos", [*b"abc", 257, *b"de", 257]),
+    ],
+)
+def test_documents_are_framed_as_asked(tmp_path, bos, frame, expected):
+    """`auto` shares its cache with the frame that it stands for, and with no other."""
+    tokenizer = byte_tokenizer(bos)
+    letter = dict(zip(ids("abcde"), b"abcde", strict=True))
+    usual = pack(documents(), tokenizer, tmp_path)
+    packed = pack(documents(), tokenizer, tmp_path, frame)
+    assert [letter.get(token, token) for token in packed.open().tolist()] == expected
+    assert (packed == usual) == (packed.open().tolist() == usual.open().tolist())
+    assert packed.largest_id == (256 if frame == "bos" else 257)
+
+
+def test_every_frame_has_a_cache_of_its_own(tmp_path):
+    keys = [pack(documents(), byte_tokenizer(), tmp_path, frame).key for frame in ("auto", "bos", "eos", "both")]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+def test_one_token_for_both_ends_stands_in_front_or_behind(tmp_path):
+    """As GPT-2 and OPT have it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    assert pack(documents(), tokenizer, tmp_path).open().tolist() == [257, *ids("abc"), 257, *ids("de")]
+    behind = pack(documents(), tokenizer, tmp_path, "eos")
+    assert behind.open().tolist() == [*ids("abc"), 257, *ids("de"), 257]
+    with pytest.raises(ValueError, match="--document_frame both: .* one token .*</s>.*; use bos or eos"):
+        pack(documents(), tokenizer, tmp_path, "both")
+
+
+@pytest.mark.parametrize(
+    ("missing", "frame", "cure"),
+    [("bos", "bos", "eos"), ("bos", "both", "eos"), ("eos", "eos", "bos"), ("eos", "both", "bos")],
+)
+def test_a_frame_that_the_tokenizer_does_not_have_is_refused(tmp_path, missing, frame, cure):
+    tokenizer = byte_tokenizer()
+    setattr(tokenizer, f"{missing}_token", None)
+    with pytest.raises(ValueError, match=f"--document_frame {frame}: .* no {missing.upper()} token; use {cure}, or"):
+        pack(documents(), tokenizer, tmp_path, frame)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_large_vocabulary_takes_32_bits(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<extra {i}>" for i in range(2**16)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
 from sparseforge_ds.train.packing import Packed
 from sparseforge_ds.train.plan import make_plan
 from sparseforge_ds.train.pretrained import empty_model, load_model
-from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 
 
@@ -68,6 +69,18 @@ def test_the_banner_says_what_will_happen(arguments):
         "a rank before activations",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(("frame", "line"), [("auto", "<s> ..."), ("eos", "... </s>"), ("both", "<s> ... </s>")])
+def test_the_banner_says_where_documents_end(arguments, frame, line):
+    text = banner(make_plan(arguments(document_frame=frame), world_size=1), Packed("x", "key", "uint16", 3200, 40, 256))
+    assert re.search(rf"^ *documents +each as {re.escape(line)}$", text, re.MULTILINE)
+
+
+def test_a_frame_that_the_tokenizer_does_not_have_is_found_at_once(arguments, model):
+    byte_tokenizer(bos=False).save_pretrained(model)
+    with pytest.raises(ValueError, match="--document_frame both: the tokenizer has no BOS"):
+        make_plan(arguments(document_frame="both"), world_size=1)
 
 
 def test_the_banner_says_what_low_rank_branches_cost(arguments):

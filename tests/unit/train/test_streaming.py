@@ -132,6 +132,14 @@ def test_a_tokenizer_that_cannot_separate_documents_is_refused(tmp_path):
         plan_stream(write_once(tmp_path / "text"), tokenizer, tmp_path, SIZES)
 
 
+def test_another_frame_is_other_data(tmp_path):
+    stream = write_once(tmp_path / "text")
+    keys = [
+        plan_stream(stream, byte_tokenizer(), tmp_path, SIZES, frame).key for frame in ("auto", "bos", "eos", "both")
+    ]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
 @contextlib.contextmanager
 def on_ranks(folder, micro):
     """Batches as the trainer makes them, on a rank of a real process group."""

@@ -35,22 +35,25 @@ def test_documents_follow_each_other_and_the_first_follows_the_last(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "documents", "step"),
-    [(write_stream, 1, 7), (write_stream, 4, 1), (write_stream, 256, 7), (hub_stream, 4, 151)],
+    ("make", "documents", "step", "frame"),
+    [
+        *((write_stream, 1, 7, "auto"), (write_stream, 4, 1, "auto"), (write_stream, 256, 7, "auto")),
+        *((hub_stream, 4, 151, "auto"), (write_stream, 4, 3, "both"), (write_stream, 4, 5, "eos")),
+    ],
 )
-def test_it_continues_from_any_token(tmp_path, monkeypatch, make, documents, step):
+def test_it_continues_from_any_token(tmp_path, monkeypatch, make, documents, step, frame):
     """In the middle of a document, of a batch and of a file, before and after the end of the stream."""
     monkeypatch.setattr(token_row, "_DOCUMENTS_AT_A_TIME", documents)
     tokenizer, stream = byte_tokenizer(), make(tmp_path / "text")
-    length = sum(len(text) + 1 for text in texts() if text.strip())
-    reference = row_of(texts(), 3 * length)
-    row = TokenRow(stream, tokenizer)
+    length = sum(len(text) + 1 + (frame == "both") for text in texts() if text.strip())
+    reference = row_of(texts(), 3 * length, frame)
+    row = TokenRow(stream, tokenizer, frame=frame)
     for position in range(0, length + 300, step):
         cursor = json.loads(json.dumps(row.cursor()))
-        again = TokenRow(stream, tokenizer, cursor)
+        again = TokenRow(stream, tokenizer, cursor, frame)
         assert again.take(113).tolist() == reference[position : position + 113]
         # A cursor of a row that was itself continued is as good as one of the first row.
-        third = TokenRow(stream, tokenizer, json.loads(json.dumps(again.cursor())))
+        third = TokenRow(stream, tokenizer, json.loads(json.dumps(again.cursor())), frame)
         assert third.take(50).tolist() == reference[position + 113 : position + 163]
         row.take(step)
 
@@ -59,9 +62,7 @@ def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(token_row, "_CHARACTERS_AT_A_TIME", 50)
     sizes = []
     encode = token_row.encode
-    monkeypatch.setattr(
-        token_row, "encode", lambda batch, tokenizer: sizes.append(len(batch)) or encode(batch, tokenizer)
-    )
+    monkeypatch.setattr(token_row, "encode", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
     documents = ["x" * 60] * 5 + ["y"] * 20
     row = TokenRow(write_stream(tmp_path, documents), byte_tokenizer())
     assert row.take(345).tolist() == row_of(documents, 345)

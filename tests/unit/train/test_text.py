@@ -1,0 +1,52 @@
+"""From the flags of a run to the windows that it reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparseforge_ds.train import text
+from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.train.chunks import Sizes
+from sparseforge_ds.train.plan import make_plan
+from tests.tiny_folders import deepspeed_json, write_json, write_model
+from tests.tiny_streams import Alone, row_of, texts, write_stream
+
+SEQ = 16
+
+
+class OneRank(Alone):
+    rank, world_size = 0, 1
+
+
+def windows_of(row):
+    return {tuple(row[start : start + SEQ]) for start in range(0, len(row), SEQ)}
+
+
+def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monkeypatch):
+    """A text that is tokenised before and one that another process tokenises."""
+    monkeypatch.setattr(text, "Sizes", lambda seq_length: Sizes(seq_length, 64 * SEQ, 64 * SEQ))
+    write_stream(tmp_path / "text")
+    model, config = write_model(tmp_path / "model"), write_json(tmp_path / "ds.json", deepspeed_json())
+    states = {}
+    for frame in ("both", "auto"):
+        arguments = RunArguments(
+            deepspeed=str(config),
+            model=str(model),
+            dataset=[str(tmp_path / "text"), f"stream:{tmp_path / 'text'}"],
+            seq_length=SEQ,
+            output_dir=str(tmp_path / "run"),
+            document_frame=frame,
+        )
+        plan = make_plan(arguments, 1)
+        packed = text.pack_text(plan, OneRank())
+        batches = text.make_batches(plan, OneRank(), packed)
+        whole, stream = batches.windows.sources
+        stream.prepare(0, 64)
+        found = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}
+        stream._producer.close()
+        assert found == windows_of(row_of(texts(), 64 * SEQ, frame))
+        assert whole.token.tolist() == row_of(texts(), len(whole.token), frame)
+        states[frame] = batches.state_dict()
+    with pytest.raises(ValueError, match="other data .*--document_frame"):
+        batches.load_state_dict(states["both"])
