@@ -13,7 +13,7 @@ What was interrupted goes on with the same command: a finished run is not made a
 Methods, seeds, budgets and learning rates may be added to a CONFIG later.
 
 example:
-  SPARSEFORGE_ASSETS=assets sparseforge compare launch/compare_stories.json --out runs/stories
+  sparseforge compare launch/compare_stories.json --out runs/stories   # its paths begin with $SPARSEFORGE_ASSETS
 """
 
 

@@ -54,17 +54,22 @@ class Assessor:
         self._loading = threading.Lock()  # transformers sets what is global while it loads
         self._magnitude: dict[str, np.ndarray] = {}
 
-    def baselines(self) -> Baselines:
-        """Measure the dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight."""
+    def baselines(self, known: dict[str, Any]) -> Baselines:
+        """Measure the dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight.
+
+        Args:
+            known: what an earlier start has measured; empty at the first.
+        """
         model = load_model(self.config.model, self._dtype)
         self._dtype = str(model.dtype).removeprefix("torch.")
-        dense = self._perplexities(model)
+        dense = None if known else self._perplexities(model)
         prune_by_magnitude(model, self.pruned.parsed_pattern, self.pruned)
         weights = prunable_weights(model, self.pruned)
         parameters = dict(model.named_parameters())
         self._magnitude = {weight.name: _packed(parameters[weight.name]) for weight in weights}
-        magnitude = self._perplexities(model)
-        return Baselines(*dense, *magnitude, self._dtype, self.pruned.pattern)
+        if dense is None:
+            return Baselines(**known)
+        return Baselines(*dense, *self._perplexities(model), self._dtype, self.pruned.pattern)
 
     def export(self, run_folder: Path, out: Path) -> dict[str, Any]:
         """Make a model of a run and check every group of it.

@@ -53,6 +53,7 @@ from sparseforge_ds.compare.table import markdown
 from sparseforge_ds.compare.texts import read_texts
 from sparseforge_ds.compare.training import DivergedError, StoppedError, Trainer, current_step
 
+_BASELINES = "baselines"
 _EVERY = 1.0
 """Seconds between looks at the logs."""
 
@@ -99,7 +100,7 @@ class Study:
         """
         with _locked(self.out):
             write_text(self.out / "config.json", self.text)
-            self.baselines = self.assessor.baselines()
+            self.baselines = self._baselines()
             deciding, untrained = selection_runs(self.config), one_shot_runs(self.config)
             self._bar = tqdm(total=self._steps(), unit="step", disable=not sys.stderr.isatty(), file=sys.stderr)
             try:
@@ -115,6 +116,15 @@ class Study:
             finally:
                 self._bar.close()
             return self._write_all()
+
+    def _baselines(self) -> Baselines:
+        pruned, length = self.assessor.pruned, self.config.evaluation_length
+        wanted: dict[str, Any] = {"model": self.config.model, "dtype": self.config.dtype, "texts": self.texts.identity}
+        wanted |= {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude, "length": length}
+        record = self.records.open(_BASELINES, wanted)
+        found = self.assessor.baselines(record.get("found", {}))
+        self.records.write(_BASELINES, {**record, "found": asdict(found)})
+        return found
 
     def _steps(self) -> int:
         """Steps of all runs. Of those that decide a learning rate, the chosen one counts too if its seed does."""

@@ -63,7 +63,8 @@ def command(config: Path, out: Path, workers: int) -> list[str]:
 
 
 def records(out: Path) -> dict[str, dict[str, Any]]:
-    return {path.stem: json.loads(path.read_text()) for path in (out / "records").glob("*.json")}
+    """What is known of every run."""
+    return {path.stem: json.loads(path.read_text()) for path in (out / "records").glob("*-seed*.json")}
 
 
 def kill_in_the_middle(config: Path, out: Path) -> tuple[str, str]:

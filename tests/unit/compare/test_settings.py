@@ -42,7 +42,7 @@ def test_what_a_config_means(tmp_path: Path) -> None:
     assert config.methods["fixed"].learning_rates == (1e-3, 2e-3)
     block = config.block(ours, 80)
     assert block["importance"] == "magnitude" and block["schedule"] == {"update_every": 2} and block["max_steps"] == 80
-    assert block["monitor"] == {"histograms_every": 2, "gap_every": 2}
+    assert block["monitor"] == {"histograms_every": 2, "gap_every": 4}
     each = read_config(write(tmp_path, select_at="each", selection_seed=9, reference="fixed"))
     assert each.selection_budgets == (40, 80) and each.first_seed == 9 and each.compared_with == "fixed"
 
