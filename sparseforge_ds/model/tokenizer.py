@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, LlamaTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    LlamaTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
 _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
@@ -30,7 +37,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             raise ValueError(f"none of {', '.join(_FILES[:4])} is there; copy the tokenizer's files into the folder")
         bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
         if bare and (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
-            tokenizer = LlamaTokenizer.from_pretrained(folder)
+            tokenizer = _as_trained(LlamaTokenizer.from_pretrained(folder), folder / "tokenizer.model")
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -58,6 +65,29 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
             f"a vocabulary of {size} (config.json); tokenizer and weights do not belong together, or tokens were "
             "added: bring the tokenizer that the weights were trained with"
         )
+
+
+def _as_trained(tokenizer: PreTrainedTokenizerBase, model: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer with the normalization that its sentencepiece model was trained with; LLaMA's own has none."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # needed for such folders only
+    from tokenizers import Regex, normalizers
+
+    proto = ModelProto()
+    proto.ParseFromString(model.read_bytes())  # which transformers has just read
+    spec = proto.normalizer_spec
+    if not spec.precompiled_charsmap:
+        return tokenizer
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(spec.precompiled_charsmap)]
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:  # not left to the pre-tokenizer, which forgets it where a text began with a space
+        steps += [normalizers.Prepend("\u2581")]
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
+    backend.pre_tokenizer = None
+    # LlamaTokenizer would build its own again when it is loaded from what it saved.
+    roles = {role: getattr(tokenizer, role) for role in ("bos_token", "eos_token", "unk_token")}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
 
 
 def _frame_as_config_says(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:

@@ -63,7 +63,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "export.loaded": {"safetensors"},
     "export.reference": {"peft"},
     "evaluate.pretrained": {"config", "model.families", "model.tokenizer"},
-    "model.tokenizer": {"sentencepiece"},
+    "model.tokenizer": {"sentencepiece", "tokenizers"},
     "zero.expert_taps": {"transformers.integrations.moe"},
     "evaluate.perplexity": {"tqdm"},
     "evaluate.text": {"train.stdlib_text"},

@@ -83,6 +83,18 @@ def test_tokens_of_a_sentencepiece_model_are_sentencepieces(folder, assets):
     assert AutoTokenizer.from_pretrained(path)("Hello", add_special_tokens=False)["input_ids"] == [10994]
 
 
+def test_the_normalization_of_a_sentencepiece_model_is_kept_and_saved(assets, tmp_path):
+    """books-6m was trained by sentencepiece itself, which maps line ends and runs of spaces to one space."""
+    folder = assets / "models" / "books-6m"
+    book = next((assets / "text" / "books").glob("Great-*.txt")).read_text()
+    texts = [text for text in book.split("\n\n")[:400] if text.strip()]
+    pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    load_tokenizer(folder).save_pretrained(tmp_path)
+    for tokenizer in (load_tokenizer(folder), AutoTokenizer.from_pretrained(tmp_path)):
+        assert tokenizer(texts, add_special_tokens=False)["input_ids"] == [pieces.encode(text) for text in texts]
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+
+
 def test_a_class_that_gives_other_tokens_than_sentencepiece_is_refused(folder):
     path = folder("llama2", tokenizer_config={"tokenizer_class": "TokenizersBackend"})
     with pytest.raises(ValueError, match="TokenizersBackend that gives other tokens than.*LlamaTokenizer"):
