@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "estimate": {"torch", "config", "mask", "zero"},
     "health": {"torch", "mask", "zero", "model.families"},
     "compensate": {"torch", "model", "zero"},
-    "forge": {
+    "methods": {
         "torch",
         "transformers.pytorch_utils",
         "deepspeed",
@@ -31,7 +31,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model",
         "estimate",
         "health",
+    },
+    "saved_state": {"config"},
+    "forge": {
+        "torch",
+        "deepspeed",
+        "config",
+        "mask.anneal",
+        "zero",
+        "model",
+        "methods",
+        "health",
         "compensate",
+        "saved_state",
         "checkpoint",
     },
     "checkpoint": {"torch", "safetensors"},

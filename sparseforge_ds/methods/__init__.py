@@ -1,0 +1,18 @@
+"""The methods of the trainer, one file a rule, all on the same shards (`rule.Rule`, `ground.Ground`)."""
+
+from __future__ import annotations
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.methods.fixed import FixedMask
+from sparseforge_ds.methods.ground import ForgeError, Ground
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.rule import Rule
+from sparseforge_ds.methods.soft_mask import SoftMask
+
+__all__ = ["ForgeError", "Ground", "Ranking", "Rule", "rule_of"]
+
+
+def rule_of(config: SparseForgeConfig) -> type[Rule]:
+    """The rule of the config's method."""
+    # A soft mask that would be frozen before the first step is a fixed one.
+    return SoftMask if config.resolved_schedule.freeze_step else FixedMask
