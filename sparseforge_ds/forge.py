@@ -60,8 +60,8 @@ class SparseForge:
         self._weight, self._layout, self._shards = on.weights, on.layout, on.shards
         self._edges, self._matrices, self._load, self._health = on.edges, on.matrices, on.load, on.health
         rule = rule_of(config)
-        keys = rule.keys if config.importance == "magnitude" else ("curvature", *rule.keys)
-        self._publication = on.publication = Publication(on.layout, on.shards, self._publish_shard, keys)
+        self._publication = Publication(on.layout, on.shards, self._publish_shard, config.state_keys)
+        on.publication = self._publication
         self._probe = Probe(on.layout, self._publication)
         self._ranking = Ranking(on, self._probe)
         self._rule = self._publication.rule = rule(on, self._ranking)
@@ -130,7 +130,7 @@ class SparseForge:
         started = self._switch_on_branches(self.step_count)
         if metrics is not None:
             self.metrics = metrics
-        if started or (metrics is not None and not self._rule.in_step):
+        if started or (metrics is not None and self._rule.moved):
             self._republish()
         return metrics is not None
 
@@ -145,6 +145,8 @@ class SparseForge:
             raise ForgeError(
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
             )
+        if not self.config.max_steps:
+            self._publication.settle()
 
     @property
     def dials(self) -> Dials:
@@ -165,6 +167,7 @@ class SparseForge:
         """Loss with the mask hardened now minus the loss as it is, averaged over ranks. Two forwards; collective."""
         losses = [self._probe.loss(probe)]
         self._hard_now = True
+        self._rule.harden()
         try:
             self._republish()
             losses.append(self._probe.loss(probe))
@@ -250,7 +253,7 @@ class SparseForge:
 
     def _check_saved(self, state: dict[str, Any]) -> None:
         """Whether a saved state is of a run like this one."""
-        check_saved_state(state, self.config.to_dict(), self.state_dict()["weights"])
+        check_saved_state(state, self.config, self.state_dict()["weights"])
         if self._load.names:
             self._load.check(state.get("experts"))
 

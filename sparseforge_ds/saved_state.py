@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparseforge_ds.config import SparseForgeConfig
+
 STATE_VERSION = 1
 
 
-def check_saved_state(state: dict[str, Any], config: dict[str, Any], weights: list[dict[str, Any]]) -> None:
+def check_saved_state(state: dict[str, Any], config: SparseForgeConfig, weights: list[dict[str, Any]]) -> None:
     """Hold a saved state against the present run.
 
     Args:
         state: from the checkpoint.
-        config: `SparseForgeConfig.to_dict()` of this run; what is only monitored may differ.
+        config: of this run; what is only monitored may differ.
         weights: this run's prunable weights, as in `SparseForge.state_dict`.
 
     Raises:
@@ -26,7 +28,9 @@ def check_saved_state(state: dict[str, Any], config: dict[str, Any], weights: li
     for key, kind in (("config", dict), ("weights", list), ("step", int), ("refreshes", int)):
         if not isinstance(state.get(key), kind):
             raise ValueError(f"the checkpoint's sparseforge state has a damaged {key!r}: {state.get(key)!r:.100}")
-    _same("sparseforge", _without_monitor(state["config"]), _without_monitor(config))
+    # A release before this one did not write keys that it did not have.
+    saved = SparseForgeConfig.from_dict(state["config"])
+    _same("sparseforge", _without_monitor(saved.to_dict()), _without_monitor(config.to_dict()))
     _same("weights", state["weights"], weights)
 
 

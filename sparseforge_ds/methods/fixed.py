@@ -1,6 +1,7 @@
 """A mask that is chosen once, before the first step: what one-shot pruning leaves, and what retraining starts from.
 
-The scores are those of `importance`: W^2 (magnitude), W^2 |x|^2 (Wanda, arXiv 2306.11695, eq. 1, squared), H W^2.
+The scores are those of `importance`: W^2 (magnitude), W^2 |x|^2 (Wanda, arXiv 2306.11695, eq. 1, squared), H W^2, or
+SparseGPT's, which updates weights as well.
 """
 
 from __future__ import annotations
@@ -8,12 +9,20 @@ from __future__ import annotations
 import torch
 
 from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.rule import Rule
+from sparseforge_ds.methods.sparsegpt import SparseGPT
 from sparseforge_ds.zero.probe import Closure
 
 
 class FixedMask(Rule):
     """`oneshot`, where no training follows, and `naive_retrain`, where it does."""
+
+    def __init__(self, ground: Ground, ranking: Ranking) -> None:
+        super().__init__(ground, ranking)
+        reconstructed = ground.config.importance == "sparsegpt"
+        self._sparsegpt = SparseGPT(ground, ranking.probe) if reconstructed else None
 
     def start(self, probe: Closure | None) -> None:
         """See `Rule`."""
@@ -27,6 +36,12 @@ class FixedMask(Rule):
             ForgeError: there is no usable curvature.
         """
         on = self.on
+        if self._sparsegpt is not None:
+            if probe is None:
+                raise ValueError('importance "sparsegpt" needs calibration batches: call forge.start(probe)')
+            self._sparsegpt.choose(probe, on.config.curvature.first_probes)
+            on.account()
+            return self.ranking.report()
         self.ranking.refresh(probe)
         self.ranking.require_refreshed()
         for shard, score_GM in self.ranking.scored():

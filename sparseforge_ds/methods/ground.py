@@ -57,6 +57,20 @@ class Ground:
         self.load = ExpertLoad(self.matrices, {w.name: (*w.place, w.experts) for w in self.routed})
         self.health = Health(self.matrices, self.pattern)
 
+    def require_adam(self, method: str) -> None:
+        """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        inner = self.layout.inner
+        for group in inner.param_groups:
+            if not {"betas", "eps", "weight_decay"} <= set(group) or group.get("amsgrad"):
+                raise ValueError(
+                    f'method "{method}" works on the moments of Adam, which {type(inner).__name__} does not keep; '
+                    'use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'
+                )
+
     def of(self, shard: Shard, key: str) -> Tensor:
         """(numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
         return self.publication.of(shard, key)
@@ -90,8 +104,7 @@ class Ground:
 
     def dense_and_curvature(self, shard: Shard) -> tuple[Tensor, Tensor | None]:
         """Both as (numel of the shard,) views; None where no curvature is kept."""
-        has_curvature = "curvature" in self.publication.keys
-        return self.of(shard, "dense"), self.of(shard, "curvature") if has_curvature else None
+        return self.of(shard, "dense"), self.of(shard, "curvature") if self.config.keeps_curvature else None
 
     def correction(self, name: str) -> float:
         """By which the running mean of a weight's curvature is to be divided; experts' means have no bias."""

@@ -33,11 +33,12 @@ class Ranking:
             ValueError: it cannot work on some prunable weight.
         """
         self.on = ground
+        self.probe = probe
         self.lost_refreshes = 0
         """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
         self.estimator: Estimator | None = None
         self._by_magnitude: set[int] = set()
-        build = ESTIMATORS[ground.config.importance]
+        build = ESTIMATORS[ground.config.importance] if ground.config.keeps_curvature else None
         if build is not None:
             module = ground.engine.module
             layers = {weight.name: module.get_submodule(weight.module) for weight in ground.weights.values()}

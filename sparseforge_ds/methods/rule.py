@@ -1,7 +1,7 @@
 """What a method is: a small rule on the shards that all methods share.
 
 A rule says which mask a shard is published with, what happens at an update and when it freezes; one that needs it also
-changes gradients before the optimizer's step or weights after it, and names optimizer states of its own. Sharding,
+changes gradients before the optimizer's step or weights after it; `config.state_keys` names its states. Sharding,
 cut groups, publication, checkpoints and metrics are none of its business.
 """
 
@@ -21,10 +21,8 @@ from sparseforge_ds.zero.shard import Shard
 class Rule:
     """The parts of a method, each with what it is where a method has nothing of its own."""
 
-    keys: tuple[str, ...] = ()
-    """Optimizer states beside `dense`, `mask` and `curvature`: fp32, one number per element, 0 at first."""
-    in_step = False
-    """Whether masks move inside the optimizer's step and are published by it."""
+    moved = True
+    """Whether the last `update` with metrics changed what is published; not if the optimizer's step did it."""
     trains_the_rest = True
     """Whether weights that are not prunable are trained."""
 
@@ -50,6 +48,9 @@ class Rule:
 
     def resume(self) -> None:
         """After states were read from a checkpoint. Collective."""
+
+    def harden(self) -> None:
+        """On all ranks before shards are published as `hard`."""
 
     def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
         """Write m_eff W after optimizer step `step` to `out`; all are (numel of the shard,).

@@ -88,6 +88,13 @@ class Publication:
         state = {"dense": flat.to(torch.float32, copy=True), "mask": mask}
         return state | {key: torch.zeros_like(mask) for key in self.keys if key not in state}
 
+    def settle(self) -> None:
+        """Make our tensors optimizer state without a step, for a run that has none; Adam could not begin after that."""
+        for index, waiting in self._waiting.items():
+            # torch's Adam loads no state without a step.
+            self.layout.inner.state[self.layout.flats[index]].update(waiting | {"step": torch.tensor(0.0)})
+        self._waiting.clear()
+
     @property
     def complete(self) -> bool:
         """Whether all our tensors are optimizer state: after the first step, or after a checkpoint was loaded."""

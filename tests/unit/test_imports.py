@@ -74,6 +74,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "compare.rank": {"train.run"},
     "export.loaded": {"safetensors"},
     "export.reference": {"peft"},
+    "export.run_source": {"model.family_table"},
     "evaluate.pretrained": {"config", "model.families", "model.tokenizer"},
     "model.tokenizer": {"sentencepiece"},
     "zero.expert_taps": {"transformers.integrations.moe"},
