@@ -20,12 +20,12 @@ from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.zero.publish import STATE_KEYS, Publication
 
 FORGE_PHASES = {
-    "_refresh_curvature": "probe",
-    "_move_masks": "gate",
-    "_project": "gate",
+    "_ranking.refresh": "probe",
+    "_rule.move": "gate",
+    "_rule.project": "gate",
     "_republish": "push",
 }
-"""Methods of a forge that make up everything it does in an update; the two optimizer hooks are `publication`."""
+"""What of a forge makes up everything that it does in an update; the two optimizer hooks are `publication`."""
 PHASES = ("publication", "probe", "gate", "push", "teacher", "distillation")
 
 
@@ -80,8 +80,9 @@ class Phases:
 
     def wrap_forge(self, forge: SparseForge) -> None:
         """Measure what a forge does in an update."""
-        for method, name in FORGE_PHASES.items():
-            self.wrap(forge, method, name)
+        for path, name in FORGE_PHASES.items():
+            owner, _, method = path.rpartition(".")
+            self.wrap(getattr(forge, owner) if owner else forge, method, name)
 
     def take(self) -> dict[str, float]:
         """Seconds of every phase since the last call."""

@@ -118,7 +118,7 @@ def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, floa
         "mid_penalty": block["mid_penalty"] * progress(block["mid_penalty_ramp"]),
         "penalty_rate": block["penalty_rate"],
         "mask_rate": block["mask_rate"],
-        "x": 1 - progress(block["hardening"]),
+        "x": 0.0 if block["hard"] else 1 - progress(block["hardening"]),
         "freeze": freeze,
     }
 

@@ -26,7 +26,7 @@ from sparseforge_ds.export.published_names import pieces
 from sparseforge_ds.export.source import Prunable, Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.model.families import LOW_RANK
+from sparseforge_ds.model.family_table import LOW_RANK, SCALE
 
 
 class RunSource(Source):
@@ -63,7 +63,7 @@ class RunSource(Source):
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
         self.opened = (checkpoint.folder, self.model_folder, dtype)
         shapes = checkpoint.shapes
-        self._origin = {name: name for name in shapes if name.rpartition(".")[2] != LOW_RANK}
+        self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (LOW_RANK, SCALE)}
         if not self.model_config.get("tie_word_embeddings", False):
             self._origin |= {alias: name for alias, name in checkpoint.aliases.items() if name in self._origin}
         self._pieces = pieces(
@@ -82,8 +82,8 @@ class RunSource(Source):
         self.branches = {name: (shape[0], shape[1]) for name, shape in branches.items()}
         schedule = self.config.resolved_schedule
         self.finished = self.step >= schedule.freeze_step
-        magnitude = self.config.importance == "magnitude"
-        self.formed = self.step >= schedule.update_every and (magnitude or state.get("refreshes", 0) > 0)
+        measured = not self.config.keeps_curvature or state.get("refreshes", 0) > 0
+        self.formed = self.config.method != "sparseforge" or (self.step >= schedule.update_every and measured)
         """Whether masks have moved yet; while all are 1 they say nothing."""
         described = read_json(run / "sparseforge.json") if run else {}
         if model is None:
@@ -169,12 +169,25 @@ class RunSource(Source):
         """hard(mask) * dense in fp32 (design eq. 11) of elements start..stop, dead members exactly +0.0."""
         kept, dense = self._kept(weight, start, stop)
         value = torch.where(kept, dense, 0.0)
+        if not self.finished:
+            value *= self._scale(weight, start, stop)
         if self.finished and not torch.equal(value, self._state(weight.name, None, start, stop)):
             raise ValueError(
                 f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense although its mask is "
                 "frozen; the checkpoint is inconsistent, use another one"
             )
         return value
+
+    def _scale(self, weight: Prunable, start: int, stop: int) -> Tensor:
+        """CAST's factors of elements start..stop, folded into the weights when the mask freezes; 1 for none."""
+        piece = self._pieces[weight.name]
+        real = self._origin[piece.of]
+        scale = f"{real.rpartition('.')[0]}.{SCALE}"
+        if scale not in self.checkpoint.shapes:
+            return torch.ones(())
+        index, shape = torch.arange(piece.start + start, piece.start + stop), self.checkpoint.shapes[real]
+        output = index // shape[-1] if weight.input_axis == -1 else index % shape[-1]
+        return self.checkpoint.weight(scale).float()[output]
 
     def _listed(self, entry: object) -> Prunable:
         """One entry of the client state's list of weights, held against the checkpoint."""

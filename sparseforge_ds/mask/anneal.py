@@ -45,6 +45,7 @@ class Schedule:
     penalty_rate: float
     mask_rate: float
     hardening: StepWindow
+    hard: bool = False
 
     @property
     def freeze_step(self) -> int:
@@ -70,19 +71,20 @@ class Schedule:
     def dials(self, step: int) -> Dials:
         """The annealed numbers after `step` optimizer steps."""
         frozen = step >= self.freeze_step
-        x = 1.0 - _linear(step, self.hardening)
+        x = 1.0 - progress(step, self.hardening)
         return Dials(
             temperature=max(self.temperature_min, self.temperature * self.decay ** (step // self.update_every)),
-            beta=_smooth(_linear(step, self.blend)),
-            mid_penalty=self.mid_penalty * _linear(step, self.mid_penalty_ramp),
+            beta=_smooth(progress(step, self.blend)),
+            mid_penalty=self.mid_penalty * progress(step, self.mid_penalty_ramp),
             penalty_rate=self.penalty_rate,
             mask_rate=0.0 if frozen else self.mask_rate,
-            x=0.0 if frozen else x,
+            x=0.0 if frozen or self.hard else x,
             phase="frozen" if frozen else "hardening" if step >= self.hardening[0] else "heating",
         )
 
 
-def _linear(step: int, window: StepWindow) -> float:
+def progress(step: int, window: StepWindow) -> float:
+    """How far `step` is through a window, linearly: 0 up to its start, 1 from its stop on."""
     start, stop = window
     if step >= stop:
         return 1.0

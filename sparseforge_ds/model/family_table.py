@@ -150,3 +150,6 @@ FAMILIES: dict[str, Family] = {
 
 LOW_RANK = "low_rank_b"
 """Name of the learned matrix that `model.low_rank` adds to a layer; dense in every family."""
+
+SCALE = "weight_scale"
+"""Name of the learned factors that `model.weight_scale` adds to a layer."""

@@ -31,6 +31,7 @@ from sparseforge_ds.model.families import (
     leaf_modules,
     prunable_weights,
 )
+from sparseforge_ds.model.weight_scale import add_scales
 
 
 class LowRankLinear(nn.Linear):
@@ -110,6 +111,8 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     """
     set_z3_leaf_modules_by_name(model, leaf_modules(model))
     join_gradients(model, expert_lists(model))
+    if config.refresh is not None and config.refresh.scaling:
+        add_scales(model, config)
     if config.low_rank is None:
         return model
     k = config.low_rank.k

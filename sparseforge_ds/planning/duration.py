@@ -83,6 +83,7 @@ def duration(
 def checkpoint_bytes(model: Sizes, settings: Settings) -> int:
     """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
     total, masked = model.total, model.masked
-    states = 8 * total + masked * (8 + (4 if settings.has_curvature else 0))
+    moments = 0 if settings.forge.method == "maskllm" else 8 * total
+    states = moments + masked * (8 + 4 * len(settings.forge.state_keys))
     master = 4 * total if settings.has_master else 0
     return states + master + (settings.low * total if settings.stage < 3 else 0)

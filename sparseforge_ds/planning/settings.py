@@ -68,7 +68,7 @@ class Settings:
     @property
     def has_curvature(self) -> bool:
         """Whether the score needs one."""
-        return self.forge.importance != "magnitude"
+        return self.forge.keeps_curvature
 
     def divided(self, from_stage: int) -> int:
         """Over how many ranks ZeRO divides what it divides from `from_stage` on."""

@@ -16,10 +16,11 @@ def model_states(model: Sizes, settings: Settings) -> Kinds:
     return {
         "weights": settings.low * local(model, settings, 3),
         "master": 4 * states if settings.has_master else 0,
-        "moments": 8 * states,
+        "moments": 0 if settings.forge.method == "maskllm" else 8 * states,
         "dense": 4 * masked,
         "mask": 4 * masked,
         "curvature": 4 * masked if settings.has_curvature else 0,
+        "logits": 4 * masked * sum("logit" in key for key in settings.forge.state_keys),
         "flip bits": math.ceil(masked / 8),
     }
 

@@ -34,6 +34,8 @@ class Traffic:
 
 def probe_passes(settings: Settings) -> tuple[int, int]:
     """(forward, backward) passes over one micro-batch in one mask update."""
+    if settings.forge.method != "sparseforge":
+        return 0, 0  # only a starting mask is measured
     forward = _PASSES[settings.forge.importance] * settings.forge.curvature.probes
     return forward, 0 if settings.forge.importance == "wanda" else forward
 
@@ -58,7 +60,7 @@ def traffic(model: Architecture, settings: Settings, teacher: Architecture | Non
         "teacher gathered": teacher_gathered(teacher or model, settings).moved * settings.low * settings.accumulation
     }
     forward, backward = probe_passes(settings)
-    if settings.forge.resolved_schedule.freeze_step:
+    if settings.forge.method == "sparseforge" and settings.forge.resolved_schedule.freeze_step:
         # A probe ends in DeepSpeed's own step; hutchinson displaces the weights before, and puts them back at last.
         pushes = published * (2 * backward + 1 if settings.forge.importance == "hutchinson" else backward)
         if not backward:

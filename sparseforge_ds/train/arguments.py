@@ -136,7 +136,7 @@ class RunArguments:
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
 
     def __post_init__(self) -> None:
-        _require(self.max_steps is None or self.max_steps >= 1, "max_steps", self.max_steps, "use an integer >= 1")
+        _require(self.max_steps is None or self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
         for name in ("global_batch", "micro_batch", "gpus"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "use an integer >= 1")

@@ -42,7 +42,7 @@ def outline_rows(plan: Outline) -> list[Row]:
             f"{coverage.of_all:.1f}% of all parameters under a mask",
         ),
         *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in plan.uncovered),
-        ("mask", f"importance {config.importance}, an update every {schedule.update_every} steps"),
+        ("mask", _mask_line(plan)),
         (
             "schedule",
             ", ".join(
@@ -77,6 +77,16 @@ def table(rows: Iterable[Row]) -> str:
     width = max(len(name) for name, _ in lines)
     below = "\n" + " " * (width + 4)
     return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
+
+
+def _mask_line(plan: Outline) -> str:
+    config = plan.config
+    if config.method == "sparseforge":
+        return f"importance {config.importance}, an update every {config.resolved_schedule.update_every} steps"
+    line = f"method {config.method}, starting mask by {config.importance}"
+    if config.refresh is not None:
+        line += f", chosen anew every {config.refresh.every} steps, decay {config.refresh.decay:g}"
+    return line
 
 
 def _low_rank_line(plan: Outline) -> list[Row]:

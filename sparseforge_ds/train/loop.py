@@ -180,11 +180,15 @@ class ProbeLoss:
         self.position = position + min(0, self.stride)
         # The two sides of a gradient difference must see the same tokens.
         self.calls_per_batch = 2 if shop.plan.config.importance == "hutchinson" else 1
+        # SparseGPT asks for the same calibration batches once a block.
+        reconstructed = shop.plan.config.importance == "sparsegpt"
+        self.batches = shop.plan.config.curvature.first_probes if reconstructed else None
         self.calls = 0
 
     def __call__(self) -> Tensor:
         """() the loss, with its graph."""
-        position = self.position + self.calls // self.calls_per_batch * self.stride
+        batch = self.calls // self.calls_per_batch
+        position = self.position + (batch if self.batches is None else batch % self.batches) * self.stride
         self.calls += 1
         return _cross_entropy(self.shop, self.shop.batches.at(max(0, position)).to(self.shop.device))
 

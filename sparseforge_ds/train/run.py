@@ -75,7 +75,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     resumed = continue_from(found, shop) if found is not None else None
     ranks.on_first(lambda: _open_folder(plan, checkpoints))
     start = shop.forge.step_count
-    if start >= plan.config.max_steps:
+    if resumed is not None and start >= plan.config.max_steps:
         _say(ranks, f"the run in {plan.folder} is complete ({start} steps): nothing to do")
     else:
         monitor = Monitor(

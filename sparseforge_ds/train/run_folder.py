@@ -30,6 +30,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.planning.duration import checkpoint_bytes
 from sparseforge_ds.train.arguments import flags
@@ -209,7 +210,9 @@ def _check_same_run(plan: Outline) -> None:
     path = plan.folder / "sparseforge.json"
     try:
         before = _read_if_there(path)
-        config, weights, model_type = dict(before["config"]), before["weights"], before["model_type"]
+        # A release before this one did not write keys that it did not have.
+        config = SparseForgeConfig.from_dict(before["config"]).to_dict()
+        weights, model_type = before["weights"], before["model_type"]
         path = plan.folder / "ds_config.json"
         batch = _read_if_there(path)["train_batch_size"]
     except FileNotFoundError:

@@ -7,7 +7,7 @@ geometry of all ranks; an exchange is one all-to-all, and none at all when no gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -97,11 +97,12 @@ class Edges:
                     if holder == me:
                         self.send[reader].append(piece)
 
-    def exchange(self, read: Callable[[Piece], Tensor]) -> Missing:
+    def exchange(self, read: Callable[[Piece], Tensor], names: Collection[str] | None = None) -> Missing:
         """Fetch what this rank's shards lack. Collective when any group is cut on any rank, otherwise free.
 
         Args:
             read: gives the (stop - start,) fp32 values of a piece that this rank holds.
+            names: the weights meant, the same on every rank; None for all.
 
         Returns:
             (prefix, suffix) by weight name, for the shards that lack something.
@@ -109,19 +110,23 @@ class Edges:
         if not self.any_cut:
             return {}
         device = self.layout.device
-        outgoing = [read(piece).to(device) for pieces in self.send for piece in pieces]
-        send_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in self.send]
-        receive_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in self.receive]
+        names = self.shards.keys() if names is None else names
+        send, receive = (
+            [[p for p in pieces if p.name in names] for pieces in plan] for plan in (self.send, self.receive)
+        )
+        outgoing = [read(piece).to(device) for pieces in send for piece in pieces]
+        send_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in send]
+        receive_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in receive]
         buffer = torch.cat(outgoing) if outgoing else torch.empty(0, device=device)
         incoming = torch.empty(sum(receive_sizes), device=device)
         dist.all_to_all_single(incoming, buffer, receive_sizes, send_sizes)
         missing = {
             name: (torch.empty(self.prefix[name], device=device), torch.empty(self.suffix[name], device=device))
-            for name in self.shards
+            for name in names
             if self.prefix[name] or self.suffix[name]
         }
         position = 0
-        for piece in (piece for pieces in self.receive for piece in pieces):
+        for piece in (piece for pieces in receive for piece in pieces):
             length = piece.stop - piece.start
             shard, (prefix, suffix) = self.shards[piece.name], missing[piece.name]
             if piece.start < shard.start:

@@ -7,7 +7,7 @@ first step is over. From then on they are ordinary optimizer state: DeepSpeed sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,20 +22,38 @@ PublishShard = Callable[[Shard, Tensor, Tensor, Tensor], None]
 Harvest = Callable[[int, Tensor], None]
 
 
+class StepRule(Protocol):
+    """What else happens to prunable weights around a step of the inner optimizer."""
+
+    trains_the_rest: bool
+    """Whether weights that are not prunable are stepped."""
+
+    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """The gradient to step the dense weights of a master partition with; None to leave them alone."""
+
+    def after_step(self, index: int, group: dict[str, Any]) -> None:
+        """Before a partition is published."""
+
+
 class Publication:
     """Keeps DeepSpeed's master at m_eff W while the optimizer trains W."""
 
-    def __init__(self, layout: Layout, shards: dict[str, Shard], publish: PublishShard, with_curvature: bool) -> None:
+    def __init__(
+        self, layout: Layout, shards: dict[str, Shard], publish: PublishShard, keys: tuple[str, ...] = ()
+    ) -> None:
         """Attach to the engine's inner optimizer.
 
         Args:
             layout: of the engine.
             shards: of the prunable weights, by name.
             publish: called as (shard, dense, mask, out) with views of this rank's elements; writes m_eff W to `out`.
-            with_curvature: whether a curvature tensor is kept.
+            keys: of the states to keep beside `dense` and `mask`; 0 at first.
         """
         self.layout = layout
         self.publish = publish
+        self.keys = ("dense", "mask", *keys)
+        """Of our tensors in the optimizer's state."""
+        self.rule: StepRule | None = None
         self.harvest: Harvest | None = None
         """When set, a step hands its gradients to this and changes nothing."""
         self.steps_begun = 0
@@ -47,7 +65,6 @@ class Publication:
         self._by_flat: dict[int, list[Shard]] = {}
         for shard in shards.values():
             self._by_flat.setdefault(shard.flat, []).append(shard)
-        self._with_curvature = with_curvature
         self._waiting: dict[int, dict[str, Tensor]] = {}
         self.reset()
         self._swapped: dict[int, Tensor] = {}
@@ -69,9 +86,14 @@ class Publication:
         for shard in self._by_flat[index]:
             shard.of(mask).fill_(1.0)
         state = {"dense": flat.to(torch.float32, copy=True), "mask": mask}
-        if self._with_curvature:
-            state["curvature"] = torch.zeros_like(mask)
-        return state
+        return state | {key: torch.zeros_like(mask) for key in self.keys if key not in state}
+
+    def settle(self) -> None:
+        """Make our tensors optimizer state without a step, for a run that has none; Adam could not begin after that."""
+        for index, waiting in self._waiting.items():
+            # torch's Adam loads no state without a step.
+            self.layout.inner.state[self.layout.flats[index]].update(waiting | {"step": torch.tensor(0.0)})
+        self._waiting.clear()
 
     @property
     def complete(self) -> bool:
@@ -109,12 +131,13 @@ class Publication:
             if shard.numel:
                 self.publish(shard, shard.of(state["dense"]), shard.of(state["mask"]), shard.of(out))
 
-    def _active(self) -> list[Tensor]:
-        """Master partitions that take part in this call: ZeRO-3 steps one sub-group at a time."""
-        return [flat for group in self.layout.inner.param_groups for flat in group["params"]]
+    def _active(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Master partitions that take part in this call, and their groups: ZeRO-3 steps one sub-group at a time."""
+        return [(flat, group) for group in self.layout.inner.param_groups for flat in group["params"]]
 
+    @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for flat in self._active():
+        for flat, group in self._active():
             index = self.layout.index_of[id(flat)]
             if self.harvest is not None:
                 if flat.grad is not None:
@@ -126,14 +149,25 @@ class Publication:
                 self._swapped[index] = flat.data
                 flat.data = self.state(index)["dense"].view(flat.shape)
                 flat.grad = None if gradient is None else gradient.to(flat.dtype)
+                if self.rule is not None and flat.grad is not None:
+                    used = self.rule.before_step(index, flat.grad, group)
+                    if used is None:
+                        self._gradients.append((flat, flat.grad))
+                    flat.grad = used
+            elif self.rule is not None and not self.rule.trains_the_rest and flat.grad is not None:
+                self._gradients.append((flat, flat.grad))
+                flat.grad = None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for flat in self._active():
+        for flat, group in self._active():
             index = self.layout.index_of[id(flat)]
             if self.harvest is not None or index not in self._by_flat:
                 continue
             if waiting := self._waiting.pop(index, None):
                 optimizer.state[flat].update(waiting)
+            if self.rule is not None:
+                with torch.no_grad():
+                    self.rule.after_step(index, group)
             gradient, flat.grad = flat.grad, None
             flat.data = self._swapped.pop(index)
             flat.grad = None if gradient is None else gradient.to(flat.dtype)
@@ -144,7 +178,7 @@ class Publication:
             if index == self.flats[0]:
                 self.steps_begun += 1
         for flat, gradient in self._gradients:
-            flat.grad = gradient  # offload keeps the buffer and would lose it
+            flat.grad = gradient.to(flat.dtype)  # offload keeps the buffer and would lose it
         self._gradients.clear()
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -162,7 +196,7 @@ class Publication:
             loaded = self._loading.get(key, {})
             expected = set()
             if index in self._by_flat and self.loads_masks:
-                expected = set(self.state(index)) & set(STATE_KEYS)
+                expected = set(self.state(index)) & set(self.keys)
                 if missing := expected - set(loaded):
                     raise ValueError(
                         f"the checkpoint holds no {', '.join(sorted(missing))} for master partition {index}: it was "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.contents import Group, Number
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.zero.publish import STATE_KEYS, Publication
+from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.shard import Layout, Shard
 
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
@@ -171,7 +171,7 @@ class _Reader:
                 f"this engine has {'none' if here is None else type(here).__name__}; use the settings of the saved run"
             )
         for index in self.publication.flats if self.begun else []:
-            expected = set(self.publication.state(index)) & set(STATE_KEYS)
+            expected = set(self.publication.state(index)) & set(self.publication.keys)
             for shard in self.shards[index]:
                 if missing := expected - set(self.checkpoint.states(self.source[shard.name])):
                     raise ValueError(
@@ -191,7 +191,9 @@ class _Reader:
     def _read_state(self, index: int) -> dict[str, Any]:
         """A flat's optimizer state; empty where no weight in it had a gradient yet."""
         entries = [self.checkpoint.contents.entries[self.source[shard.name]] for shard in self.shards[index]]
-        keys = sorted({key for entry in entries for key in entry.states}, key=lambda key: (key in STATE_KEYS, key))
+        keys = sorted(
+            {key for entry in entries for key in entry.states}, key=lambda key: (key in self.publication.keys, key)
+        )
         if not keys:
             return {}
         state: dict[str, Any] = self._read_scalars(index)

@@ -25,6 +25,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tiny_models.tiny_llama(hidden_size=20, intermediate_size=28, **_SMALL),
     # 27 x 20: two ranks of ZeRO-3 cut a group; down_proj has 27 inputs and must stay dense.
     "llama_odd": lambda: tiny_models.tiny_llama(hidden_size=20, intermediate_size=27, **_SMALL),
+    "llama_deep": lambda: tiny_models.tiny_llama(
+        hidden_size=20, intermediate_size=27, **_SMALL | {"num_hidden_layers": 2}
+    ),
     # 24 = 3 * 8.
     "llama_24": lambda: tiny_models.tiny_llama(hidden_size=24, intermediate_size=40, **_SMALL),
     # Tiles of 16 x 16 in 32 x 32, 16 x 32, 48 x 32.
@@ -65,7 +68,8 @@ class Case:
     def sparseforge(self) -> sf.SparseForgeConfig:
         """The `sparseforge` block, over short defaults."""
         block = {"max_steps": 10, "distillation": None, **self.config}
-        block["schedule"] = {**SCHEDULE, **self.config.get("schedule", {})}
+        if block.get("method", "sparseforge") == "sparseforge":
+            block["schedule"] = {**SCHEDULE, **self.config.get("schedule", {})}
         block["curvature"] = {"first_probes": 2, **self.config.get("curvature", {})}
         return sf.SparseForgeConfig.from_dict(block)
 

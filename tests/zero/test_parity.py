@@ -40,6 +40,7 @@ FP32: dict[str, Case] = {
     "conv1d-wanda-gas-clip": Case(model="gpt2", config={"importance": "wanda"}, gas=2, clip=0.1),
     "2:4-batch-fisher-clip": Case(config={"curvature": {"per_token": False}, **EXCLUDE_K}, clip=0.1, gas=2),
     "2:4-hardening-from-0": Case(config={"schedule": {"hardening": [0.0, 0.6], "update_every": 3}, **EXCLUDE_K}),
+    "2:4-hard": Case(config={"schedule": {"hard": True}, **EXCLUDE_K}),
     "2:4-fixed": Case(config={"schedule": {"hardening": [0.0, 0.0]}, **EXCLUDE_K}, steps=4),
     # A large radius and damping, the same on both sides: the smaller they are, the more of the difference is fp32
     # rounding, which decides where curvature is near 0. The second update comes while x falls.

@@ -110,7 +110,7 @@ def test_gpus_are_the_launchers_unless_the_run_is_dry():
 @pytest.mark.parametrize(
     ("flag", "value", "cure"),
     [
-        ("max_steps", "0", "integer >= 1"),
+        ("max_steps", "-1", "integer >= 0"),
         ("global_batch", "0", "integer >= 1"),
         ("micro_batch", "-1", "integer >= 1"),
         ("gpu_memory", "0", "GiB > 0"),

@@ -1,0 +1,249 @@
+"""The `sparseforge` block of a DeepSpeed JSON, as frozen dataclasses.
+
+DeepSpeed's own keys belong to DeepSpeed, run flags (model, data, output) to `launch/train.py`; everything that changes
+*which weights survive* is here. Parsing is strict: an unknown key, a wrong type or an impossible value is a ValueError
+that names the key, the value and the cure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparseforge_ds.config.parts import (
+    CurvatureConfig,
+    DistillationConfig,
+    Importance,
+    LowRankConfig,
+    MonitorConfig,
+    ScheduleConfig,
+    Threshold,
+    Window,
+)
+from sparseforge_ds.config.rules import (
+    REPORT_EVERY,
+    USES,
+    Method,
+    ReconstructionConfig,
+    RefreshConfig,
+    SamplingConfig,
+    logit_keys,
+)
+from sparseforge_ds.config.strict import build, merge, require
+from sparseforge_ds.mask.anneal import Schedule
+from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
+from sparseforge_ds.presets import METHODS, PRESETS
+
+
+@dataclass(frozen=True)
+class SparseForgeConfig:
+    """Everything that decides which weights survive. The `sparseforge` block of the DeepSpeed JSON."""
+
+    method: Method = "sparseforge"
+    """Which rule forms the mask: ours, or one that it is compared with."""
+    preset: str = "default"
+    """Named starting point (see PRESETS); keys given beside it override it."""
+    max_steps: int = 400
+    """Optimizer steps of the whole run, the unit of every fraction below; the launcher's `--max_steps` wins."""
+    pattern: str = "2:4"
+    """n:m or block<size>[:density]."""
+    importance: Importance = "fisher"
+    """Which curvature the score uses; of other methods than `sparseforge`, what their starting mask goes by."""
+    threshold: Threshold = "midpoint"
+    """tau of the soft gate: between the N-th and (N+1)-th score, or at the N-th as the paper writes it."""
+    include: tuple[str, ...] = ()
+    """Patterns of weight names (fnmatch); when given, only these are pruned."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of weight names that stay dense."""
+    allow_dense: tuple[str, ...] = ()
+    """Patterns of names of linear weights that the family table does not know, and that may stay dense; the launcher's
+    `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
+    seed: int = 0
+    """Seed of probes and of sampled labels."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    low_rank: LowRankConfig | None = None
+    distillation: DistillationConfig | None = field(default_factory=DistillationConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    refresh: RefreshConfig | None = None
+    sampling: SamplingConfig | None = None
+    reconstruction: ReconstructionConfig | None = None
+
+    def __post_init__(self) -> None:
+        require(self.preset in PRESETS, "preset", self.preset, f"use one of {', '.join(PRESETS)}")
+        require(self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
+        parse_pattern(self.pattern)
+        self._check_method()
+        schedule = self.resolved_schedule
+        require(
+            self.method != "sparseforge" or schedule.freeze_step == 0 or schedule.freeze_step > schedule.update_every,
+            "schedule.update_every",
+            schedule.update_every,
+            f"hardening ends at step {schedule.freeze_step} of {self.max_steps}, before the first mask update; "
+            "lower update_every, move hardening later, or use hardening [0, 0] for a fixed mask",
+        )
+        soft = self.method == "sparseforge" and schedule.freeze_step
+        if self.low_rank is not None and self.low_rank.start is not None and soft:
+            require(
+                self.branch_step >= min(schedule.update_every, schedule.hardening[0] + 1),
+                "low_rank.start",
+                self.low_rank.start,
+                f"at step {self.branch_step} no mask has removed anything yet; use null or a later start",
+            )
+        untouched = [
+            key for key in PRESETS[self.preset] if getattr(self, key) == _default(key) != PRESETS[self.preset][key]
+        ]
+        if self.preset != "default" and len(untouched) == len(PRESETS[self.preset]):
+            raise ValueError(
+                f"SparseForgeConfig(preset={self.preset!r}) names a preset without applying it: "
+                f'write SparseForgeConfig.from_dict({{"preset": "{self.preset}"}})'
+            )
+
+    def _check_method(self) -> None:
+        """Whether what is said fits the method."""
+        method, used = self.method, USES[self.method]
+        for key in sorted(set().union(*USES.values()) - used):
+            neutral = _default(key) if key in ("schedule", "threshold") else None
+            if getattr(self, key) != neutral:
+                users = ", ".join(name for name, keys in USES.items() if key in keys)
+                raise ValueError(
+                    f'sparseforge.{key}: method "{method}" does not use it, only {users} do; '
+                    f"{'leave it out' if neutral is not None else 'set it to null, or leave it out'}"
+                )
+        for key in ("refresh", "sampling"):
+            if key in used and getattr(self, key) is None:
+                raise ValueError(
+                    f'sparseforge.{key} = null: method "{method}" needs it; write "{key}": {{}}, and build with '
+                    f'SparseForgeConfig.from_dict({{"method": "{method}"}}) for its published settings'
+                )
+        if self.refresh is not None and self.refresh.scaling and method != "cast":
+            raise ValueError(f'sparseforge.refresh.scaling: method "{method}" has no weight scaling; only cast has')
+        if method == "oneshot":
+            require(self.max_steps == 0, "max_steps", self.max_steps, 'method "oneshot" trains nothing: set it to 0')
+        if method == "maskllm" and not isinstance(self.parsed_pattern, NM):
+            raise ValueError(
+                f'sparseforge.pattern = {self.pattern}: method "maskllm" numbers the patterns of a group, too many '
+                "for a tile; use n:m"
+            )
+        if self.importance == "sparsegpt" and (method == "sparseforge" or not isinstance(self.parsed_pattern, NM)):
+            raise ValueError(
+                f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '
+                f'method "{method}" and pattern {self.pattern}; use "fisher"'
+            )
+        if self.reconstruction is not None and self.importance != "sparsegpt":
+            raise ValueError(
+                f'sparseforge.reconstruction: importance "{self.importance}" does not use it; leave it out'
+            )
+
+    @property
+    def keeps_curvature(self) -> bool:
+        """Whether every weight has a curvature beside it."""
+        return self.importance not in ("magnitude", "sparsegpt")
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Optimizer states, one fp32 number per prunable element each, beside `dense` and `mask`."""
+        keys: tuple[str, ...] = ("curvature",) if self.keeps_curvature else ()
+        if self.method == "maskllm":
+            assert isinstance(self.parsed_pattern, NM)
+            keys += logit_keys(self.parsed_pattern.n, self.parsed_pattern.m)
+        return keys
+
+    @property
+    def resolved_schedule(self) -> Schedule:
+        """The schedule in optimizer steps: every fraction times `max_steps`, rounded."""
+
+        def steps(window: Window) -> tuple[int, int]:
+            return round(window[0] * self.max_steps), round(window[1] * self.max_steps)
+
+        part = self.schedule
+        if self.method != "sparseforge":
+            every, frozen = REPORT_EVERY, 1.0
+            if self.refresh is not None:
+                every, frozen = -(-REPORT_EVERY // self.refresh.every) * self.refresh.every, self.refresh.frozen
+            elif self.sampling is not None:
+                frozen = self.sampling.frozen
+            part = dataclasses.replace(part, update_every=every, hardening=(1 - frozen, 1 - frozen))
+        return Schedule(
+            update_every=part.update_every,
+            temperature=part.temperature,
+            temperature_min=part.temperature_min,
+            temperature_decay=part.temperature_decay,
+            blend=steps(part.blend),
+            mid_penalty=part.mid_penalty,
+            mid_penalty_ramp=steps(part.mid_penalty_ramp),
+            penalty_rate=part.penalty_rate,
+            mask_rate=part.mask_rate,
+            hardening=steps(part.hardening),
+            hard=part.hard,
+        )
+
+    @property
+    def branch_step(self) -> int:
+        """The optimizer step at whose end SLoRB's branches are switched on; -1 without them."""
+        if self.low_rank is None:
+            return -1
+        if self.low_rank.start is None:
+            return self.resolved_schedule.freeze_step if self.method == "sparseforge" else 0
+        return round(self.low_rank.start * self.max_steps)
+
+    @property
+    def parsed_pattern(self) -> Pattern:
+        """The pattern as an object."""
+        return parse_pattern(self.pattern)
+
+    @classmethod
+    def from_dict(cls, block: dict[str, Any]) -> SparseForgeConfig:
+        """Build from a parsed `sparseforge` block: method first, then preset, then given keys."""
+        method = block.get("method", "sparseforge")
+        if not isinstance(method, str) or method not in METHODS:
+            raise ValueError(f"sparseforge.method: unknown method {method!r}, use one of {', '.join(METHODS)}")
+        preset = block.get("preset", "default")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise ValueError(f"sparseforge.preset: unknown preset {preset!r}, use one of {', '.join(PRESETS)}")
+        return typing.cast(
+            SparseForgeConfig, build(cls, merge(merge(METHODS[method], PRESETS[preset]), block), "sparseforge")
+        )
+
+    @classmethod
+    def from_json(cls, path: str | Path, **overrides: Any) -> SparseForgeConfig:
+        """Read the `sparseforge` block of a DeepSpeed JSON.
+
+        Args:
+            path: the file that is also given to `deepspeed.initialize`.
+            **overrides: top-level keys that win over the file, for example `max_steps=1000`.
+
+        Raises:
+            ValueError: the file is missing, is not JSON, has no `sparseforge` block, or the block is wrong.
+        """
+        path = Path(path)
+        try:
+            content = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path}: no such file; give the DeepSpeed JSON, for example ds_configs/zero3.json"
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+            raise ValueError(f"{path}: not a readable JSON file ({error})") from None
+        if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):
+            raise ValueError(f'{path}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
+        return cls.from_dict(merge(content["sparseforge"], overrides))
+
+    def allowing_dense(self, globs: Sequence[str]) -> SparseForgeConfig:
+        """The same with more of `allow_dense`."""
+        return dataclasses.replace(self, allow_dense=tuple(dict.fromkeys((*self.allow_dense, *globs))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, every value resolved; `from_dict` of it gives an equal config."""
+        return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
+
+
+def _default(key: str) -> Any:
+    """What a top-level key is when nothing is said."""
+    found = next(item for item in dataclasses.fields(SparseForgeConfig) if item.name == key)
+    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()

@@ -1,0 +1,140 @@
+"""The objects inside the `sparseforge` block that every method, or the default one, may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sparseforge_ds.config.strict import require
+
+Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
+Threshold = Literal["midpoint", "nth"]
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Annealing, in fractions of `max_steps` wherever a time is meant, so that a preset fits every run length."""
+
+    update_every: int = 5
+    """Optimizer steps between two mask updates (T_update)."""
+    temperature: float = 1.0
+    """T0 of the soft gate (design eq. 5), in standard deviations of the score."""
+    temperature_min: float = 0.05
+    """Floor of the temperature."""
+    temperature_decay: float | None = None
+    """gamma per mask update; null: the value that reaches the floor when hardening ends."""
+    blend: Window = (0.0, 0.1)
+    """beta rises from 0 to 1 as a smooth step over this window (eq. 7)."""
+    mid_penalty: float = 0.3
+    """Final lambda_mid (eq. 8)."""
+    mid_penalty_ramp: Window = (0.0, 0.1)
+    """lambda_mid rises linearly over this window."""
+    penalty_rate: float = 0.2
+    """eta (eq. 8)."""
+    mask_rate: float = 0.1
+    """alpha (eq. 9): share of the gate that enters the mask at an update."""
+    hardening: Window = (0.0, 0.3)
+    """x falls from 1 to 0 over this window (eq. 10); at its end the mask is projected and frozen (eq. 11).
+    (0, 0) fixes the mask before the first step: the trainer is then a plain fixed-mask retrain."""
+    hard: bool = False
+    """For comparison: x = 0 from the first update on, so that the network only ever sees hard(m)."""
+
+    def __post_init__(self) -> None:
+        require(self.update_every >= 1, "schedule.update_every", self.update_every, "use an integer >= 1")
+        require(self.temperature_min > 0, "schedule.temperature_min", self.temperature_min, "use a value > 0")
+        require(
+            self.temperature >= self.temperature_min,
+            "schedule.temperature",
+            self.temperature,
+            f"use at least temperature_min = {self.temperature_min}",
+        )
+        decay = self.temperature_decay
+        require(decay is None or 0 < decay <= 1, "schedule.temperature_decay", decay, "use null or 0 < gamma <= 1")
+        for name in ("blend", "mid_penalty_ramp", "hardening"):
+            start, stop = getattr(self, name)
+            require(0 <= start <= stop <= 1, f"schedule.{name}", [start, stop], "use fractions 0 <= start <= stop <= 1")
+        for name in ("mid_penalty", "penalty_rate"):
+            require(getattr(self, name) >= 0, f"schedule.{name}", getattr(self, name), "use a value >= 0")
+        require(0 < self.mask_rate <= 1, "schedule.mask_rate", self.mask_rate, "use 0 < alpha <= 1")
+
+
+@dataclass(frozen=True)
+class CurvatureConfig:
+    """How the diagonal of the Hessian is estimated (design eq. 2)."""
+
+    decay: float = 0.9
+    """EMA decay per refresh, bias-corrected."""
+    probes: int = 1
+    """Probe batches averaged in one refresh."""
+    first_probes: int = 4
+    """Probe batches of the very first refresh, which has no history to lean on."""
+    damping: float = 1e-4
+    """eps of the score, relative to the mean curvature of the matrix (eq. 3)."""
+    per_token: bool = True
+    """fisher and gauss_newton: square gradients per token where the weight belongs to a linear layer (far less noise);
+    false squares the gradient of the whole probe batch."""
+    radius: float | None = None
+    """hutchinson: step of the gradient difference relative to the RMS of the matrix; null picks by dtype
+    (fp32 1e-3, fp16 1e-2, bf16 1e-1)."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.decay < 1, "curvature.decay", self.decay, "use 0 <= decay < 1")
+        require(self.probes >= 1, "curvature.probes", self.probes, "use an integer >= 1")
+        require(self.first_probes >= 1, "curvature.first_probes", self.first_probes, "use an integer >= 1")
+        require(self.damping >= 0, "curvature.damping", self.damping, "use a value >= 0")
+        require(self.radius is None or self.radius > 0, "curvature.radius", self.radius, "use null or a value > 0")
+
+
+@dataclass(frozen=True)
+class LowRankConfig:
+    """SLoRB (design eq. 13): y = x (w^T + P^T B^T), P a fixed sum over runs of `k` inputs, B learned, rank in/k."""
+
+    k: int = 16
+    """Inputs that share one column of B; must divide the input axis of every prunable weight."""
+    start: float | None = None
+    """When the branch is switched on and B started from what the mask removes at that moment, as a fraction of
+    max_steps; null: when the mask is frozen, and all that it removes is known."""
+
+    def __post_init__(self) -> None:
+        require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
+        require(self.start is None or 0 <= self.start <= 1, "low_rank.start", self.start, "use null or 0 <= start <= 1")
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Forward KL from the frozen dense teacher (design eq. 12)."""
+
+    weight: float = 1.0
+    """l_KL."""
+    task_weight: float = 1.0
+    """l_task, the weight of the cross-entropy."""
+    temperature: float = 1.0
+    """Both logits are divided by it and the KL is multiplied by its square."""
+    hold: Literal["zero3", "replicated"] = "zero3"
+    """Where the teacher lives: partitioned over the ranks by ZeRO-3 inference, or whole on every rank."""
+    chunk_tokens: int = 1024
+    """Tokens whose fp32 [tokens, vocabulary] log-probabilities exist at a time."""
+
+    def __post_init__(self) -> None:
+        require(self.weight >= 0, "distillation.weight", self.weight, "use a value >= 0")
+        require(self.task_weight >= 0, "distillation.task_weight", self.task_weight, "use a value >= 0")
+        require(
+            self.weight + self.task_weight > 0, "distillation.weight", self.weight, "one of the weights must be > 0"
+        )
+        require(self.temperature > 0, "distillation.temperature", self.temperature, "use a value > 0")
+        require(self.chunk_tokens >= 1, "distillation.chunk_tokens", self.chunk_tokens, "use an integer >= 1")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """What is logged beyond the loss, and how often (in optimizer steps; 0 switches it off)."""
+
+    histograms_every: int = 0
+    """Per-matrix histograms of mask and curvature."""
+    gap_every: int = 0
+    """Soft-to-hard gap: the loss with the mask hardened now, minus the loss with the soft mask."""
+
+    def __post_init__(self) -> None:
+        for name in ("histograms_every", "gap_every"):
+            require(getattr(self, name) >= 0, f"monitor.{name}", getattr(self, name), "use an integer >= 0")

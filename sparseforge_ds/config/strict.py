@@ -1,0 +1,70 @@
+"""Frozen dataclasses from JSON: an unknown key, a wrong type or an impossible value is a ValueError with its cure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from typing import Any, Literal
+
+
+def require(condition: bool, key: str, value: object, cure: str) -> None:
+    """Raise a ValueError that names the key of the `sparseforge` block, its value and the cure."""
+    if not condition:
+        raise ValueError(f"sparseforge.{key} = {json.dumps(value)} is not valid: {cure}")
+
+
+def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` upon `under`, objects key by key."""
+    merged = dict(under)
+    for key, value in over.items():
+        both_dicts = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both_dicts else value
+    return merged
+
+
+def build(kind: type, block: dict[str, Any], where: str) -> Any:
+    """A dataclass of `kind` from a parsed JSON object; `where` is its path for messages."""
+    hints = typing.get_type_hints(kind)
+    for key in block:
+        if key not in hints:
+            by_lower = {name.lower(): name for name in hints}
+            near = by_lower[difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.0)[0]]
+            raise ValueError(f"{where}.{key}: unknown key; did you mean {where}.{near}?")
+    return kind(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in options:
+            return None
+        return _convert(value, next(option for option in options if option is not type(None)), where)
+    if dataclasses.is_dataclass(hint):
+        if dataclasses.is_dataclass(value):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} = {value!r}: expected an object with keys, like {{}}")
+        return build(typing.cast(type, hint), value, where)
+    if origin is Literal:
+        if value not in options:
+            raise ValueError(f"{where} = {value!r} is not valid: use one of {', '.join(map(str, options))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{where} = {value!r}: expected a list")
+        if Ellipsis in options:
+            return tuple(_convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value))
+        if len(value) != len(options):
+            raise ValueError(f"{where} = {value!r}: expected {len(options)} values")
+        return tuple(_convert(item, option, where) for item, option in zip(value, options, strict=True))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where} = {value!r}: expected a {hint.__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} = {value!r}: expected a finite number")
+    return value

@@ -1,0 +1,64 @@
+"""SparseGPT's layer-wise pruning (arXiv 2301.00774, section 3, algorithm 1, with n:m groups as in section 3.4).
+
+Columns are decided from left to right. Members of a group go by w^2 / [H^-1]_jj, where H^-1 is that of the columns not
+yet decided; what a pruned weight took away from the layer's output is made up for by the columns to its right.
+
+Legend of shape suffixes: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask.pattern import top_n
+
+
+def reconstruct(
+    weight_OI: Tensor, gram_II: Tensor, n: int, m: int, damping: float, block: int
+) -> tuple[Tensor, Tensor]:
+    """Prune one linear layer to n:m and update what is kept.
+
+    Args:
+        weight_OI: (out, in) fp32.
+        gram_II: (in, in) sum of x x^T over the calibration tokens; all zeros when there were none, which prunes by
+            magnitude and updates nothing.
+        n: members of a group to keep.
+        m: members of a group.
+        damping: added to the diagonal, relative to its mean.
+        block: columns whose errors are passed on at a time.
+
+    Returns:
+        (out, in) fp32 updated weights, pruned ones 0, and (out, in) bool of those that are kept.
+    """
+    weight_OI = weight_OI.clone()
+    kept_OI = torch.empty_like(weight_OI, dtype=torch.bool)
+    if not gram_II.any():
+        kept_OI = top_n(weight_OI.abs().reshape(-1, m), n).view_as(weight_OI)
+        return torch.where(kept_OI, weight_OI, 0.0), kept_OI
+    upper_II = _factor(gram_II, damping).float()
+    weight_OI[:, gram_II.diagonal() == 0] = 0.0
+    inputs, block = weight_OI.shape[1], max(m, block - block % m)
+    for start in range(0, inputs, block):
+        stop = min(start + block, inputs)
+        part_OB, factor_BB = weight_OI[:, start:stop], upper_II[start:stop, start:stop]
+        error_OB = torch.empty_like(part_OB)
+        for i in range(stop - start):
+            if i % m == 0:
+                score = (part_OB[:, i : i + m] / factor_BB.diagonal()[i : i + m]).square()
+                kept_OI[:, start + i : start + i + m] = top_n(score, n)
+            error_OB[:, i] = torch.where(kept_OI[:, start + i], 0.0, part_OB[:, i]) / factor_BB[i, i]
+            part_OB[:, i:] -= error_OB[:, i, None] * factor_BB[i, i:]
+        weight_OI[:, stop:] -= error_OB @ upper_II[start:stop, stop:]
+    return torch.where(kept_OI, weight_OI, 0.0), kept_OI
+
+
+def _factor(gram_II: Tensor, damping: float) -> Tensor:
+    """Upper Cholesky factor U of H^-1 = U^T U in fp64: row j over U_jj is what column j does to those after it."""
+    hessian_II = gram_II.double()
+    diagonal = hessian_II.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    diagonal += damping * diagonal.mean()
+    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
+    factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return factor_II

@@ -1,0 +1,83 @@
+"""Masks as samples of a categorical over the patterns of a group (MaskLLM, arXiv 2409.17481, section 3).
+
+Legend of shape suffixes: G groups, M members of a group, K patterns of a group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask.curvature import uniform
+
+
+@lru_cache
+def patterns(n: int, m: int) -> Tensor:
+    """(K, M) fp32: every way to keep n of m members, C(m, n) of them; read only."""
+    kept = list(itertools.combinations(range(m), n))
+    table_KM = torch.zeros(len(kept), m)
+    table_KM[torch.arange(len(kept))[:, None], torch.tensor(kept)] = 1.0
+    return table_KM
+
+
+def gumbel(key: int, first: int, groups: int, patterns: int, device: torch.device) -> Tensor:
+    """(G, K) Gumbel noise of the groups from number `first` on, the same on any number of ranks."""
+    drawn = _open(uniform(key, first * patterns, (first + groups) * patterns, device))
+    return -(-drawn.log()).log().view(groups, patterns)
+
+
+def normal(key: int, first: int, groups: int, patterns: int, device: torch.device) -> Tensor:
+    """(G, K) standard normal numbers, by Box and Muller, of the groups from number `first` on."""
+    ends = 2 * first * patterns, 2 * (first + groups) * patterns
+    radius, angle = _open(uniform(key, *ends, device)).view(-1, 2).unbind(1)
+    return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).view(groups, patterns)
+
+
+def _open(drawn: Tensor) -> Tensor:
+    """Multiples of 2^-24 in [0, 1) -> (0, 1): half a step further, short of 1, to which fp32 would round the last."""
+    return (drawn + 2.0**-25).clamp_(max=1 - 2.0**-24)
+
+
+def first_logits(noise_GK: Tensor, mask_GM: Tensor, n: int, spread: float, prior: float) -> Tensor:
+    """Logits that lean to a starting mask (eqs. 7 and 8).
+
+    Args:
+        noise_GK: (G, K) standard normal.
+        mask_GM: (G, M) the starting mask, n ones a row.
+        n: members of a group to keep.
+        spread: standard deviation of the logits.
+        prior: alpha, in such deviations per member shared with the starting mask, above the mean over the patterns.
+
+    Returns:
+        (G, K).
+    """
+    members = mask_GM.shape[1]
+    shared_GK = mask_GM @ patterns(n, members).to(mask_GM.device).t() - n * n / members
+    return spread * (noise_GK + prior * shared_GK)
+
+
+def choice(logit_GK: Tensor, noise_GK: Tensor, scale: float, temperature: float) -> Tensor:
+    """(G, K) Gumbel-softmax: softmax((kappa logit + noise) / tau) (eqs. 4 and 5)."""
+    return torch.softmax((scale * logit_GK + noise_GK) / temperature, dim=1)
+
+
+def logit_gradient(choice_GK: Tensor, grad_GM: Tensor, n: int, scale: float, temperature: float) -> Tensor:
+    """Gradient of the loss in the logits, from that in the mask that `choice` mixes out of the patterns.
+
+    Args:
+        choice_GK: (G, K) from `choice`, which was called with the same scale and temperature.
+        grad_GM: (G, M) dL/dm.
+        n: members of a group to keep.
+        scale: kappa.
+        temperature: tau.
+
+    Returns:
+        (G, K).
+    """
+    grad_GK = grad_GM @ patterns(n, grad_GM.shape[1]).to(grad_GM.device).t()
+    mean_G1 = (choice_GK * grad_GK).sum(dim=1, keepdim=True)
+    return choice_GK * (grad_GK - mean_G1) * (scale / temperature)

@@ -1,0 +1,34 @@
+"""The methods of the trainer, one file a rule, all on the same shards (`rule.Rule`, `ground.Ground`)."""
+
+from __future__ import annotations
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.methods.ast import Ast
+from sparseforge_ds.methods.cast import Cast
+from sparseforge_ds.methods.fixed import FixedMask
+from sparseforge_ds.methods.ground import ForgeError, Ground
+from sparseforge_ds.methods.maskllm import MaskLLM
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.rule import Rule
+from sparseforge_ds.methods.soft_mask import SoftMask
+from sparseforge_ds.methods.sr_ste import SrSte
+
+__all__ = ["ForgeError", "Ground", "Ranking", "Rule", "rule_of"]
+
+
+_RULES: dict[str, type[Rule]] = {
+    "sparseforge": SoftMask,
+    "oneshot": FixedMask,
+    "naive_retrain": FixedMask,
+    "sr_ste": SrSte,
+    "ast": Ast,
+    "cast": Cast,
+    "maskllm": MaskLLM,
+}
+
+
+def rule_of(config: SparseForgeConfig) -> type[Rule]:
+    """The rule of the config's method."""
+    # A soft mask that would be frozen before the first step is a fixed one.
+    fixed = config.method == "sparseforge" and not config.resolved_schedule.freeze_step
+    return FixedMask if fixed else _RULES[config.method]

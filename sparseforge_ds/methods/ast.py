@@ -1,0 +1,45 @@
+"""AST: magnitude masks now and then, and an annealed decay that has no momentum (arXiv 2407.20584, section 3).
+
+The decay rises with the steps. As in the authors' optimizer, it joins the update after the first moment and so enters
+the second: u = m + lambda (1 - mask) W, v = b2 v + (1 - b2) u^2, W <- W - lr / c1 * u / (sqrt(v / c2) + eps), with c1
+and c2 the bias corrections of Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.refreshed import RefreshedMask
+
+
+class Ast(RefreshedMask):
+    """Steps the prunable weights itself, on the states and settings of the engine's Adam."""
+
+    def __init__(self, ground: Ground, ranking: Ranking) -> None:
+        super().__init__(ground, ranking)
+        ground.require_adam("ast")
+
+    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """See `Rule`."""
+        state = self.on.publication.state(index)
+        dense = state["dense"].view_as(gradient)
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(dense)
+        count = int(state.get("step", 0)) + 1
+        state["step"] = torch.tensor(float(count))
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        dense.mul_(1 - rate * group["weight_decay"])
+        first = state["exp_avg"].view_as(gradient).lerp_(gradient, 1 - beta1)
+        _, pruned = self.pruned(index)
+        change = torch.addcmul(first, dense, pruned.view_as(gradient), value=self.decay)
+        second = state["exp_avg_sq"].view_as(gradient).mul_(beta2).addcmul_(change, change, value=1 - beta2)
+        divisor = second.sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
+        dense.addcdiv_(change, divisor, value=-rate / (1 - beta1**count))
+        return None

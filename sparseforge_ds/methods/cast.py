@@ -1,0 +1,92 @@
+"""CAST: dense training whose decay wears the smaller weights of every group away (arXiv 2509.25996, section 3).
+
+The network sees W itself until the mask freezes: nothing is cut off that the decay has not made small. AdamS takes
+L1 decay from masked weights only, adapted like Adam's own step, W <- W - lr lambda sign(W) / (sqrt(v / c2) + eps), not
+in its moments; here it stops at 0 instead of crossing it. Weight scaling is `model.weight_scale`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.mask.quench import publish
+from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.refreshed import RefreshedMask
+from sparseforge_ds.model.weight_scale import Scaled, scaled_layers
+from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.shard import Shard
+
+
+class Cast(RefreshedMask):
+    """AdamS on top of the engine's own Adam."""
+
+    def __init__(self, ground: Ground, ranking: Ranking) -> None:
+        super().__init__(ground, ranking)
+        ground.require_adam("cast")
+
+    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+        """See `Rule`; when the mask freezes, factors are folded and masked weights are gone."""
+        self.moved = self.on.schedule.is_projection(step)
+        if self.moved:
+            self._fold()
+        return super().update(step, probe)
+
+    def resume(self) -> None:
+        """See `Rule`."""
+        for layer in scaled_layers(self.on.engine.module).values():
+            layer.enabled = self.on.step < self.on.schedule.freeze_step
+
+    def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
+        """See `Rule`."""
+        frozen = self.on.step >= self.on.schedule.freeze_step
+        if hard or frozen:
+            publish(dense, mask, out)
+        else:
+            out.copy_(dense)
+
+    def after_step(self, index: int, group: dict[str, Any]) -> None:
+        """See `Rule`."""
+        state = self.on.publication.state(index)
+        if self.on.step < self.on.schedule.freeze_step and "exp_avg_sq" in state:
+            count = int(state.get("step", group.get("step", 0)))
+            dense, pruned = self.pruned(index)
+            divisor = state["exp_avg_sq"].float().sqrt().div_(math.sqrt(1 - group["betas"][1] ** count))
+            pull = pruned.mul_(group["lr"] * self.decay).div_(divisor.add_(group["eps"]).view_as(pruned))
+            dense.copy_(dense.sign() * (dense.abs() - pull).clamp_(min=0))
+        super().after_step(index, group)
+
+    def is_due(self, step: int) -> bool:
+        """See `RefreshedMask`; the last choice is by the last weights."""
+        return super().is_due(step) or step == self.on.schedule.freeze_step
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        """W <- s W, s <- 1, one layer at a time: s is sharded in another way than W, and is summed whole."""
+        on = self.on
+        for name, layer in scaled_layers(on.engine.module).items():
+            scale = self._whole(name, layer)
+            shard, weight = on.shards[name], on.weights[name]
+            inputs = weight.shape[weight.input_axis]
+            index = torch.arange(shard.start, shard.stop, device=scale.device)
+            output = index // inputs if weight.input_axis == -1 else index % (weight.numel // inputs)
+            dense = on.of(shard, "dense")
+            dense.mul_(scale[output].to(dense.device))
+            layer.enabled = False
+
+    def _whole(self, name: str, layer: Scaled) -> Tensor:
+        """(out,) the factors of a layer from all ranks, which are set to 1 here. Collective."""
+        layout = self.on.layout
+        own = layout.shards[f"{self.on.weights[name].module}.weight_scale"]
+        master = own.of(layout.flats[own.flat].data)
+        whole = torch.zeros(own.shape, device=layout.device).view(-1)
+        whole[own.start : own.stop] = master.to(whole)
+        if not layout.replicated:
+            dist.all_reduce(whole)
+        master.fill_(1.0)
+        return whole

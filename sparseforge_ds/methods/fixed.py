@@ -1,0 +1,52 @@
+"""A mask that is chosen once, before the first step: what one-shot pruning leaves, and what retraining starts from.
+
+The scores are those of `importance`: W^2 (magnitude), W^2 |x|^2 (Wanda, arXiv 2306.11695, eq. 1, squared), H W^2, or
+SparseGPT's, which updates weights as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.rule import Rule
+from sparseforge_ds.methods.sparsegpt import SparseGPT
+from sparseforge_ds.zero.probe import Closure
+
+
+class FixedMask(Rule):
+    """`oneshot`, where no training follows, and `naive_retrain`, where it does."""
+
+    def __init__(self, ground: Ground, ranking: Ranking) -> None:
+        super().__init__(ground, ranking)
+        reconstructed = ground.config.importance == "sparsegpt"
+        self._sparsegpt = SparseGPT(ground, ranking.probe) if reconstructed else None
+
+    def start(self, probe: Closure | None) -> None:
+        """See `Rule`."""
+        self.choose(probe)
+
+    @torch.no_grad()
+    def choose(self, probe: Closure | None) -> dict[str, float]:
+        """Take the N best of every group as the mask; metrics of it. Collective.
+
+        Raises:
+            ForgeError: there is no usable curvature.
+        """
+        on = self.on
+        if self._sparsegpt is not None:
+            if probe is None:
+                raise ValueError('importance "sparsegpt" needs calibration batches: call forge.start(probe)')
+            self._sparsegpt.choose(probe, on.config.curvature.first_probes)
+            on.account()
+            return self.ranking.report()
+        self.ranking.refresh(probe)
+        self.ranking.require_refreshed()
+        for shard, score_GM in self.ranking.scored():
+            mask = on.of(shard, "mask")
+            target = on.from_groups(shard, top_n(score_GM, on.pattern.kept))
+            mask.copy_(target)
+            on.add_update(shard, mask, target)
+        return self.ranking.report() | on.load.metrics()

@@ -1,0 +1,187 @@
+"""MaskLLM: frozen weights, and a learned categorical over the patterns of every group (arXiv 2409.17481).
+
+The network sees m W with m a soft sample, a new one for every optimizer step. The gradient in the mask is dL/dw * W,
+which is on the shard; of groups that a boundary cuts, its pieces and the logits travel. Adam's settings are those of
+the engine's optimizer, its learning rate is that of the run.
+
+Legend of shape suffixes: G groups, M members of a group, K patterns of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.config.rules import logit_keys
+from sparseforge_ds.mask.anneal import progress
+from sparseforge_ds.mask.curvature import counter_key
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.quench import publish
+from sparseforge_ds.mask.sampling import choice, first_logits, gumbel, logit_gradient, normal, patterns
+from sparseforge_ds.methods.fixed import FixedMask
+from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.zero.edges import Missing
+from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.shard import Shard
+
+
+class MaskLLM(FixedMask):
+    """Learns where to prune; W and all other weights stay what they are."""
+
+    trains_the_rest = False
+
+    def __init__(self, ground: Ground, ranking: Ranking) -> None:
+        super().__init__(ground, ranking)
+        ground.require_adam("maskllm")
+        assert ground.config.sampling is not None and isinstance(ground.pattern, NM)
+        self.part = ground.config.sampling
+        self.moved = False
+        self.kept, self.members = ground.pattern.n, ground.pattern.m
+        self.patterns = math.comb(self.members, self.kept)
+        keys = logit_keys(self.kept, self.members)
+        planes = len(keys) // 3
+        self._keys = {"logit": keys[:planes], "first": keys[planes : 2 * planes], "second": keys[2 * planes :]}
+        self._missing: dict[int, list[Missing]] = {}
+        self._likeliest: dict[str, Tensor] = {}
+
+    # -- the rule -----------------------------------------------------------------------------------------------------
+
+    def start(self, probe: Closure | None) -> None:
+        """See `Rule`; the chosen mask is what the logits lean to."""
+        super().start(probe)
+        on = self.on
+        missing = on.exchange("mask")
+        for shard in self._shards():
+            mask_GM = on.to_groups(shard, on.of(shard, "mask"), missing)
+            key = counter_key(on.config.seed, 0, 0, f"logits/{shard.name}")
+            noise_GK = normal(key, self._first(shard), mask_GM.shape[0], self.patterns, mask_GM.device)
+            self._write(shard, "logit", first_logits(noise_GK, mask_GM, self.kept, self.part.spread, self.part.prior))
+        self.resume()
+        for index in on.publication.flats:
+            self._sample(index, 0)
+
+    def resume(self) -> None:
+        """See `Rule`."""
+        self._missing = {index: self._exchange(index) for index in self.on.publication.flats}
+
+    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+        """See `Rule`; masks have moved already, and are looked at."""
+        if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
+            return None
+        for shard in self._shards():
+            self.on.add_update(shard, self.on.of(shard, "mask"), self._best(shard).bool())
+        return self.ranking.report()
+
+    def harden(self) -> None:
+        """See `Rule`."""
+        self._likeliest = {shard.name: self._best(shard) for shard in self._shards()}
+
+    def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
+        """See `Rule`."""
+        publish(dense, self._likeliest[shard.name] if hard else mask, out)
+
+    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """See `Rule`; Adam on the logits, and the weights stay."""
+        on = self.on
+        if on.step >= on.schedule.freeze_step:
+            return None
+        on.publication.state(index)["step"] = torch.tensor(on.step + 1.0)  # torch's Adam loads no state without it
+        scale, temperature = self._dials(on.step)
+        reward = self.part.reward * (1 - progress(on.step, (0, on.schedule.freeze_step)))
+        names = [shard.name for shard in self._shards(index, empty=True)]
+
+        def of_mask(shard: Shard) -> Tensor:
+            dense = on.of(shard, "dense")
+            return dense * (shard.of(gradient) - 2 * reward * dense * on.of(shard, "mask"))
+
+        missing = on.edges.exchange(on.reader(of_mask), names)
+        for shard in self._shards(index):
+            grad_GM = on.to_groups(shard, of_mask(shard), missing)
+            choice_GK = choice(self._logits(shard), self._noise(shard, on.step), scale, temperature)
+            self._adam(shard, logit_gradient(choice_GK, grad_GM, self.kept, scale, temperature), group)
+        return None
+
+    def after_step(self, index: int, group: dict[str, Any]) -> None:
+        """See `Rule`; the mask of the next forward."""
+        if self.on.step < self.on.schedule.freeze_step:
+            self._missing[index] = self._exchange(index)
+            self._sample(index, self.on.step + 1)
+
+    # -- logits -------------------------------------------------------------------------------------------------------
+
+    def _dials(self, step: int) -> tuple[float, float]:
+        """kappa and tau."""
+        share = progress(step, (0, self.on.schedule.freeze_step))
+        scale, temperature = (a + (b - a) * share for a, b in (self.part.scale, self.part.temperature))
+        return scale, temperature
+
+    def _shards(self, index: int | None = None, empty: bool = False) -> list[Shard]:
+        """Those of a master partition, or all; without those that hold nothing here."""
+        shards = self.on.shards.values()
+        return [s for s in shards if index in (None, s.flat) and (empty or s.numel)]
+
+    def _first(self, shard: Shard) -> int:
+        """Number of the first group that the shard has a member of, counted through the weight."""
+        return (shard.start - self.on.edges.prefix[shard.name]) // self.members
+
+    def _noise(self, shard: Shard, step: int) -> Tensor:
+        """(G, K) of the sample that the forward after `step` optimizer steps sees."""
+        key = counter_key(self.on.config.seed, step, 0, f"gumbel/{shard.name}")
+        span = self.on.edges.prefix[shard.name] + shard.numel + self.on.edges.suffix[shard.name]
+        device = self.on.of(shard, "mask").device
+        return gumbel(key, self._first(shard), span // self.members, self.patterns, device)
+
+    def _exchange(self, index: int) -> list[Missing]:
+        """What cut groups lack of the logits. Collective."""
+        names = [shard.name for shard in self._shards(index, empty=True)]
+        return [self.on.exchange(key, names) for key in self._keys["logit"]]
+
+    def _logits(self, shard: Shard) -> Tensor:
+        """(G, K)."""
+        planes = zip(self._keys["logit"], self._missing[shard.flat], strict=True)
+        held = [self.on.to_groups(shard, self.on.of(shard, key), missing) for key, missing in planes]
+        return torch.cat(held, dim=1)[:, : self.patterns]
+
+    def _write(self, shard: Shard, kind: str, value_GK: Tensor) -> None:
+        """Keep what belongs to the shard's own members."""
+        for key, plane in zip(self._keys[kind], self._planes(shard, value_GK), strict=True):
+            self.on.of(shard, key).copy_(plane)
+
+    def _planes(self, shard: Shard, value_GK: Tensor) -> list[Tensor]:
+        """(G, K) -> (numel of the shard,) for every plane; 0 where there is no pattern."""
+        slots = len(self._keys["logit"]) * self.members
+        padded = torch.nn.functional.pad(value_GK, (0, slots - self.patterns))
+        return [self.on.from_groups(shard, plane.contiguous()) for plane in padded.split(self.members, dim=1)]
+
+    def _adam(self, shard: Shard, grad_GK: Tensor, group: dict[str, Any]) -> None:
+        (beta1, beta2), count = group["betas"], self.on.step + 1
+        rate = group["lr"] / (1 - beta1**count)
+        for plane, grad in enumerate(self._planes(shard, grad_GK)):
+            logit, first, second = (self.on.of(shard, self._keys[kind][plane]) for kind in self._keys)
+            first.lerp_(grad, 1 - beta1)
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            divisor = second.sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
+            logit.addcdiv_(first, divisor, value=-rate)
+
+    @torch.no_grad()
+    def _sample(self, index: int, step: int) -> None:
+        """Write the mask that is seen after `step` optimizer steps: a sample, or the likeliest pattern once frozen."""
+        on = self.on
+        frozen = step >= on.schedule.freeze_step
+        scale, temperature = self._dials(step)
+        for shard in self._shards(index):
+            if frozen:
+                mask = self._best(shard)
+            else:
+                choice_GK = choice(self._logits(shard), self._noise(shard, step), scale, temperature)
+                mask = on.from_groups(shard, choice_GK @ patterns(self.kept, self.members).to(choice_GK.device))
+            on.of(shard, "mask").copy_(mask)
+
+    def _best(self, shard: Shard) -> Tensor:
+        """(numel of the shard,) fp32: the likeliest pattern of every group."""
+        table_KM = patterns(self.kept, self.members).to(self.on.of(shard, "mask").device)
+        return self.on.from_groups(shard, table_KM[self._logits(shard).argmax(dim=1)])

@@ -1,0 +1,171 @@
+"""Curvature and the scores made of it (design eqs. 2 to 4), for rules that rank by a measured importance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from sparseforge_ds.estimate import ESTIMATORS, Estimator, Shards
+from sparseforge_ds.mask.curvature import accumulate, token_rate
+from sparseforge_ds.mask.importance import (
+    MOMENTS,
+    magnitude_moments,
+    scalings,
+    score_moments,
+    standardized_score,
+)
+from sparseforge_ds.methods.ground import ForgeError, Ground
+from sparseforge_ds.zero.probe import Closure, Probe
+from sparseforge_ds.zero.shard import Shard
+
+
+class Ranking:
+    """The running mean of the curvature of every weight, and standardized scores."""
+
+    def __init__(self, ground: Ground, probe: Probe) -> None:
+        """Build the estimator that the config names.
+
+        Raises:
+            ValueError: it cannot work on some prunable weight.
+        """
+        self.on = ground
+        self.probe = probe
+        self.lost_refreshes = 0
+        """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
+        self.estimator: Estimator | None = None
+        self._by_magnitude: set[int] = set()
+        build = ESTIMATORS[ground.config.importance] if ground.config.keeps_curvature else None
+        if build is not None:
+            module = ground.engine.module
+            layers = {weight.name: module.get_submodule(weight.module) for weight in ground.weights.values()}
+            linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
+            fused = {w.module: module.get_submodule(w.module) for w in ground.routed if len(w.shape) == 3}
+            shards = Shards(probe, ground.matrices, ground.edges, linear, ground.load, fused)
+            self.estimator = build(shards, ground.config)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to score by."""
+        return self.estimator is None or self.on.refreshes > 0
+
+    @torch.no_grad()
+    def refresh(self, probe: Closure | None) -> None:
+        """Take a new sample of the curvature into the running mean. Collective.
+
+        Raises:
+            ValueError: there is no probe.
+        """
+        on = self.on
+        if self.estimator is None:
+            return
+        if probe is None:
+            raise ValueError(
+                f'importance "{on.config.importance}" needs a probe: '
+                "call forge.step(probe=lambda: engine(**batch).loss)"
+            )
+        part = on.config.curvature
+        with torch.enable_grad():
+            sample = self.estimator.refresh(probe, on.step, part.probes if on.refreshes else part.first_probes)
+        if sample is None:
+            self.lost_refreshes += 1
+            return  # keep the average as it is
+        rates = on.load.fade(lambda tokens, recent: token_rate(tokens, recent, part.decay))
+        for name, shard in on.shards.items():
+            average = on.of(shard, "curvature")
+            if name in on.load.rows:
+                self._accumulate_experts(name, average, sample[name], rates)
+                continue
+            on.health.add_refresh(average, sample[name])
+            accumulate(average, sample[name], part.decay)
+        on.refreshes += 1
+
+    def _accumulate_experts(self, name: str, average: Tensor, sample: Tensor, rates: list[float]) -> None:
+        """Average by tokens; an expert that saw none keeps what it has."""
+        for part in self.on.matrices.parts[name]:
+            row = self.on.load.of_matrix[part.row]
+            assert row is not None
+            if rates[row]:
+                inside = slice(part.start, part.stop)
+                self.on.health.add_refresh(average[inside], sample[inside])
+                average[inside].lerp_(sample[inside], rates[row])
+
+    def scored(self) -> Iterator[tuple[Shard, Tensor]]:
+        """(shard, (G, M) s~ of its groups) for every shard that holds something. Collective, before the first.
+
+        Raises:
+            ForgeError: some matrix has no curvature to speak of.
+        """
+        on = self.on
+        moments = on.matrices.table(MOMENTS)
+        for name, shard in on.shards.items():
+            dense, curvature = on.dense_and_curvature(shard)
+            for part in on.matrices.parts[name]:
+                inside = slice(part.start, part.stop)
+                moments[part.row] += score_moments(dense[inside], None if curvature is None else curvature[inside]).to(
+                    moments.device
+                )
+        on.matrices.reduce(moments)
+        self._by_magnitude = self._require_curvature(moments[:, 1].tolist())
+        if self._by_magnitude:
+            rows = torch.tensor(sorted(self._by_magnitude), device=moments.device)
+            moments[rows] = magnitude_moments(moments[rows])
+        # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
+        scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
+        missing = on.edges.exchange(lambda piece: self._score(on.shards[piece.name], scaling, piece.start, piece.stop))
+        for shard in on.shards.values():
+            if shard.numel:
+                yield shard, on.to_groups(shard, self._score(shard, scaling, shard.start, shard.stop), missing)
+
+    def _score(self, shard: Shard, scaling: Tensor, start: int, stop: int) -> Tensor:
+        """s~ of the weight's elements start..stop, all of them on this rank."""
+        dense, curvature = self.on.dense_and_curvature(shard)
+        scores = []
+        for part in self.on.matrices.parts[shard.name]:
+            inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
+            if inside.start < inside.stop:
+                part_curvature = None if curvature is None or part.row in self._by_magnitude else curvature[inside]
+                scores.append(standardized_score(dense[inside], part_curvature, scaling[part.row]))
+        return scores[0] if len(scores) == 1 else torch.cat(scores)
+
+    def report(self) -> dict[str, float]:
+        """Metrics of the masks accounted for since the last report, and of the curvature. Collective."""
+        metrics = self.on.health.report(self.estimator is not None)
+        if self.on.load.names:
+            metrics["experts/unseen"] = float(len(self.on.load.unseen))
+        if self.lost_refreshes:
+            metrics["curvature/lost_refreshes"] = float(self.lost_refreshes)
+        return metrics
+
+    def require_refreshed(self) -> None:
+        """Before a mask is frozen: raises where every refresh was lost."""
+        if not self.ready:
+            names = list(self.on.weights)
+            raise ForgeError(
+                f"the mask is due to freeze at step {self.on.step}, but the curvature of {names[0]} and "
+                f"{len(names) - 1} others was never refreshed: every probe overflowed; "
+                "use bf16, or lower fp16.initial_scale_power"
+            )
+
+    def _require_curvature(self, sums: list[float]) -> set[int]:
+        """Stop when some matrix has no curvature to speak of; `sums` are the totals of max(H, 0).
+
+        Returns:
+            Matrices of experts without any, where other experts of their layer have one: no token has reached them.
+        """
+        unseen = self.on.load.without(sums)
+        bad = [
+            name
+            for matrix, (name, total) in enumerate(zip(self.on.matrices.names, sums, strict=True))
+            if not 0 < total < math.inf and matrix not in unseen
+        ]
+        if bad:
+            raise ForgeError(
+                f"no usable curvature for {len(bad)} of {len(sums)} matrices at step {self.on.step}: "
+                f"{', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. Their layers took no part in the probe's loss, "
+                "or it is not finite; use all of the model in the probe, or exclude these weights"
+            )
+        return unseen

@@ -1,0 +1,80 @@
+"""SparseForge: a soft mask that anneals to N:M (arXiv 2605.06402, Algorithm 1; design eqs. 1 to 11)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask.gate import gate, move_mask
+from sparseforge_ds.mask.quench import effective_mask, publish
+from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.rule import Rule
+from sparseforge_ds.zero.edges import Missing
+from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.shard import Shard
+
+
+class SoftMask(Rule):
+    """Gates and masks every T_update steps, hardening, projection."""
+
+    def __init__(self, ground: Ground, ranking: Ranking) -> None:
+        super().__init__(ground, ranking)
+        self._mask_edges: Missing = {}
+
+    @property
+    def starts(self) -> bool:
+        """See `Rule`."""
+        return False
+
+    def resume(self) -> None:
+        """See `Rule`; hardening may begin before the first update."""
+        self._mask_edges = self.on.exchange("mask")
+
+    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+        """See `Rule`."""
+        if self.on.schedule.is_update(step):
+            self.ranking.refresh(probe)
+            return self.move() if self.ranking.ready else None
+        return self.project() if self.on.schedule.is_projection(step) else None
+
+    @property
+    def _formed(self) -> bool:
+        """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
+        return self.on.step >= self.on.schedule.update_every and self.ranking.ready
+
+    def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
+        """See `Rule`; eq. 10."""
+        x = 0.0 if hard else self.on.schedule.dials(step).x
+        binary = step > self.on.schedule.freeze_step
+        if x < 1.0 and not binary and self._formed:
+            mask = effective_mask(mask, self.on.top(shard, mask, self._mask_edges), x)
+        publish(dense, mask, out)
+
+    @torch.no_grad()
+    def move(self) -> dict[str, float]:
+        """Scores, gates and masks of all weights (eqs. 3 to 9)."""
+        on = self.on
+        dials = on.schedule.dials(on.step)
+        for shard, score_GM in self.ranking.scored():
+            mask = on.of(shard, "mask")
+            chosen = gate(score_GM, on.pattern.kept, dials.temperature, on.config.threshold)
+            soft, target = (on.from_groups(shard, value_GM) for value_GM in chosen)
+            mask.copy_(move_mask(mask, soft, target, dials))
+            on.add_update(shard, mask, target)
+        self._mask_edges = on.exchange("mask")
+        return self.ranking.report() | on.load.metrics()
+
+    @torch.no_grad()
+    def project(self) -> dict[str, float]:
+        """m <- hard(m), eq. 11."""
+        on = self.on
+        self.ranking.require_refreshed()
+        hard = {name: on.top(shard, on.of(shard, "mask"), self._mask_edges) for name, shard in on.shards.items()}
+        for name, shard in on.shards.items():
+            mask = on.of(shard, "mask")
+            mask.copy_(hard[name])
+            if shard.numel:
+                on.add_update(shard, mask, hard[name])
+        self._mask_edges = on.exchange("mask")
+        return self.ranking.report()

@@ -1,0 +1,149 @@
+"""A starting mask, and weights to go with it, by SparseGPT (arXiv 2301.00774; `mask.reconstruct` has the equations).
+
+One decoder block after another: calibration batches run through the model as it is pruned so far, every layer of
+the block collects X^T X, and each weight is gathered to one rank, decided there and handed back. One weight a rank at
+a time is whole, and the X^T X of one block exist at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from sparseforge_ds.config import ReconstructionConfig
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.reconstruct import reconstruct
+from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.zero.probe import Closure, Probe
+from sparseforge_ds.zero.shard import Shard
+from sparseforge_ds.zero.taps import layer_inputs
+
+
+class SparseGPT:
+    """Prunes a whole model, block by block."""
+
+    def __init__(self, ground: Ground, probe: Probe) -> None:
+        """Find the layers.
+
+        Raises:
+            ValueError: a prunable weight belongs to no linear layer, as those of fused experts.
+        """
+        self.on = ground
+        self.probe = probe
+        self.part = ground.config.reconstruction or ReconstructionConfig()
+        assert isinstance(ground.pattern, NM)
+        self.pattern = ground.pattern
+        self.blocks: dict[str, list[str]] = {}
+        for name, weight in ground.weights.items():
+            layer = ground.engine.module.get_submodule(weight.module)
+            if not isinstance(layer, (nn.Linear, Conv1D)):
+                raise ValueError(
+                    'importance "sparsegpt" needs the inputs of a linear layer for every prunable weight, which '
+                    f'{name} ({type(layer).__name__}) has not; use "wanda", or keep it dense with "exclude": ["{name}"]'
+                )
+            self.blocks.setdefault(_block(weight.module), []).append(name)
+
+    @torch.no_grad()
+    def choose(self, closure: Closure, batches: int) -> None:
+        """Set mask and dense weights of everything. Collective.
+
+        Args:
+            closure: runs one calibration batch; the same ones come again for every block.
+            batches: how many there are.
+        """
+        on = self.on
+        for names in self.blocks.values():
+            gram = self._collect(names, closure, batches)
+            ranks = on.layout.world_size
+            for first in range(0, len(names), ranks):
+                together = names[first : first + ranks]
+                whole = {owner: self._gather(name, gram.pop(name), owner) for owner, name in enumerate(together)}
+                mine = whole.get(on.layout.rank)
+                solved = None if mine is None else self._solve(together[on.layout.rank], *mine)
+                for owner, name in enumerate(together):
+                    self._hand_back(name, solved if owner == on.layout.rank else None, owner)
+            on.publication.write_masters()
+            on.layout.push()
+
+    def _collect(self, names: list[str], closure: Closure, batches: int) -> dict[str, Tensor]:
+        """(in, in) fp32 sum of x x^T over this rank's tokens, by weight."""
+        on = self.on
+        modules = {name: on.engine.module.get_submodule(on.weights[name].module) for name in names}
+        gram = {}
+        for name in names:
+            inputs = on.weights[name].shape[on.weights[name].input_axis]
+            gram[name] = torch.zeros(inputs, inputs, device=on.layout.device)
+
+        def add(name: str, input_TI: Tensor) -> None:
+            input_TI = input_TI.float()
+            gram[name].addmm_(input_TI.t(), input_TI)
+
+        with layer_inputs(modules, add):
+            for _ in range(batches):
+                self.probe.loss(closure)
+        return gram
+
+    def _gather(self, name: str, gram_II: Tensor, owner: int) -> tuple[Tensor, Tensor] | None:
+        """The whole dense weight, flat, and the summed gram on the owner."""
+        on = self.on
+        dist.reduce(gram_II, dst=owner)
+        shard = on.shards[name]
+        mine = on.of(shard, "dense").to(on.layout.device)
+        if on.layout.replicated or on.layout.world_size == 1:
+            return (mine, gram_II) if on.layout.rank == owner else None
+        if on.layout.rank != owner:
+            if shard.numel:
+                dist.send(mine.contiguous(), dst=owner)
+            return None
+        whole = torch.empty(on.weights[name].numel, device=on.layout.device)
+        for holder, (start, stop) in enumerate(on.edges.ranges[name]):
+            if holder == owner:
+                whole[start:stop] = mine
+            elif stop > start:
+                dist.recv(whole[start:stop], src=holder)
+        return whole, gram_II
+
+    def _solve(self, name: str, flat: Tensor, gram_II: Tensor) -> Tensor:
+        """(2, numel) fp32: weights and mask."""
+        weight = self.on.weights[name]
+        transposed = weight.input_axis == -2
+        weight_OI = flat.view(weight.shape).t() if transposed else flat.view(weight.shape)
+        updated_OI, kept_OI = reconstruct(
+            weight_OI.contiguous(), gram_II, self.pattern.n, self.pattern.m, self.part.damping, self.part.block
+        )
+        both = torch.stack([updated_OI, kept_OI.float()])
+        return (both.transpose(1, 2) if transposed else both).reshape(2, -1)
+
+    def _hand_back(self, name: str, solved: Tensor | None, owner: int) -> None:
+        """Write what the owner decided to all shards of the weight."""
+        on = self.on
+        shard = on.shards[name]
+        if on.layout.replicated or on.layout.world_size == 1:
+            both = torch.empty(2, shard.numel, device=on.layout.device) if solved is None else solved
+            if on.layout.world_size > 1:
+                dist.broadcast(both, src=owner)
+            self._take(shard, both)
+        elif solved is not None:
+            for holder, (start, stop) in enumerate(on.edges.ranges[name]):
+                if holder == owner:
+                    self._take(shard, solved[:, start:stop])
+                elif stop > start:
+                    dist.send(solved[:, start:stop].contiguous(), dst=holder)
+        elif shard.numel:
+            both = torch.empty(2, shard.numel, device=on.layout.device)
+            dist.recv(both, src=owner)
+            self._take(shard, both)
+
+    def _take(self, shard: Shard, both: Tensor) -> None:
+        if self.part.update_weights:
+            self.on.of(shard, "dense").copy_(both[0])
+        self.on.of(shard, "mask").copy_(both[1])
+
+
+def _block(module: str) -> str:
+    """The decoder block of a layer: its name up to the first number."""
+    parts = module.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+    return ".".join(parts[: number + 1])

@@ -1,0 +1,348 @@
+"""Published methods as slow literal loops in one process, on `ReferenceForge`: one element at a time, in Python floats.
+
+A rule says how W moves and which mask the next forward sees; batches, clipping and gradients are the same for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask.curvature import counter_key, uniform
+from tests.reference import Batch, ReferenceForge, harden, standardized, winners
+
+
+def largest(weight: list[float], groups: list[list[int]], n: int) -> list[float]:
+    """1 for the n largest |w| of every group."""
+    return harden([abs(w) for w in weight], groups, n)
+
+
+class ReferenceMethod(ReferenceForge):
+    """A mask from the first step on, by the score that the config names."""
+
+    lr: float
+    weight_decay: float
+
+    def start(self, probes: list[Batch]) -> None:
+        """Choose the starting mask."""
+        group = self.optimizer.param_groups[0]
+        self.lr, self.weight_decay = group["lr"], group["weight_decay"]
+        self.betas, self.eps = group["betas"], group["eps"]
+        self.state = {name: {"m": [0.0] * len(mask), "v": [0.0] * len(mask)} for name, mask in self.mask.items()}
+        self._refresh(probes)
+        for name, groups in self.groups.items():
+            curvature = None if self.config["importance"] == "magnitude" else self.curvature[name].tolist()
+            score = standardized(self.weight(name), curvature, self.config["curvature"]["damping"])
+            self.mask[name] = [0.0] * len(score)
+            for group in groups:
+                for i in winners([score[e] for e in group], self.n):
+                    self.mask[name][group[i]] = 1.0
+        self.publish(0)
+
+    def weight(self, name: str) -> list[float]:
+        """W, flat."""
+        values: list[float] = self.master[name].detach().flatten().tolist()
+        return values
+
+    def effective_mask(self, name: str, step: int) -> Tensor:
+        """The mask itself."""
+        return torch.tensor(self.mask[name])
+
+    def train_step(self, micro_batches: list[Batch]) -> float:
+        """One step of everything."""
+        gradients, loss = self.gradients(micro_batches)
+        if self.clip:
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+            gradients = {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in gradients.items()}
+        for name, parameter in self.master.items():
+            parameter.grad = gradients[name]
+            if name in self.mask:
+                used = self.use(name, gradients[name].flatten().tolist())
+                parameter.grad = None if used is None else torch.tensor(used).view_as(parameter)
+        self.optimizer.step()
+        self.step_count += 1
+        for name in self.mask:
+            self.after(name)
+        self.publish(self.step_count)
+        return loss
+
+    def use(self, name: str, gradient: list[float]) -> list[float] | None:
+        """What AdamW steps with; None where the method has moved W by itself."""
+        return gradient
+
+    def after(self, name: str) -> None:
+        """What happens once AdamW is done."""
+
+    def set_weight(self, name: str, values: list[float]) -> None:
+        """Write W."""
+        with torch.no_grad():
+            self.master[name].copy_(torch.tensor(values).view_as(self.master[name]))
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """`refresh`."""
+        part: dict[str, Any] = self.config["refresh"]
+        return part
+
+    @property
+    def freeze(self) -> int:
+        """Last step after which the mask may change."""
+        return round((1 - self.part["frozen"]) * self.config["max_steps"])
+
+    def decay(self) -> float:
+        """lambda of the step that is being made."""
+        start, stop = (round(end * self.config["max_steps"]) for end in self.part["ramp"])
+        share = 1.0 if self.step_count >= stop else max(0.0, (self.step_count - start) / (stop - start))
+        return float(self.part["decay"]) * share
+
+    def choose_again(self, name: str) -> None:
+        """The largest weights, when due."""
+        if self.step_count % self.part["every"] == 0 and self.step_count <= self.freeze:
+            self.mask[name] = largest(self.weight(name), self.groups[name], self.n)
+
+
+class ReferenceFixed(ReferenceMethod):
+    """naive_retrain."""
+
+
+class ReferenceSparseGPT(ReferenceMethod):
+    """naive_retrain from SparseGPT's mask and weights: column by column, each time with the inverse of what is left."""
+
+    def start(self, probes: list[Batch]) -> None:
+        """See `ReferenceMethod`."""
+        self.config = {**self.config, "importance": "magnitude"}
+        super().start(probes)
+        blocks: dict[str, list[str]] = {}
+        for name in self.mask:
+            blocks.setdefault(".".join(name.split(".")[:3]), []).append(name)
+        for name in self.mask:
+            self.mask[name] = [1.0] * len(self.mask[name])
+        self.publish(0)
+        for names in blocks.values():
+            inputs = self.inputs_of(names, probes)
+            for name in names:
+                self.prune(name, inputs[name].t() @ inputs[name])
+            self.publish(0)
+
+    def inputs_of(self, names: list[str], probes: list[Batch]) -> dict[str, Tensor]:
+        """(tokens, in) fp64 of each layer, in the model as it is."""
+        seen: dict[str, list[Tensor]] = {name: [] for name in names}
+        handles = [
+            self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
+                lambda _module, args, _output, name=name: seen[name].append(args[0].detach().flatten(0, -2).double())
+            )
+            for name in names
+        ]
+        for batch in probes * self.config["curvature"]["first_probes"]:
+            self.loss(self.model, batch)
+        for handle in handles:
+            handle.remove()
+        return {name: torch.cat(parts) for name, parts in seen.items()}
+
+    def prune(self, name: str, gram: Tensor) -> None:
+        """One layer."""
+        transposed = self.input_axes[name] == -2
+        weight = self.master[name].detach().double()
+        weight = (weight.t() if transposed else weight).clone()
+        mask = torch.ones_like(weight)
+        members = len(self.groups[name][0])
+        hessian = gram + (self.config["reconstruction"] or {"damping": 0.01})["damping"] * gram.diagonal().mean() * (
+            torch.eye(len(gram)).double()
+        )
+        left = [torch.linalg.inv(hessian[i:, i:]) for i in range(len(gram))]
+        for row, keep in zip(weight, mask, strict=True):
+            for i in range(len(gram)):
+                if i % members == 0:
+                    scores = [float(row[j] ** 2 / left[j][0, 0]) for j in range(i, i + members)]
+                    best = winners(scores, self.n)
+                    for j in range(members):
+                        keep[i + j] = float(j in best)
+                if keep[i] == 0:
+                    row[i:] -= row[i] / left[i][0, 0] * left[i][0]
+                    row[i] = 0.0
+        self.mask[name] = (mask.t() if transposed else mask).flatten().tolist()
+        self.set_weight(name, (weight.t() if transposed else weight).flatten().tolist())
+
+
+class ReferenceSrSte(ReferenceMethod):
+    """g + lambda (1 - m) W."""
+
+    def use(self, name: str, gradient: list[float]) -> list[float] | None:
+        """See `ReferenceMethod`."""
+        weight, mask, decay = self.weight(name), self.mask[name], self.decay()
+        return [g + decay * (1 - m) * w for g, m, w in zip(gradient, mask, weight, strict=True)]
+
+    def after(self, name: str) -> None:
+        """See `ReferenceMethod`."""
+        self.choose_again(name)
+
+
+class ReferenceAst(ReferenceMethod):
+    """Adam whose first moment knows nothing of the decay."""
+
+    def use(self, name: str, gradient: list[float]) -> list[float] | None:
+        """See `ReferenceMethod`."""
+        (b1, b2), t, decay = self.betas, self.step_count + 1, self.decay()
+        weight, state = self.weight(name), self.state[name]
+        for e, g in enumerate(gradient):
+            w = weight[e] * (1 - self.lr * self.weight_decay)
+            state["m"][e] = b1 * state["m"][e] + (1 - b1) * g
+            change = state["m"][e] + decay * (1 - self.mask[name][e]) * w
+            state["v"][e] = b2 * state["v"][e] + (1 - b2) * change**2
+            divisor = math.sqrt(state["v"][e] / (1 - b2**t)) + self.eps
+            weight[e] = w - self.lr / (1 - b1**t) * change / divisor
+        self.set_weight(name, weight)
+        return None
+
+    def after(self, name: str) -> None:
+        """See `ReferenceMethod`."""
+        self.choose_again(name)
+
+
+class ReferenceCast(ReferenceMethod):
+    """Dense passes, an adaptive L1 decay of masked weights, factors per output that are folded at the end."""
+
+    def effective_mask(self, name: str, step: int) -> Tensor:
+        """1 until the mask is frozen."""
+        return (
+            torch.tensor(self.mask[name]) if step >= self.freeze and self.folded else torch.ones(len(self.mask[name]))
+        )
+
+    folded = False
+
+    def after(self, name: str) -> None:
+        """See `ReferenceMethod`; `step_count` is one further already."""
+        self.step_count -= 1
+        decay, frozen = self.decay(), self.step_count >= self.freeze
+        self.step_count += 1
+        if not frozen:
+            weight, second = self.weight(name), self.optimizer.state[self.master[name]]["exp_avg_sq"].flatten().tolist()
+            for e, (w, v) in enumerate(zip(weight, second, strict=True)):
+                divisor = math.sqrt(v / (1 - self.betas[1] ** self.step_count)) + self.eps
+                pull = self.lr * decay * (1 - self.mask[name][e]) / divisor
+                weight[e] = math.copysign(max(abs(w) - pull, 0.0), w)
+            self.set_weight(name, weight)
+        if self.step_count == self.freeze:
+            self.mask[name] = largest(self.weight(name), self.groups[name], self.n)
+        else:
+            self.choose_again(name)
+
+    def forge_step(self, probes: list[Batch]) -> bool:
+        """Fold the factors when the mask freezes."""
+        if self.step_count != self.freeze:
+            return False
+        for name in self.mask:
+            layer = name.rpartition(".")[0]
+            if f"{layer}.weight_scale" in self.master:
+                scale = self.master[f"{layer}.weight_scale"]
+                with torch.no_grad():
+                    rows = scale[:, None] if self.input_axes[name] == -1 else scale[None, :]
+                    self.master[name].mul_(rows)
+                    scale.fill_(1.0)
+                self.model.get_submodule(layer).enabled = False
+        self.folded = True
+        self.publish(self.step_count)
+        return True
+
+
+class ReferenceMaskLLM(ReferenceMethod):
+    """Frozen weights; a categorical over the patterns of every group, sampled by Gumbel-softmax."""
+
+    def start(self, probes: list[Batch]) -> None:
+        """See `ReferenceMethod`; logits lean to the starting mask."""
+        super().start(probes)
+        self.logits: dict[str, list[list[float]]] = {}
+        self.moments: dict[str, list[list[list[float]]]] = {}
+        part = self.config["sampling"]
+        for name, groups in self.groups.items():
+            members = len(groups[0])
+            self.patterns = list(itertools.combinations(range(members), self.n))
+            count = len(self.patterns)
+            key = counter_key(self.config["seed"], 0, 0, f"logits/{name}")
+            drawn = (uniform(key, 0, 2 * len(groups) * count, torch.device("cpu")).double() + 2.0**-25).tolist()
+            self.logits[name] = []
+            for g, group in enumerate(groups):
+                row = []
+                for k, pattern in enumerate(self.patterns):
+                    u, angle = drawn[2 * (g * count + k)], drawn[2 * (g * count + k) + 1]
+                    noise = math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * angle)
+                    shared = sum(self.mask[name][group[i]] for i in pattern) - self.n**2 / members
+                    row.append(part["spread"] * (noise + part["prior"] * shared))
+                self.logits[name].append(row)
+            self.moments[name] = [[[0.0, 0.0] for _ in self.patterns] for _ in groups]
+            self.sample(name)
+        self.publish(0)
+
+    @property
+    def freeze(self) -> int:
+        """When the likeliest patterns become the mask."""
+        return round((1 - self.config["sampling"]["frozen"]) * self.config["max_steps"])
+
+    def dials(self) -> tuple[float, float]:
+        """kappa and tau."""
+        share = min(1.0, self.step_count / self.freeze)
+        part = self.config["sampling"]
+        return tuple(a + (b - a) * share for a, b in (part["scale"], part["temperature"]))  # type: ignore
+
+    def choices(self, name: str) -> list[list[float]]:
+        """Gumbel-softmax of every group, for the forward after `step_count` steps."""
+        scale, temperature = self.dials()
+        count = len(self.patterns)
+        key = counter_key(self.config["seed"], self.step_count, 0, f"gumbel/{name}")
+        drawn = (uniform(key, 0, len(self.logits[name]) * count, torch.device("cpu")).double() + 2.0**-25).tolist()
+        found = []
+        for g, row in enumerate(self.logits[name]):
+            z = [
+                (scale * logit - math.log(-math.log(drawn[g * count + k]))) / temperature for k, logit in enumerate(row)
+            ]
+            exps = [math.exp(value - max(z)) for value in z]
+            found.append([value / sum(exps) for value in exps])
+        return found
+
+    def sample(self, name: str) -> None:
+        """The mask of the next forward."""
+        frozen = self.step_count >= self.freeze
+        choices = self.logits[name] if frozen else self.choices(name)
+        for group, row in zip(self.groups[name], choices, strict=True):
+            for e in group:
+                self.mask[name][e] = 0.0
+            if frozen:
+                row = [1.0 if k == max(range(len(row)), key=lambda k: (row[k], -k)) else 0.0 for k in range(len(row))]
+            for pattern, share in zip(self.patterns, row, strict=True):
+                for i in pattern:
+                    self.mask[name][group[i]] += share
+
+    def train_step(self, micro_batches: list[Batch]) -> float:
+        """Only logits move."""
+        gradients, loss = self.gradients(micro_batches)
+        part, (scale, temperature) = self.config["sampling"], self.dials()
+        reward = part["reward"] * (1 - self.step_count / self.freeze)
+        for name in self.mask if self.step_count < self.freeze else ():
+            gradient, weight = gradients[name].flatten().tolist(), self.weight(name)
+            for g, (group, y) in enumerate(zip(self.groups[name], self.choices(name), strict=True)):
+                of_mask = [weight[e] * gradient[e] - 2 * reward * weight[e] ** 2 * self.mask[name][e] for e in group]
+                of_y = [sum(of_mask[i] for i in pattern) for pattern in self.patterns]
+                mean = sum(a * b for a, b in zip(y, of_y, strict=True))
+                for k, moments in enumerate(self.moments[name][g]):
+                    self.adam(name, g, k, moments, scale / temperature * y[k] * (of_y[k] - mean))
+        self.step_count += 1
+        for name in self.mask:
+            self.sample(name)
+        self.publish(self.step_count)
+        return loss
+
+    def adam(self, name: str, g: int, k: int, moments: list[float], gradient: float) -> None:
+        """One step of one logit."""
+        (b1, b2), t = self.betas, self.step_count + 1
+        moments[0] = b1 * moments[0] + (1 - b1) * gradient
+        moments[1] = b2 * moments[1] + (1 - b2) * gradient**2
+        divisor = math.sqrt(moments[1] / (1 - b2**t)) + self.eps
+        self.logits[name][g][k] -= self.lr / (1 - b1**t) * moments[0] / divisor
+
+    def forge_step(self, probes: list[Batch]) -> bool:
+        """Nothing is left to do."""
+        return False

@@ -1,0 +1,110 @@
+"""Every method's run goes on bit for bit after a restart, and with the same states on another number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from tests.distributed import run_distributed
+from tests.zero.case import Case, build, gathered, probe_of, published, train_step
+
+STEPS, SAVE = 6, 3
+ODD = {"exclude": ["*.down_proj.weight", "*.up_proj.weight", "*.k_proj.weight"], "max_steps": STEPS}
+REFRESH = {"every": 2, "decay": 0.01, "frozen": 0.17}
+CASES: dict[str, Case] = {
+    "sr_ste": Case(stage=1, dtype="bf16", config={"method": "sr_ste"}),
+    "ast": Case(stage=2, config={"method": "ast", "refresh": REFRESH, "low_rank": {"k": 4}}),
+    "cast": Case(stage=2, dtype="bf16", config={"method": "cast", "importance": "wanda", "refresh": REFRESH}),
+    "cast-0": Case(stage=0, config={"method": "cast", "refresh": REFRESH}),
+    "maskllm": Case(stage=3, config={"method": "maskllm", "sampling": {"scale": [2.0, 5.0], "reward": 0.01}}),
+    "maskllm-bf16": Case(stage=1, dtype="bf16", config={"method": "maskllm"}),
+}
+CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) for name, case in CASES.items()}
+
+
+def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
+    """All states of prunable weights, whole, and what the network sees."""
+    held = forge._publication.state(forge._publication.flats[0])
+    keys = [key for key, value in held.items() if torch.is_tensor(value) and value.dim()]
+    states = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
+    return states | {f"published {name}": value for name, value in published(engine).items()}
+
+
+def go_on(engine: Any, forge: Any, case: Case, start: int, stop: int) -> list[float]:
+    losses = []
+    for step in range(start, stop):
+        losses.append(train_step(engine, case, step))
+        forge.step(probe_of(engine, case, step))
+    return losses
+
+
+def unbroken_and_resumed(folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, case in CASES.items():
+        inside = str(Path(folder, name))
+        engine, forge = build(case)
+        forge.start(probe_of(engine, case, 0))
+        losses = go_on(engine, forge, case, 0, SAVE)
+        engine.save_checkpoint(inside, tag="middle", client_state={"sparseforge": forge.state_dict()})
+        middle = everything(engine, forge)
+        losses += go_on(engine, forge, case, SAVE, STEPS)
+        forge.finish()
+        end = everything(engine, forge)
+        problems = []
+        for how in ("engine.load_checkpoint", "forge.restore"):
+            engine, forge = build(case)
+            if how == "forge.restore":
+                forge.restore(Checkpoint(Path(inside, "middle")))
+            else:
+                _, client_state = engine.load_checkpoint(inside, tag="middle")
+                forge.load_state_dict(client_state["sparseforge"])
+            if go_on(engine, forge, case, SAVE, STEPS) != losses[SAVE:]:
+                problems.append(f"{how}: losses differ")
+            again = everything(engine, forge)
+            assert again.keys() == end.keys(), (name, how, again.keys() ^ end.keys())
+            problems += [f"{how}: {key}" for key in end if not torch.equal(end[key], again[key])]
+        result[name] = {"problems": problems, "middle": middle, "end": end, "losses": losses}
+    return result
+
+
+def elsewhere(folder: str) -> dict[str, Any]:
+    """The same runs on these ranks at another ZeRO stage."""
+    result = {}
+    for name, case in CASES.items():
+        engine, forge = build(replace(case, stage=2 if case.stage == 3 else 3))
+        forge.restore(Checkpoint(Path(folder, name, "middle")))
+        middle = everything(engine, forge)
+        losses = go_on(engine, forge, case, SAVE, STEPS)
+        forge.finish()
+        result[name] = {"middle": middle, "losses": losses, "end": everything(engine, forge)}
+    return result
+
+
+def test_methods_resume_and_move_to_other_ranks(tmp_path: Path) -> None:
+    first = run_distributed(unbroken_and_resumed, 2, str(tmp_path))[0]
+    assert {name: found["problems"] for name, found in first.items()} == {name: [] for name in CASES}
+    moved = run_distributed(elsewhere, 3, str(tmp_path))[0]
+    for name, case in CASES.items():
+        mine, theirs = moved[name], first[name]
+        states = {key for key in theirs["middle"] if not key.startswith("published")}
+        assert states == {key for key in mine["middle"] if not key.startswith("published")}, name
+        assert [key for key in states if not torch.equal(mine["middle"][key], theirs["middle"][key])] == [], name
+        bound = 1e-4 if case.dtype == "fp32" else 0.05
+        apart = [abs(a - b) for a, b in zip(mine["losses"], theirs["losses"][SAVE:], strict=True)]
+        assert max(apart) < bound, (name, apart)
+        masks = [key for key in states if key.startswith("mask ")]
+        differing = [(mine["end"][key] != theirs["end"][key]).float().mean().item() for key in masks]
+        assert max(differing) < (0.01 if case.dtype == "fp32" else 0.2), (name, differing)
+        if name.startswith("cast"):
+            scales = [key for key in theirs["middle"] if "weight_scale" in key]
+            assert len(scales) == 4 and any((theirs["middle"][key] != 1).any() for key in scales)
+            assert all(torch.equal(mine["middle"][key], theirs["middle"][key]) for key in scales)
+        if name.startswith("maskllm"):
+            assert {"logit_0", "logit_1", "logit_sq_1"} <= {key.split()[0] for key in states}
+            dense = [key for key in states if key.startswith("dense ")]
+            assert all(torch.equal(theirs["end"][key], theirs["middle"][key]) for key in dense)
