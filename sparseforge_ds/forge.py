@@ -181,10 +181,12 @@ class SparseForge:
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
         table = torch.zeros(len(self._shards), 2 * bins, dtype=torch.float64, device=self._layout.device)
-        for row, shard in enumerate(self._shards.values()):
-            _, curvature = self._ground.dense_and_curvature(shard)
-            corrected = None if curvature is None else curvature / self._ground.correction(shard.name)
-            table[row] = histogram_counts(self._publication.of(shard, "mask"), corrected, bins)
+        row_of = {name: row for row, name in enumerate(self._shards)}
+        for piece in self._ground.pieces():
+            _, curvature = self._ground.dense_and_curvature(piece)
+            corrected = None if curvature is None else curvature / self._ground.correction(piece.name)
+            counts = histogram_counts(self._publication.of(piece, "mask"), corrected, bins)
+            table[row_of[piece.name]] += counts.to(table.device)
         counts = self._matrices.reduce(table).long().tolist()
         low, high = CURVATURE_DECADES
         mask_edges = [i / bins for i in range(bins + 1)]
@@ -272,7 +274,9 @@ class SparseForge:
 
     def _publish_shard(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor) -> None:
         step = self.step_count + self._publication.in_step  # the one that publishes is counted by `step`, later
-        self._rule.publish(shard, dense, mask, out, step, self._hard_now)
+        for piece in self._edges.pieces[shard.name]:
+            inside = slice(piece.start - shard.start, piece.stop - shard.start)
+            self._rule.publish(piece, dense[inside], mask[inside], out[inside], step, self._hard_now)
 
     def _removed(self, shard: Shard) -> Tensor:
         """(numel of the shard,) fp32 (1 - m_eff) W at the present step."""

@@ -51,7 +51,7 @@ class Health:
         self.matrices = matrices
         self.pattern = pattern
         self._sums = self._zeros()
-        self._targets: dict[str, Tensor] = {}
+        self._targets: dict[tuple[str, int], Tensor] = {}
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(_SUMS), dtype=torch.float64, device=self.matrices.layout.device)
@@ -80,16 +80,16 @@ class Health:
         curvature: Tensor | None,
         correction: float = 1.0,
     ) -> None:
-        """Account for one shard's new mask, target and curvature, each (numel of the shard,).
+        """Account for the new mask, target and curvature of a shard or a piece of one, each (numel of it,).
 
         `correction` is the bias correction by which its running mean is to be divided.
         """
         packed = _pack(target)
-        before = self._targets.get(shard.name)
+        before = self._targets.get((shard.name, shard.start))
         if before is not None:
             self._add("flips", _count_bits(packed ^ before))
             self._add("compared", shard.numel)
-        self._targets[shard.name] = packed
+        self._targets[shard.name, shard.start] = packed
         self._add("count", shard.numel)
         for run in runs(mask):
             self._add("undecided", (mask[run] * (1 - mask[run])).sum(dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Curvature estimators on shards, interchangeable behind one method: `refresh(closure, step, probes)` -> diagonal.
+"""Curvature estimators on shards, interchangeable behind one method: `refresh(closure, step, probes, total)`.
 
     hutchinson      v (H v) by a central gradient difference, two extra passes a probe          (the paper's, eq. 2)
     fisher          squared gradients of the training loss, per token where the layer is linear
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.estimate.hutchinson import Hutchinson
 from sparseforge_ds.estimate.input_norms import InputNorms
-from sparseforge_ds.estimate.shards import Diagonal, Estimator, Shards
+from sparseforge_ds.estimate.shards import Diagonal, Estimator, Shards, Take
 from sparseforge_ds.estimate.squared_gradients import SquaredGradients
 
-__all__ = ["ESTIMATORS", "Diagonal", "Estimator", "Shards"]
+__all__ = ["ESTIMATORS", "Diagonal", "Estimator", "Shards", "Take"]
 
 ESTIMATORS: dict[str, Callable[[Shards, SparseForgeConfig], Estimator] | None] = {
     "hutchinson": Hutchinson,

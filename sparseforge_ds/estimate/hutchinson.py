@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.estimate.shards import Diagonal, Shards
+from sparseforge_ds.estimate.shards import Diagonal, Shards, Take
 from sparseforge_ds.mask.curvature import counter_key, hutchinson_sample, rademacher
 from sparseforge_ds.zero.probe import Closure
 from sparseforge_ds.zero.shard import Shard
@@ -26,10 +26,13 @@ class Hutchinson:
         dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype
         self.radius = config.curvature.radius or RADIUS[dtype]
 
-    def refresh(self, closure: Closure, step: int, probes: int) -> Diagonal | None:
+    def streamed(self) -> set[str]:
+        """See `Estimator`; every part is the sum of two passes."""
+        return set()
+
+    def refresh(self, closure: Closure, step: int, probes: int, total: Diagonal, take: Take | None = None) -> bool:
         """See `Estimator`; 2 * `probes` forward-backward passes."""
         on = self.on
-        total = on.zeros()
         radii = self._radii()
         on.load.begin()
         try:
@@ -40,13 +43,13 @@ class Hutchinson:
                     with on.counting() if side > 0 else nullcontext():
                         applied = self._add_side(closure, keys, radii, side / probes, total)
                     if not applied:
-                        return None
+                        return False
         finally:
             on.publication.write_masters()
             on.layout.push()
         on.load.agree()
         on.divide(total, on.load.shares)
-        return total
+        return True
 
     def _displace(self, keys: dict[str, int], radii: dict[str, float]) -> None:
         """Let the next forward see w + r v."""
@@ -54,7 +57,8 @@ class Hutchinson:
         on.publication.write_masters()
         for name, shard in on.shards.items():
             master = layout.flats[shard.flat].data
-            shard.of(master).add_(self._sign(keys[name], shard, master.device) * radii[name])
+            for piece in on.pieces[name]:
+                piece.of(master).add_(self._sign(keys[name], piece, master.device) * radii[name])
         layout.push()
 
     def _add_side(
@@ -63,8 +67,11 @@ class Hutchinson:
         """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
 
         def add(shard: Shard, gradient: Tensor) -> None:
-            sign = self._sign(keys[shard.name], shard, gradient.device)
-            into[shard.name].add_(hutchinson_sample(gradient, sign, radii[shard.name]), alpha=factor)
+            for piece in self.on.pieces[shard.name]:
+                inside = slice(piece.start - shard.start, piece.stop - shard.start)
+                sign = self._sign(keys[shard.name], piece, gradient.device)
+                sample = hutchinson_sample(gradient[inside], sign, radii[shard.name])
+                into[shard.name][inside].add_(sample, alpha=factor)
 
         names = set(self.on.shards)
         return self.on.probe.gradients(closure, lambda flat, g: self.on.add_gradient(flat, g, names, add))

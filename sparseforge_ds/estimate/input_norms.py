@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.estimate.shards import Diagonal, Shards
+from sparseforge_ds.estimate.shards import Diagonal, Shards, Take
 from sparseforge_ds.zero.expert_taps import expert_inputs
 from sparseforge_ds.zero.probe import Closure
 from sparseforge_ds.zero.taps import layer_inputs
@@ -27,7 +27,11 @@ class InputNorms:
                 f'({len(missing)} in all) has not; use "fisher"'
             )
 
-    def refresh(self, closure: Closure, step: int, probes: int) -> Diagonal | None:
+    def streamed(self) -> set[str]:
+        """See `Estimator`."""
+        return set()
+
+    def refresh(self, closure: Closure, step: int, probes: int, total: Diagonal, take: Take | None = None) -> bool:
         """See `Estimator`; `probes` forward passes and one reduction of a vector per layer."""
         on, layout = self.on, self.on.layout
         # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
@@ -64,15 +68,11 @@ class InputNorms:
             for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)
         }
         on.load.take({name: reduced[name][:, -1].tolist() for name in on.load.rows})
-        diagonal = {}
         for name, shard in on.shards.items():
             column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
-            index = torch.arange(shard.start, shard.stop, device=vector.device)
-            inputs = index // shard.shape[-1] if name in on.input_first else index % shard.shape[-1]
-            if len(column_EI) > 1:
-                expert = index // (shard.shape[-2] * shard.shape[-1])
-                values = column_EI[expert, inputs]
-            else:
-                values = column_EI[0, inputs]
-            diagonal[name] = values.to(layout.flats[shard.flat].device)
-        return diagonal
+            for piece in on.pieces[name]:
+                index = torch.arange(piece.start, piece.stop, device=vector.device)
+                inputs = index // shard.shape[-1] if name in on.input_first else index % shard.shape[-1]
+                expert = index // (shard.shape[-2] * shard.shape[-1]) if len(column_EI) > 1 else 0
+                total[name][piece.start - shard.start : piece.stop - shard.start] = column_EI[expert, inputs]
+        return True

@@ -76,5 +76,5 @@ class ListedExperts:
                 flat = torch.zeros(on.shards[name].shape, device=on.layout.device).view(-1)
             else:
                 flat = (full.t() if name in on.input_first else full).reshape(-1)
-            mine = reduce_to_shard(on.layout, on.shards[name], on.ranges[name], flat)
+            _, mine = reduce_to_shard(on.layout, on.shards[name], on.ranges[name], flat)
             total[name].add_(mine.to(total[name].device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -22,11 +22,29 @@ Diagonal = dict[str, Tensor]
 """(numel of the shard,) fp32 by weight name."""
 
 
+Take = Callable[[str, int, Tensor, list[int]], None]
+"""(name, first element of the shard, (n,) sums over tokens, tokens of each expert in the weight) of a finished part."""
+
+
 class Estimator(Protocol):
     """One way to estimate the diagonal."""
 
-    def refresh(self, closure: Closure, step: int, probes: int) -> Diagonal | None:
-        """Average `probes` probes; None when one overflowed in fp16 and nothing can be said. Collective."""
+    def refresh(self, closure: Closure, step: int, probes: int, total: Diagonal, take: Take | None = None) -> bool:
+        """Average `probes` probes. Collective.
+
+        Args:
+            closure: of one micro-batch.
+            step: optimizer steps so far, for random numbers.
+            probes: how many; 1 with `take`.
+            total: zeros by weight name, which the average is written to; weights of `streamed` may be missing.
+            take: gets the parts of the weights that are missing, once each.
+
+        Returns:
+            False when a probe overflowed in fp16 and nothing can be said.
+        """
+
+    def streamed(self) -> set[str]:
+        """Weights whose average need not be held whole: their parts are finished one after another."""
 
 
 class Shards:
@@ -61,6 +79,7 @@ class Shards:
         self.publication: Publication = probe.publication
         self.matrices = matrices
         self.ranges = edges.ranges
+        self.pieces = edges.pieces
         self.modules = modules
         self.shards = edges.shards
         self.load = load
@@ -109,18 +128,19 @@ class Shards:
 
     def divide(self, diagonal: Diagonal, by: list[float]) -> None:
         """Divide what belongs to an expert by the number in its row; what belongs to none stays."""
-        for name in self.load.rows:
+        for name in self.load.rows.keys() & diagonal.keys():
             for part in self.matrices.parts[name]:
                 row = self.load.of_matrix[part.row]
                 assert row is not None
                 if by[row]:
                     diagonal[name][part.start : part.stop] /= by[row]
 
-    def zeros(self) -> Diagonal:
-        """A diagonal of zeros, on the devices of the master partitions."""
+    def zeros(self, without: Collection[str] = ()) -> Diagonal:
+        """A diagonal of zeros, on the devices of the master partitions; `without` some weights."""
         return {
             name: torch.zeros(shard.numel, dtype=torch.float32, device=self.layout.flats[shard.flat].device)
             for name, shard in self.shards.items()
+            if name not in without
         }
 
     def add_gradient(self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]) -> None:

@@ -9,9 +9,14 @@ same on any number of ranks and at any ZeRO stage, and need never be stored.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+EXPERT_BYTES = 1 << 28
+"""Of the sums of squares that exist at a time, where a weight holds many experts."""
 
 # Odd constants of the splitmix64 finalizer (Steele et al., 2014), as signed 64-bit integers.
 _GOLDEN = -7046029254386353131
@@ -114,8 +119,15 @@ def token_fisher(grad_TO: Tensor, input_TI: Tensor, loss_scale: float = 1.0) -> 
     return grad_square_OT @ input_square_TI
 
 
-def expert_fisher(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, loss_scale: float = 1.0) -> Tensor:
-    """`token_fisher` of every expert, over the rows that belong to it.
+def experts_at_once(outputs: int, inputs: int) -> int:
+    """Experts of which `expert_fisher` forms the sums together: as many as take `EXPERT_BYTES`, at least one."""
+    return max(1, EXPERT_BYTES // (4 * outputs * inputs))
+
+
+def expert_fisher(
+    grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, loss_scale: float = 1.0
+) -> Iterator[tuple[int, Tensor]]:
+    """`token_fisher` of every expert, over the rows that belong to it, a few experts at a time.
 
     Args:
         grad_SO: (S, out) dL/dy times the loss scale, rows sorted by expert.
@@ -123,16 +135,21 @@ def expert_fisher(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, loss_scale:
         stop_E: (E,) one past the last row of each expert.
         loss_scale: what the loss was multiplied by.
 
-    Returns:
-        (E, out, in) fp32; zeros where an expert has no row.
+    Yields:
+        Number of an expert, and (e, out, in) fp32 of it and those after it; zeros where an expert has no row. Their
+        sizes depend on shapes alone.
     """
-    full = grad_SO.new_zeros(len(stop_E), grad_SO.shape[1], input_SI.shape[1], dtype=torch.float32)
-    start = 0
-    for expert, stop in enumerate(stop_E.tolist()):
-        if stop > start:
-            full[expert] = token_fisher(grad_SO[start:stop], input_SI[start:stop], loss_scale)
-        start = stop
-    return full
+    outputs, inputs = grad_SO.shape[1], input_SI.shape[1]
+    bounds = [0, *stop_E.tolist()]
+    together = experts_at_once(outputs, inputs)
+    for first in range(0, len(stop_E), together):
+        rows = bounds[first : first + together + 1]
+        full = grad_SO.new_zeros(len(rows) - 1, outputs, inputs, dtype=torch.float32)
+        for expert, (start, stop) in enumerate(pairwise(rows)):
+            if stop > start:
+                full[expert] = token_fisher(grad_SO[start:stop], input_SI[start:stop], loss_scale)
+        yield first, full
+        del full  # before the next one is formed
 
 
 def token_rate(tokens: float, recent: float, decay: float) -> tuple[float, float]:

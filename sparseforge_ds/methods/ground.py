@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -71,6 +71,11 @@ class Ground:
                     'use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'
                 )
 
+    def pieces(self, names: Collection[str] | None = None) -> Iterator[Shard]:
+        """All shards of this rank, or those of the named weights, a bounded piece at a time."""
+        for name in self.shards if names is None else names:
+            yield from self.edges.pieces[name]
+
     def of(self, shard: Shard, key: str) -> Tensor:
         """(numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
         return self.publication.of(shard, key)
@@ -91,12 +96,12 @@ class Ground:
     def to_groups(self, shard: Shard, values: Tensor, missing: Missing) -> Tensor:
         """(numel of the shard,) -> (G, M), all groups that the shard has a member of, cut ones included."""
         weight = self.weights[shard.name]
-        return self.pattern.to_groups(self.edges.widen(shard.name, values, missing), weight.shape, weight.input_axis)
+        return self.pattern.to_groups(self.edges.widen(shard, values, missing), weight.shape, weight.input_axis)
 
     def from_groups(self, shard: Shard, group_GM: Tensor) -> Tensor:
         """(G, M) -> (numel of the shard,), the shard's own members."""
         weight = self.weights[shard.name]
-        return self.edges.own(shard.name, self.pattern.from_groups(group_GM, weight.shape, weight.input_axis))
+        return self.edges.own(shard, self.pattern.from_groups(group_GM, weight.shape, weight.input_axis))
 
     def top(self, shard: Shard, values: Tensor, missing: Missing) -> Tensor:
         """(numel of the shard,) bool: the top N of the values in every group."""
@@ -118,7 +123,6 @@ class Ground:
     @torch.no_grad()
     def account(self) -> None:
         """Account for all masks in the metrics; what is kept is the target."""
-        for shard in self.shards.values():
-            if shard.numel:
-                mask = self.of(shard, "mask")
-                self.add_update(shard, mask, mask != 0)
+        for piece in self.pieces():
+            mask = self.of(piece, "mask")
+            self.add_update(piece, mask, mask != 0)

@@ -82,7 +82,10 @@ class MaskLLM(FixedMask):
 
     def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
         """See `Rule`."""
-        publish(dense, self._likeliest[shard.name] if hard else mask, out)
+        if hard:
+            first = shard.start - self.on.shards[shard.name].start
+            mask = self._likeliest[shard.name][first : first + shard.numel]
+        publish(dense, mask, out)
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
         """See `Rule`; Adam on the logits, and the weights stay."""

@@ -18,6 +18,7 @@ from sparseforge_ds.mask.importance import (
     score_moments,
     standardized_score,
 )
+from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.ground import ForgeError, Ground
 from sparseforge_ds.zero.probe import Closure, Probe
 from sparseforge_ds.zero.shard import Shard
@@ -44,8 +45,8 @@ class Ranking:
             layers = {weight.name: module.get_submodule(weight.module) for weight in ground.weights.values()}
             linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
             fused = {w.module: module.get_submodule(w.module) for w in ground.routed if len(w.shape) == 3}
-            shards = Shards(probe, ground.matrices, ground.edges, linear, ground.load, fused)
-            self.estimator = build(shards, ground.config)
+            self.shards = Shards(probe, ground.matrices, ground.edges, linear, ground.load, fused)
+            self.estimator = build(self.shards, ground.config)
 
     @property
     def ready(self) -> bool:
@@ -68,20 +69,68 @@ class Ranking:
                 "call forge.step(probe=lambda: engine(**batch).loss)"
             )
         part = on.config.curvature
+        if not on.refreshes:
+            self._refresh_first(self.estimator, probe)
+            return
+        streamed = self.estimator.streamed() if part.probes == 1 else set()
+        sample = self.shards.zeros(without=streamed)
         with torch.enable_grad():
-            sample = self.estimator.refresh(probe, on.step, part.probes if on.refreshes else part.first_probes)
-        if sample is None:
+            applied = self.estimator.refresh(probe, on.step, part.probes, sample, self._take if streamed else None)
+        if not applied:
             self.lost_refreshes += 1
             return  # keep the average as it is
-        rates = on.load.fade(lambda tokens, recent: token_rate(tokens, recent, part.decay))
-        for name, shard in on.shards.items():
-            average = on.of(shard, "curvature")
+        rates = on.load.fade(self._rate)
+        for name, new in sample.items():
+            average = on.of(on.shards[name], "curvature")
             if name in on.load.rows:
-                self._accumulate_experts(name, average, sample[name], rates)
+                self._accumulate_experts(name, average, new, rates)
                 continue
-            on.health.add_refresh(average, sample[name])
-            accumulate(average, sample[name], part.decay)
+            on.health.add_refresh(average, new)
+            accumulate(average, new, part.decay)
         on.refreshes += 1
+
+    def _refresh_first(self, estimator: Estimator, probe: Closure) -> None:
+        """The running mean is 0, and the sample is formed in its place."""
+        on, part = self.on, self.on.config.curvature
+        averages = {name: on.of(shard, "curvature") for name, shard in on.shards.items()}
+        with torch.enable_grad():
+            applied = estimator.refresh(probe, on.step, part.first_probes, averages)
+        if not applied:
+            self.lost_refreshes += 1
+            for average in averages.values():
+                average.zero_()
+            return
+        rates = on.load.fade(self._rate)
+        for name, average in averages.items():
+            if name in on.load.rows:
+                for one in on.matrices.parts[name]:
+                    row = on.load.of_matrix[one.row]
+                    assert row is not None
+                    if not rates[row]:  # else 1: the first average is the sample
+                        average[one.start : one.stop].zero_()
+                continue
+            for run in runs(average):
+                sample = average[run].clone()
+                average[run].zero_()
+                accumulate(average[run], sample, part.decay)
+        on.refreshes += 1
+
+    def _rate(self, tokens: float, recent: float) -> tuple[float, float]:
+        return token_rate(tokens, recent, self.on.config.curvature.decay)
+
+    def _take(self, name: str, first: int, total: Tensor, tokens: list[int]) -> None:
+        """Take sums over the tokens of experts, some elements of a shard, into the running mean."""
+        on, rows = self.on, self.on.load.rows[name]
+        average = on.of(on.shards[name], "curvature")
+        for part in on.matrices.parts[name]:
+            start, stop = max(part.start, first), min(part.stop, first + total.numel())
+            row = on.load.of_matrix[part.row]
+            assert row is not None
+            count = tokens[row - rows.start]
+            if start < stop and count:
+                sample = total[start - first : stop - first].div_(float(count))
+                on.health.add_refresh(average[start:stop], sample)
+                average[start:stop].lerp_(sample, self._rate(count, on.load.recent[row])[0])
 
     def _accumulate_experts(self, name: str, average: Tensor, sample: Tensor, rates: list[float]) -> None:
         """Average by tokens; an expert that saw none keeps what it has."""
@@ -94,7 +143,7 @@ class Ranking:
                 average[inside].lerp_(sample[inside], rates[row])
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
-        """(shard, (G, M) s~ of its groups) for every shard that holds something. Collective, before the first.
+        """(piece, (G, M) s~ of its groups) for every piece of this rank's shards. Collective, before the first.
 
         Raises:
             ForgeError: some matrix has no curvature to speak of.
@@ -116,9 +165,9 @@ class Ranking:
         # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
         scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
         missing = on.edges.exchange(lambda piece: self._score(on.shards[piece.name], scaling, piece.start, piece.stop))
-        for shard in on.shards.values():
-            if shard.numel:
-                yield shard, on.to_groups(shard, self._score(shard, scaling, shard.start, shard.stop), missing)
+        for piece in on.pieces():
+            score = self._score(on.shards[piece.name], scaling, piece.start, piece.stop)
+            yield piece, on.to_groups(piece, score, missing)
 
     def _score(self, shard: Shard, scaling: Tensor, start: int, stop: int) -> Tensor:
         """s~ of the weight's elements start..stop, all of them on this rank."""

@@ -61,7 +61,5 @@ class RefreshedMask(FixedMask):
         on = self.on
         names = [name for name, shard in on.shards.items() if shard.flat == index]
         missing = on.edges.exchange(on.reader(lambda shard: on.of(shard, "dense").abs()), names)
-        for name in names:
-            shard = on.shards[name]
-            if shard.numel:
-                on.of(shard, "mask").copy_(on.top(shard, on.of(shard, "dense").abs(), missing))
+        for piece in on.pieces(names):
+            on.of(piece, "mask").copy_(on.top(piece, on.of(piece, "dense").abs(), missing))

@@ -70,11 +70,10 @@ class SoftMask(Rule):
         """m <- hard(m), eq. 11."""
         on = self.on
         self.ranking.require_refreshed()
-        hard = {name: on.top(shard, on.of(shard, "mask"), self._mask_edges) for name, shard in on.shards.items()}
-        for name, shard in on.shards.items():
-            mask = on.of(shard, "mask")
-            mask.copy_(hard[name])
-            if shard.numel:
-                on.add_update(shard, mask, hard[name])
+        for piece in on.pieces():
+            mask = on.of(piece, "mask")
+            hard = on.top(piece, mask, self._mask_edges)
+            mask.copy_(hard)
+            on.add_update(piece, mask, hard)
         self._mask_edges = on.exchange("mask")
         return self.ranking.report()

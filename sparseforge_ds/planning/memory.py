@@ -13,7 +13,8 @@ from functools import cache
 
 import torch
 
-from sparseforge_ds.mask.curvature import rademacher, token_fisher
+from sparseforge_ds.mask.curvature import experts_at_once, rademacher, token_fisher
+from sparseforge_ds.mask.runs import PIECE
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, is_expert
 from sparseforge_ds.planning.gathering import Gathering, Step, forward_backward, forward_only, replay
@@ -22,7 +23,7 @@ from sparseforge_ds.planning.settings import Settings
 from sparseforge_ds.planning.states import Kinds, kept_gradients, local, model_states, positive, teacher_weights
 
 _MASK_SCRATCH = 32
-"""Bytes an element of the largest shard that scores, gates and the flip count may take while it is updated."""
+"""Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
 
 Trace = Callable[..., Activations]
 """`trace(micro_batch, checkpointing, teacher)` of the model at hand."""
@@ -188,25 +189,33 @@ def _step(model: Architecture, settings: Settings, shard: int) -> Kinds:
         "gradients": kept,
         "fp32 gradients": gradients,
         "optimizer's temporaries": 0 if settings.fused_optimizer else 4 * group,
-        "mask's temporaries": _MASK_SCRATCH * shard,
+        "mask's temporaries": _MASK_SCRATCH * min(shard, PIECE),
     }
 
 
 def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
-    """What a refresh of the curvature needs besides a pass."""
-    masked = local(model, settings, 1, only_masked=True)
+    """What a refresh of the curvature needs besides a pass; scores and gates come later, and take less."""
     forge, tokens = settings.forge, settings.micro_batch * settings.seq_length
-    kinds = {"new curvature": 4 * masked if settings.has_curvature and not settings.optimizer_on_host else 0}
-    if not settings.optimizer_on_host:
-        kinds["mask's temporaries"] = _MASK_SCRATCH * shard
+    kinds = {"new curvature": 0 if settings.optimizer_on_host else 4 * _held_samples(model, settings)}
     if forge.importance in ("fisher", "gauss_newton") and forge.curvature.per_token:
         kinds["Fisher matrix"] = _fisher(model, settings, tokens)
     if forge.importance == "gauss_newton":
         # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once.
         kinds["sampled labels"] = 3 * 4 * tokens * model.vocabulary
     if forge.importance == "hutchinson" and not settings.optimizer_on_host:
-        kinds["random signs"] = measured(lambda: rademacher(1, 0, shard, torch.device("meta")))
+        kinds["random signs"] = measured(lambda: rademacher(1, 0, min(shard, PIECE), torch.device("meta")))
     return kinds
+
+
+def _held_samples(model: Architecture, settings: Settings) -> int:
+    """Elements of this rank whose new curvature is held until it is whole; the first goes where the average will be."""
+    if not settings.has_curvature:
+        return 0
+    part, masked = settings.forge.curvature, [parameter for parameter in model.parameters if parameter.masked]
+    squared = settings.forge.importance in ("fisher", "gauss_newton") and part.per_token and part.probes == 1
+    if squared and settings.dtype != torch.float16:  # fused experts are taken in a few at a time
+        masked = [parameter for parameter in masked if not (parameter.fused)]
+    return sum(_local_numel(parameter.numel, settings) for parameter in masked)
 
 
 def _fisher(model: Architecture, settings: Settings, tokens: int) -> int:
@@ -218,14 +227,15 @@ def _fisher_of(shape: tuple[int, ...], model: Architecture, settings: Settings, 
     outputs, inputs = shape[-2:]
     if model.input_first:
         outputs, inputs = inputs, outputs
-    size = 4 * math.prod(shape)
+    size = 4 * outputs * inputs * min(math.prod(shape[:-2]), experts_at_once(outputs, inputs))
     grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
     input_TI = torch.empty(tokens, inputs, dtype=settings.dtype, device="meta")
     formed = measured(lambda: token_fisher(grad_TO, input_TI, 1.0))
     if len(shape) > 2:
         formed += size  # an expert at a time, of which one may see all tokens
     turned = size if model.input_first else 0
-    received = math.ceil(size / settings.ranks) if settings.stage == 3 and settings.ranks > 1 else 0
+    whole = size == 4 * math.prod(shape)  # else a rank's part is a view of what was summed
+    received = math.ceil(size / settings.ranks) if settings.stage == 3 and settings.ranks > 1 and whole else 0
     return max(formed, size + turned + received)
 
 

@@ -7,13 +7,15 @@ geometry of all ranks; an exchange is one all-to-all, and none at all when no gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparseforge_ds.mask.runs import ALIGNMENT, PIECE
 from sparseforge_ds.zero.shard import Layout, Shard
 
 Missing = dict[str, tuple[Tensor, Tensor]]
@@ -47,6 +49,8 @@ class Edges:
         self.shards = shards
         self.prefix = {name: shard.start % spans[name] if shard.numel else 0 for name, shard in shards.items()}
         self.suffix = {name: -shard.stop % spans[name] if shard.numel else 0 for name, shard in shards.items()}
+        self.pieces = {name: cut(shard, spans[name]) for name, shard in shards.items()}
+        """Each shard as consecutive runs, so that what is worked on at a time has a limit; none of an empty one."""
         self.ranges = self._all_ranges()
         self.send: list[list[Piece]] = [[] for _ in range(layout.world_size)]
         self.receive: list[list[Piece]] = [[] for _ in range(layout.world_size)]
@@ -137,14 +141,35 @@ class Edges:
             position += length
         return missing
 
-    def widen(self, name: str, mine: Tensor, missing: Missing) -> Tensor:
-        """(numel of the shard,) -> (prefix + numel + suffix,), whole groups; `mine` itself when nothing is missing."""
-        if name not in missing:
-            return mine
-        prefix, suffix = missing[name]
-        return torch.cat([prefix.to(mine.device), mine, suffix.to(mine.device)])
+    def widen(self, shard: Shard, mine: Tensor, missing: Missing) -> Tensor:
+        """(numel,) of a shard or a piece of one -> (prefix + numel + suffix,), whole groups; `mine` where it has them.
 
-    def own(self, name: str, widened: Tensor) -> Tensor:
-        """The shard's own elements of a widened tensor."""
-        head = self.prefix[name]
-        return widened[head : head + self.shards[name].numel]
+        What is missing is so at the ends of the whole shard only.
+        """
+        if shard.name not in missing:
+            return mine
+        whole = self.shards[shard.name]
+        prefix, suffix = missing[shard.name]
+        parts = [mine]
+        if shard.start == whole.start:
+            parts.insert(0, prefix.to(mine.device))
+        if shard.stop == whole.stop:
+            parts.append(suffix.to(mine.device))
+        return torch.cat(parts) if len(parts) > 1 else mine
+
+    def own(self, shard: Shard, widened: Tensor) -> Tensor:
+        """The own elements of a shard, or of a piece of one, in a widened tensor."""
+        head = self.prefix[shard.name] if shard.start == self.shards[shard.name].start else 0
+        return widened[head : head + shard.numel]
+
+
+def cut(shard: Shard, span: int) -> list[Shard]:
+    """Consecutive pieces of a shard of about `PIECE` elements, cut between spans."""
+    unit = span * ALIGNMENT // math.gcd(span, ALIGNMENT)
+    size = max(unit, PIECE - PIECE % unit)
+    bounds = [shard.start, *range(shard.start - shard.start % span + size, shard.stop, size), shard.stop]
+    return [
+        replace(shard, start=start, stop=stop, offset=shard.offset + start - shard.start)
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        if stop > start
+    ]

@@ -78,6 +78,13 @@ class ExpertLoad:
         """Count tokens that this rank sent to consecutive experts; `count_E` has one number each."""
         self._counts[rows.start : rows.stop] += count_E.to(self._counts)
 
+    @staticmethod
+    def summed(stop_E: Tensor) -> list[int]:
+        """Rows of every expert on all ranks, of one past each expert's last row on this one. Collective."""
+        count_E = stop_E.diff(prepend=stop_E.new_zeros(1)).to(torch.int64)
+        dist.all_reduce(count_E)
+        return [int(count) for count in count_E.tolist()]
+
     def agree(self) -> None:
         """Sum the counts of this refresh over the ranks. Collective, one call."""
         if self.names:

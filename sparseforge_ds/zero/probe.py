@@ -130,25 +130,32 @@ class Probe:
             accelerator.set_rng_state(device_rng)
 
 
-def reduce_to_shard(layout: Layout, shard: Shard, ranges: list[tuple[int, int]], full: Tensor) -> Tensor:
-    """Sum a weight-shaped tensor over the ranks and keep this rank's elements. Collective.
+def reduce_to_shard(
+    layout: Layout, shard: Shard, ranges: list[tuple[int, int]], full: Tensor, first: int = 0
+) -> tuple[slice, Tensor]:
+    """Sum flat elements of a weight over the ranks and keep those of this rank. Collective.
 
     Args:
         layout: of the engine.
         shard: this rank's part of the weight.
         ranges: (start, stop) of the weight on every rank.
-        full: (numel of the weight,) contribution of this rank; overwritten.
+        full: (n,) contribution of this rank to n consecutive elements, or all, of the weight; overwritten.
+        first: number of the first of them in the weight.
 
     Returns:
-        (numel of the shard,) sum over the ranks.
+        Which elements of the shard these are, and their sums over the ranks.
     """
+    numel = full.numel()
+    mine = slice(*(min(max(end, first), first + numel) - first for end in (shard.start, shard.stop)))
+    ours = max(first - shard.start, 0)
+    inside = slice(ours, ours + mine.stop - mine.start)
     if layout.world_size == 1:
-        return full
+        return inside, full
     if layout.replicated:
         dist.all_reduce(full)
-        return full
+        return inside, full
+    ranges = [tuple(min(max(end, first), first + numel) - first for end in ends) for ends in ranges]  # type: ignore
     length = ranges[0][1] - ranges[0][0]
-    numel = full.numel()
     missing = length * layout.world_size - numel
     # A weight that one rank holds whole (stages 1 and 2) would be padded to as many times its size.
     if 0 <= missing < layout.world_size and all(
@@ -156,10 +163,10 @@ def reduce_to_shard(layout: Layout, shard: Shard, ranges: list[tuple[int, int]],
         for rank, (start, stop) in enumerate(ranges)
     ):
         padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
-        mine = full.new_empty(length)
-        dist.reduce_scatter_tensor(mine, padded)
-        return mine[: shard.numel]
+        received = full.new_empty(length)
+        dist.reduce_scatter_tensor(received, padded)
+        return inside, received[: mine.stop - mine.start]
     for owner, (start, stop) in enumerate(ranges):
         if stop > start:
             dist.reduce(full[start:stop], dst=owner)
-    return full[shard.start : shard.stop]
+    return inside, full[mine]
