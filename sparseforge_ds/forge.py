@@ -185,8 +185,8 @@ class SparseForge:
         for piece in self._ground.pieces():
             _, curvature = self._ground.dense_and_curvature(piece)
             corrected = None if curvature is None else curvature / self._ground.correction(piece.name)
-            counts = histogram_counts(self._publication.of(piece, "mask"), corrected, bins)
-            table[row_of[piece.name]] += counts.to(table.device)
+            of_piece = histogram_counts(self._publication.of(piece, "mask"), corrected, bins)
+            table[row_of[piece.name]] += of_piece.to(table.device)
         counts = self._matrices.reduce(table).long().tolist()
         low, high = CURVATURE_DECADES
         mask_edges = [i / bins for i in range(bins + 1)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sparseforge_ds.planning.architecture import Architecture, Sizes
 from sparseforge_ds.planning.settings import Settings
+from sparseforge_ds.planning.states import moments
 from sparseforge_ds.planning.traffic import probe_passes
 
 PEAK_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "v100": 125.0}
@@ -83,7 +84,6 @@ def duration(
 def checkpoint_bytes(model: Sizes, settings: Settings) -> int:
     """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
     total, masked = model.total, model.masked
-    moments = 0 if settings.forge.method == "maskllm" else 8 * total
-    states = moments + masked * (8 + 4 * len(settings.forge.state_keys))
-    master = 4 * total if settings.has_master else 0
+    states = moments(total, masked, settings) + masked * (8 + 4 * len(settings.forge.state_keys))
+    master = 4 * total if settings.has_master else 2 * total if settings.bf16_states else 0
     return states + master + (settings.low * total if settings.stage < 3 else 0)

@@ -141,7 +141,7 @@ def _moments(model: Architecture, settings: Settings, trace: Trace, gathered: Ga
     passing: Kinds = {}
     if settings.stage == 3:
         # The all-gather lands in one flat tensor, from which the weights are copied.
-        copy = gathered.largest if settings.ranks > 1 else 0
+        copy = gathered.largest if settings.ranks > 1 and not settings.sequential else 0
         passing = {"gathered weights": gathered.live * low, "gathering": copy * low}
     else:
         whole = settings.stage < 2
@@ -182,6 +182,8 @@ def _step(model: Architecture, settings: Settings, shard: int) -> Kinds:
         return {}
     group = _largest_group(model, settings)
     gradients = 0 if settings.stage == 0 and settings.low == 4 else 4 * group
+    if settings.bf16_states:
+        gradients += 2 * group  # DeepSpeed hands over gradients in bf16, which are cast for the dense weights
     if settings.stage == 0:
         group = model.total if settings.low == 2 else model.largest
         gradients = 4 * group if settings.low == 2 else 0
@@ -211,11 +213,13 @@ def _held_samples(model: Architecture, settings: Settings) -> int:
     """Elements of this rank whose new curvature is held until it is whole; the first goes where the average will be."""
     if not settings.has_curvature:
         return 0
-    part, masked = settings.forge.curvature, [parameter for parameter in model.parameters if parameter.masked]
+    held, part = local(model, settings, 1, only_masked=True), settings.forge.curvature
     squared = settings.forge.importance in ("fisher", "gauss_newton") and part.per_token and part.probes == 1
-    if squared and settings.dtype != torch.float16:  # fused experts are taken in a few at a time
-        masked = [parameter for parameter in masked if not (parameter.fused)]
-    return sum(_local_numel(parameter.numel, settings) for parameter in masked)
+    if not squared or settings.dtype == torch.float16:
+        return held
+    # Fused experts are taken in a few at a time.
+    others = [math.prod(shape) for shape in model.masked_shapes if len(shape) < 3]
+    return min(held, sum(math.ceil(size / settings.ranks) if settings.stage == 3 else size for size in others))
 
 
 def _fisher(model: Architecture, settings: Settings, tokens: int) -> int:

@@ -47,6 +47,10 @@ class Settings:
     max_live: int
     max_reuse: int
     sub_group: int
+    bf16_states: bool
+    """bf16_master_weights_and_grads and bf16_optimizer_states: the weights are their own masters."""
+    sequential: bool
+    """stage3_allgather_sequential: each weight is gathered where it stays."""
     leaves: tuple[str, ...]
     """leaf_module.name_suffixes."""
 
@@ -62,8 +66,8 @@ class Settings:
 
     @property
     def has_master(self) -> bool:
-        """Whether fp32 masters exist beside the weights: always, except in fp32 without ZeRO."""
-        return self.stage > 0 or self.low < 4
+        """Whether fp32 masters exist beside the weights: not in fp32 without ZeRO, nor if all is kept in bf16."""
+        return (self.stage > 0 or self.low < 4) and not self.bf16_states
 
     @property
     def has_curvature(self) -> bool:
@@ -79,11 +83,19 @@ def check_estimable(resolved: dict[str, Any]) -> None:
     """Refuse what there is no estimate for.
 
     Raises:
-        ValueError: a state is to be offloaded to NVMe, or masters are not in fp32.
+        ValueError: a state is to be offloaded to NVMe, or masters are not in fp32, save in bf16 under plain ZeRO-3.
     """
-    if any((resolved.get(key) or {}).get("bf16_master_weights_and_grads") for key in ("bf16", "fp16")):
-        raise ValueError("bf16_master_weights_and_grads: the planner knows fp32 masters only; plan without")
     zero = resolved.get("zero_optimization", {})
+    bf16 = resolved.get("bf16") or {}
+    if bf16.get("bf16_master_weights_and_grads") and not (
+        bf16.get("bf16_optimizer_states") and zero.get("stage") == 3 and not zero.get("offload_optimizer")
+    ):
+        raise ValueError(
+            "bf16_master_weights_and_grads: the planner knows it with bf16_optimizer_states under ZeRO-3 without "
+            "offload_optimizer only; plan without"
+        )
+    if (resolved.get("fp16") or {}).get("fp16_master_weights_and_grads"):
+        raise ValueError("fp16_master_weights_and_grads: the planner knows fp32 masters only; plan without")
     for key in ("offload_optimizer", "offload_param"):
         if (zero.get(key) or {}).get("device") == "nvme":
             raise ValueError(f'{key}.device = "nvme": the planner has no estimate for NVMe; plan with "cpu"')
@@ -141,5 +153,7 @@ def settings(
         max_live=int(zero.get("stage3_max_live_parameters", 1e9)),
         max_reuse=int(zero.get("stage3_max_reuse_distance", 1e9)),
         sub_group=int(zero.get("sub_group_size", 1e9)),
+        bf16_states=bool((resolved.get("bf16") or {}).get("bf16_optimizer_states")),
+        sequential=bool(zero.get("stage3_allgather_sequential", False)),
         leaves=tuple(leaf.get("name_suffixes", ())),
     )

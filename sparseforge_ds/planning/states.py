@@ -16,13 +16,20 @@ def model_states(model: Sizes, settings: Settings) -> Kinds:
     return {
         "weights": settings.low * local(model, settings, 3),
         "master": 4 * states if settings.has_master else 0,
-        "moments": 0 if settings.forge.method == "maskllm" else 8 * states,
+        "moments": moments(states, masked, settings),
         "dense": 4 * masked,
         "mask": 4 * masked,
         "curvature": 4 * masked if settings.has_curvature else 0,
         "logits": 4 * masked * sum("logit" in key for key in settings.forge.state_keys),
         "flip bits": math.ceil(masked / 8),
     }
+
+
+def moments(total: int, masked: int, settings: Settings) -> int:
+    """Bytes of Adam's two moments of so many elements; weights under a mask are always stepped in fp32."""
+    if settings.forge.method == "maskllm":
+        return 0
+    return 8 * masked + (4 if settings.bf16_states else 8) * (total - masked)
 
 
 def lasting(model: Sizes, settings: Settings, teacher: Sizes | None = None) -> Kinds:

@@ -49,7 +49,7 @@ class Edges:
         self.shards = shards
         self.prefix = {name: shard.start % spans[name] if shard.numel else 0 for name, shard in shards.items()}
         self.suffix = {name: -shard.stop % spans[name] if shard.numel else 0 for name, shard in shards.items()}
-        self.pieces = {name: cut(shard, spans[name]) for name, shard in shards.items()}
+        self.pieces = {name: pieces_of(shard, spans[name]) for name, shard in shards.items()}
         """Each shard as consecutive runs, so that what is worked on at a time has a limit; none of an empty one."""
         self.ranges = self._all_ranges()
         self.send: list[list[Piece]] = [[] for _ in range(layout.world_size)]
@@ -163,7 +163,7 @@ class Edges:
         return widened[head : head + shard.numel]
 
 
-def cut(shard: Shard, span: int) -> list[Shard]:
+def pieces_of(shard: Shard, span: int) -> list[Shard]:
     """Consecutive pieces of a shard of about `PIECE` elements, cut between spans."""
     unit = span * ALIGNMENT // math.gcd(span, ALIGNMENT)
     size = max(unit, PIECE - PIECE % unit)

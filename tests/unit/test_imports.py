@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mask": {"torch"},
     "presets": set(),
     "config": {"mask.pattern", "mask.anneal", "presets"},
-    "zero": {"torch", "deepspeed", "mask.pattern", "checkpoint"},
+    "zero": {"torch", "deepspeed", "mask.pattern", "mask.runs", "checkpoint"},
     "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern", "mask.packing", "registration"},
     "registration": {"model.packed24", "model.deepseek_moe"},
     "estimate": {"torch", "config", "mask", "zero"},

@@ -65,7 +65,7 @@ def test_squared_gradients_are_those_of_single_products(family: str, implementat
 
     def hook(layer: str, parameter: str, grad_SO: Tensor | None, x_SI: Tensor, stop_E: Tensor, tokens: int) -> None:
         assert grad_SO is not None and tokens == 8
-        found[layer, parameter] = expert_fisher(grad_SO, x_SI, stop_E, 2.0)
+        found[layer, parameter] = torch.cat([full for _, full in expert_fisher(grad_SO, x_SI, stop_E, 2.0)])
         counts[layer] = stop_E.diff(prepend=stop_E.new_zeros(1)).tolist()
 
     with expert_gradients(experts_of(model), hook):
@@ -151,10 +151,15 @@ def test_the_implementation_is_put_back_after_an_error() -> None:
         pass
 
 
-def test_expert_fisher_is_token_fisher_of_each_run() -> None:
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_expert_fisher_is_token_fisher_of_each_run(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseforge_ds.mask.curvature.EXPERT_BYTES", together * 4 * 3 * 5 + 1)
     torch.manual_seed(0)
     grad_SO, x_SI = torch.randn(7, 3), torch.randn(7, 5)
-    full = expert_fisher(grad_SO, x_SI, torch.tensor([2, 2, 7]), 4.0)
+    parts = list(expert_fisher(grad_SO, x_SI, torch.tensor([2, 2, 7]), 4.0))
+    assert [first for first, _ in parts] == list(range(0, 3, together))
+    assert all(len(part) <= together for _, part in parts)
+    full = torch.cat([part for _, part in parts])
     torch.testing.assert_close(full[0], token_fisher(grad_SO[:2], x_SI[:2], 4.0))
     assert not full[1].any()
     torch.testing.assert_close(full[2], token_fisher(grad_SO[2:], x_SI[2:], 4.0))

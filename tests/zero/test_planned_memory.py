@@ -30,6 +30,7 @@ from tests.distributed import run_distributed
 from tests.zero.case import LENGTH, Case, batch_at, build, build_engine, my_part, probe_of, train_step
 
 SMALL = {"reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 500}
+BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NOTHING = Activations(saved=0, logits=0, loss=0, backward=0)
 
@@ -96,10 +97,12 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     inner, flats = engine.basic_optimizer, forge._layout.flats
     state = [inner.state[flat] for flat in flats]
     kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
+    kinds["logits"] = size([value for s in state for name, value in s.items() if "logit" in name])
     kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
     low = [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()]
     kinds["weights"] = size(low)
-    kinds["master"] = size([f for f in flats if all(f is not p for p in low)])
+    of_low = {p.untyped_storage().data_ptr() for p in low}
+    kinds["master"] = size([f for f in flats if f.untyped_storage().data_ptr() not in of_low])
     kinds["flip bits"] = size(list(forge._health._targets.values()))
     idle = all_bytes(before)
     engine.backward(engine(**my_part(batch_at(9))).loss)
@@ -116,6 +119,7 @@ STATES = [
     *((Case(stage=stage, dtype=dtype, zero=SMALL if stage else {}), False) for stage in range(4) for dtype in DTYPES),
     (Case(stage=2, dtype="bf16", zero=SMALL, config={"importance": "magnitude"}), False),
     (Case(stage=3, dtype="bf16", zero=SMALL, config={"low_rank": {"k": 4}}), False),
+    (Case(stage=3, dtype="bf16", zero=SMALL, more=BF16_STATES), False),
     (Case(stage=2, dtype="bf16", zero=SMALL, config={"distillation": {"hold": "zero3"}}), True),
     (Case(stage=3, dtype="bf16", zero=SMALL, config={"distillation": {"hold": "replicated"}}), True),
     *(

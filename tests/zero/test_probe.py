@@ -102,7 +102,7 @@ def train(case: Case, probing: bool) -> tuple[list[float], dict[str, Any], list[
             before = everything(engine, forge)
             closure = probe_of(engine, case, step + 7)
             for kind, estimator in zip(KINDS, estimators, strict=True):
-                assert estimator.refresh(closure, step, 1) is not None
+                assert estimator.refresh(closure, step, 1, estimator.on.zeros())
                 problems += [f"step {step} {kind}: {key}" for key in differences(before, everything(engine, forge))]
             forge.soft_to_hard_gap(closure)
             forge.histograms()
@@ -136,7 +136,8 @@ def measure(case: Case, kind: str, checkpointing: bool | None = None, probes: in
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
     engine, forge = build(case, model)
     estimator = ESTIMATORS[kind](forge._estimator.on, replace(case.sparseforge, importance=kind))
-    sample = estimator.refresh(probe_of(engine, case, 0), 0, probes)
+    sample = estimator.on.zeros()
+    assert estimator.refresh(probe_of(engine, case, 0), 0, probes, sample)
     result = {}
     for name, shard in forge._shards.items():
         full = torch.zeros(forge._weight[name].numel)

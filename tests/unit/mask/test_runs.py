@@ -7,7 +7,7 @@ import torch
 
 from sparseforge_ds.mask.gate import gate
 from sparseforge_ds.mask.importance import scalings, score_moments, standardized_score
-from sparseforge_ds.mask.runs import ALIGNMENT, ELEMENTS_PER_THREAD, runs
+from sparseforge_ds.mask.runs import ALIGNMENT, ELEMENTS_PER_THREAD, PIECE, runs
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (200_003,), (50_001, 4), (70_000, 3), (40, 100_000)])
@@ -18,8 +18,12 @@ def test_runs_cover_everything_once(shape: tuple[int, ...]) -> None:
     assert all(len(piece) % ALIGNMENT == 0 for piece in pieces[:-1])
 
 
-def test_an_accelerator_gets_one_run() -> None:
-    assert list(runs(torch.empty(10 * ELEMENTS_PER_THREAD, device="meta"))) == [slice(0, 10 * ELEMENTS_PER_THREAD)]
+def test_an_accelerator_gets_long_runs() -> None:
+    assert list(runs(torch.empty(PIECE, device="meta"))) == [slice(0, PIECE)]
+    assert list(runs(torch.empty(PIECE // 2, 4, device="meta"))) == [
+        slice(0, PIECE // 4),
+        slice(PIECE // 4, PIECE // 2),
+    ]
 
 
 @pytest.mark.parametrize("members", [3, 4])

@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.curvature import EXPERT_BYTES
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.duration import checkpoint_bytes
@@ -135,10 +136,18 @@ def test_a_fisher_probe_forms_a_full_matrix() -> None:
     assert "new curvature" not in moments
 
 
-def test_a_fisher_probe_of_fused_experts_is_of_all_experts_of_a_layer() -> None:
+def test_a_fisher_probe_of_fused_experts_takes_some_experts_at_a_time() -> None:
+    """What is not taken in as it comes is the new curvature of attention, dense layers and shared experts."""
     model, laid_out = planned(3, 8, {"importance": "fisher"}, config=deepseek_moe_16b)
     found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
-    assert 4 * 64 * 2 * 1408 * 2048 <= found["Fisher matrix"] <= 1.3 * 4 * 64 * 2 * 1408 * 2048
+    assert 0.9 * EXPERT_BYTES <= found["Fisher matrix"] <= 1.2 * EXPERT_BYTES
+    others = model.masked - 27 * 64 * 3 * 1408 * 2048
+    assert found["new curvature"] == pytest.approx(4 * others / 8, rel=1e-3)
+    for part in ({"probes": 2}, {"per_token": False}):
+        model, laid_out = planned(3, 8, {"importance": "fisher", "curvature": part}, config=deepseek_moe_16b)
+        held = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]["new curvature"]
+        assert held == pytest.approx(4 * model.masked / 8, rel=1e-3)
+    model, laid_out = planned(3, 8, {"importance": "fisher"}, config=deepseek_moe_16b)
     assert traffic(model, laid_out).ours["curvature reduced"] == pytest.approx(
         4 * model.masked / laid_out.forge.resolved_schedule.update_every, rel=1e-6
     )
@@ -170,7 +179,8 @@ def test_checkpoints_hold_20_bytes_a_weight_under_zero3() -> None:
     ("content", "message"),
     [
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "no estimate for NVMe"),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "fp32 masters only"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "under ZeRO-3 without"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp32 masters only"),
     ],
 )
 def test_layouts_without_an_estimate(content: dict[str, Any], message: str) -> None:

@@ -1,0 +1,92 @@
+"""Work on a piece at a time is work at once, bit for bit: scores, gates, masks, curvature, publication."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseforge_ds.zero.edges import pieces_of
+from sparseforge_ds.zero.shard import Shard
+from tests.distributed import run_distributed
+from tests.zero.case import Case, build, gathered, probe_of, published, train_step
+
+ODD = {"exclude": ["*.down_proj.weight"]}
+CASES = {
+    "stage 3": Case(stage=3),
+    "cut groups": Case(stage=3, model="llama_odd", config=ODD),
+    "tiles": Case(stage=2, model="llama_tiles", config={"pattern": "block16"}),
+    "input first": Case(stage=1, model="gpt2"),
+    "hutchinson": Case(stage=2, config={"exclude": ["*.k_proj.weight"], "importance": "hutchinson"}),
+    "wanda": Case(stage=3, model="qwen3_moe", config={"importance": "wanda"}),
+    "experts": Case(stage=3, model="qwen3_moe"),
+    "experts, stage 1": Case(stage=1, model="qwen3_moe", dtype="bf16"),
+    "experts, stage 0": Case(stage=0, model="qwen3_moe"),
+    "two probes": Case(stage=3, model="qwen3_moe", config={"curvature": {"probes": 2}}),
+    "sr_ste": Case(stage=3, model="llama_odd", config={"method": "sr_ste", **ODD}),
+    "maskllm": Case(stage=3, model="llama_odd", config={"method": "maskllm", **ODD}),
+}
+
+
+def train(case: Case, small: bool, held: bool) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """Weights and states after a run, numbers of its last update, and pieces; `held`: no curvature in parts."""
+    with ExitStack() as stack:
+        if small:
+            stack.enter_context(mock.patch("sparseforge_ds.zero.edges.PIECE", 1))
+            stack.enter_context(mock.patch("sparseforge_ds.mask.curvature.EXPERT_BYTES", 1))
+        if held:
+            streamed = "sparseforge_ds.estimate.squared_gradients.SquaredGradients.streamed"
+            stack.enter_context(mock.patch(streamed, lambda _: set()))
+        engine, forge = build(case)
+        if forge._rule.starts:
+            forge.start(probe_of(engine, case, 0))
+        gaps = []
+        for step in range(case.steps):
+            train_step(engine, case, step)
+            forge.step(probe_of(engine, case, step))
+            if step == 4:
+                gaps.append(forge.soft_to_hard_gap(probe_of(engine, case, step)))
+        keys = ("dense", "mask", *(("curvature",) if forge._estimator is not None else ()))
+        tensors = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
+        tensors |= {f"published {name}": value for name, value in published(engine).items()}
+        numbers = {**forge.metrics, "gap": gaps[0], "histograms": forge.histograms(), **forge.state_dict()}
+        return tensors, numbers, sum(map(len, forge._edges.pieces.values()))
+
+
+def train_all(small: bool, held: bool, cases: list[Case]) -> list[Any]:
+    return [train(case, small, held) for case in cases]
+
+
+def test_a_run_in_pieces_is_the_run_at_once() -> None:
+    cases = list(CASES.values())
+    pieces, whole, held = (run_distributed(train_all, 2, *how, cases) for how in ((1, 0), (0, 0), (1, 1)))
+    for rank in range(2):
+        for name, small, plain, late in zip(CASES, pieces[rank], whole[rank], held[rank], strict=True):
+            assert small[2] > plain[2], name
+            for other in (plain, late):
+                assert small[0].keys() == other[0].keys()
+                for key, value in other[0].items():
+                    assert torch.equal(small[0][key], value), (name, key)
+                for key, number in other[1].items():
+                    if isinstance(number, float):  # sums in another order
+                        assert small[1][key] == pytest.approx(number, rel=1e-9, abs=1e-12), (name, key)
+                    else:
+                        assert small[1][key] == number, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "span"), [(0, 1000, 4), (6, 1003, 4), (0, 0, 4), (7, 7, 4), (100, 90_000, 320)]
+)
+def test_pieces_are_cut_between_spans(start: int, stop: int, span: int) -> None:
+    shard = Shard("w", (300, 320), start, stop, 1, 50)
+    with mock.patch("sparseforge_ds.zero.edges.PIECE", 256):
+        pieces = pieces_of(shard, span)
+    ends = [start, *(piece.stop for piece in pieces)]
+    assert [piece.start for piece in pieces] == ends[:-1] and ends[-1] == stop
+    assert all(piece.stop > piece.start and piece.offset - 50 == piece.start - start for piece in pieces)
+    assert all(piece.stop % span == 0 for piece in pieces[:-1])
+    assert bool(pieces) == (stop > start)
