@@ -55,6 +55,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seq_length", type=int, default=64, help="tokens of a sequence")
     add("--micro_batch", type=int, default=1, help="sequences of a micro-batch and rank")
     add("--activation_checkpointing", action="store_true", help="as for the launcher")
+    add("--no_teacher", action="store_true", help="train on the text alone, without the dense model as a teacher")
+    add("--bf16_states", action="store_true", help="bf16 masters, and bf16 moments of what is under no mask")
     add("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero3.json", help="configuration to start from")
     add("--memory", type=float, default=20.0, help="GiB for all ranks together; a GPU has what it has")
     add("--full_gpus", type=int, default=8, help="GPUs for which the full model is planned")
@@ -96,7 +98,10 @@ def main(argv: list[str] | None = None) -> int:
         "ranks": arguments.ranks,
         "settings": {
             key: getattr(arguments, key)
-            for key in ("experts", "vocabulary", "shrink", "steps", "seq_length", "micro_batch")
+            for key in (
+                *("experts", "vocabulary", "shrink", "steps", "seq_length", "micro_batch"),
+                *("no_teacher", "bf16_states"),
+            )
         },
         "runs": runs,
         "full_depth": full_depth(arguments, runs),
@@ -123,10 +128,12 @@ def write_deepspeed(path: Path, arguments: argparse.Namespace, ranks: int) -> No
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
     }
+    if arguments.bf16_states:
+        content["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     content.pop("fp16", None)
-    zero = {"reduce_bucket_size": 50_000_000, "sub_group_size": 100_000_000}
+    zero = {"reduce_bucket_size": 50_000_000, "sub_group_size": 100_000_000, "stage3_allgather_sequential": True}
     content["zero_optimization"] = {**content["zero_optimization"], **zero}
-    block = content["sparseforge"]
+    block = content["sparseforge"] | ({"distillation": None} if arguments.no_teacher else {})
     content["sparseforge"] = {**block, "schedule": {**block.get("schedule", {}), **SHORT}}
     path.write_text(json.dumps(content, indent=2))
 

@@ -30,6 +30,7 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.contestants import PHASE_WINDOWS, Batch, Contestant, build, forge_config, memory
 from benchmarks.phases import PHASES, Messages, Phases, held_bytes
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.train.ranks import unlink_shared_buffers
 from sparseforge_ds.zero.publish import STATE_KEYS
 
 GOAL_RATIO = 1.10
@@ -87,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print on rank 0, and write the JSON file when asked to."""
     arguments = parse_arguments(argv)
     deepspeed.init_distributed()
+    unlink_shared_buffers()
     device = get_accelerator().current_device_name()
     phases = Phases()
     phases.wrap_hooks()

@@ -85,5 +85,4 @@ def checkpoint_bytes(model: Sizes, settings: Settings) -> int:
     """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
     total, masked = model.total, model.masked
     states = moments(total, masked, settings) + masked * (8 + 4 * len(settings.forge.state_keys))
-    master = 4 * total if settings.has_master else 2 * total if settings.bf16_states else 0
-    return states + master + (settings.low * total if settings.stage < 3 else 0)
+    return states + settings.of_master * total + (settings.low * total if settings.stage < 3 else 0)

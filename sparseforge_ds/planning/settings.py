@@ -48,7 +48,7 @@ class Settings:
     max_reuse: int
     sub_group: int
     bf16_states: bool
-    """bf16_master_weights_and_grads and bf16_optimizer_states: the weights are their own masters."""
+    """bf16_master_weights_and_grads and bf16_optimizer_states: only what is ours is in fp32."""
     sequential: bool
     """stage3_allgather_sequential: each weight is gathered where it stays."""
     leaves: tuple[str, ...]
@@ -66,8 +66,13 @@ class Settings:
 
     @property
     def has_master(self) -> bool:
-        """Whether fp32 masters exist beside the weights: not in fp32 without ZeRO, nor if all is kept in bf16."""
-        return (self.stage > 0 or self.low < 4) and not self.bf16_states
+        """Whether masters exist beside the weights: always, except in fp32 without ZeRO."""
+        return self.stage > 0 or self.low < 4
+
+    @property
+    def of_master(self) -> int:
+        """Bytes of an element of the masters."""
+        return (2 if self.bf16_states else 4) if self.has_master else 0
 
     @property
     def has_curvature(self) -> bool:

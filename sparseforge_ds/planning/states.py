@@ -15,7 +15,7 @@ def model_states(model: Sizes, settings: Settings) -> Kinds:
     states, masked = local(model, settings, 1), local(model, settings, 1, only_masked=True)
     return {
         "weights": settings.low * local(model, settings, 3),
-        "master": 4 * states if settings.has_master else 0,
+        "master": settings.of_master * states,
         "moments": moments(states, masked, settings),
         "dense": 4 * masked,
         "mask": 4 * masked,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=7)
+_SHARED_BUFFER = "/dev/shm/deepspeed_allreduce_buffer_"
 
 
 class AgreedError(ValueError):
@@ -75,6 +77,22 @@ class Ranks:
         """Wait for every rank and close the connections, so that no rank takes the end of another for a failure."""
         self.barrier()
         dist.destroy_process_group()
+
+
+def unlink_shared_buffers() -> None:
+    """Let the memory of DeepSpeed's all-reduce on a CPU, 69 MB a rank, end with the run. Collective.
+
+    DeepSpeed names it in /dev/shm, where it would stay for good; once all ranks have it open it needs no name. This rank
+    removes what it has mapped and has made, which its number at the end of the name says.
+    """
+    dist.barrier()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    for line in maps.read_text().splitlines():
+        place = line.split(maxsplit=5)[-1]
+        if place.startswith(_SHARED_BUFFER) and place.endswith(f"_{dist.get_rank()}"):
+            Path(place).unlink(missing_ok=True)
 
 
 def world_size_from_launcher() -> int:

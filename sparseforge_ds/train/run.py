@@ -26,7 +26,7 @@ from sparseforge_ds.train.loop import train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.plan import Plan, make_plan, read_config
 from sparseforge_ds.train.preemption import EXIT_CODE, Preemption, Stopped
-from sparseforge_ds.train.ranks import AgreedError, Ranks, world_size_from_launcher
+from sparseforge_ds.train.ranks import AgreedError, Ranks, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import (
     begins_anew,
@@ -55,6 +55,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     _check_at_once(arguments)
     _announce_compilation()
     deepspeed.init_distributed()
+    unlink_shared_buffers()
     ranks = Ranks()
     plan = ranks.everywhere(lambda: make_plan(arguments, ranks.world_size))
     plan = _settle_resume(plan, ranks)
