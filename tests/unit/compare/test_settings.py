@@ -92,7 +92,7 @@ def test_the_shipped_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
     monkeypatch.chdir(ROOT)
     assert main(["compare", "launch/compare_stories.json", "--dry_run"]) == 0
-    assert "24 count: 4 methods x 3 seeds x 2 budgets" in capsys.readouterr().out
+    assert "72 count: 12 methods x 3 seeds x 2 budgets" in capsys.readouterr().out
     config = read_config("launch/compare_stories.json")
     assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
 
