@@ -20,7 +20,7 @@ set -euo pipefail
 source "$(dirname "$0")/recipe.sh"
 
 gpus=8
-model=meta-llama/Llama-2-7b-hf
+model="${MODEL:-meta-llama/Llama-2-7b-hf}"
 case "${1:-}" in
     5B) steps=20000 ;;
     1.25B) steps=4768 ;;
@@ -29,9 +29,9 @@ esac
 budget=$1
 shift
 folders "${name}_$budget"
-train --deepspeed "${CONFIG:-ds_configs/zero3.json}" --model "$model" --dataset ${DATASET:-allenai/c4:en} \
+train --deepspeed "${CONFIG:-ds_configs/zero3.json}" \
     --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-$steps}" \
-    --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 --output_dir "$run" "$@"
+    --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 4096
 zero_shot "$model" --paper llama2-7b
