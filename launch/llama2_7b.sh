@@ -11,7 +11,10 @@
 # (README, "What the defaults are made of"); at this size nothing has been measured. For the paper's literal choices
 # write "preset": "paper" in a copy of the JSON and give it as CONFIG.
 #
-# Data: allenai/c4:en; the paper's Dolmino rows: DATASET=allenai/dolmino-mix-1124, which has text of benchmarks in it.
+# Data: allenai/c4:en. The paper's Dolmino rows, which have text of benchmarks in them: name the parts, with their shares
+# of the 50B mix (arXiv 2501.00656, rounded). Under one name files follow each other, and a budget like this ends in dclm.
+#     d=allenai/dolmino-mix-1124
+#     DATASET="$d:dclm=47 $d:math=21 $d:flan=17 $d:wiki=7 $d:pes2o=6 $d:stackexchange=2" launch/llama2_7b.sh 5B
 # Every document stands between BOS and EOS, so that the model goes on to end its texts; the paper's code puts EOS
 # alone behind those of C4.
 # Planned peak of a GPU: 37.5 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.

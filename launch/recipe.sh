@@ -11,7 +11,7 @@
 #   HOSTFILE   hostfile of the deepspeed launcher (see hostfile.example); empty: this machine
 #   GPUS       GPUs that a dry run is for (default: those that the recipe is made for)
 #   MODEL      the dense model, a folder or hub id (default: the recipe's)
-#   DATASET    --dataset of training, like "allenai/dolmino-mix-1124=0.7 allenai/c4:en=0.3" (default allenai/c4:en)
+#   DATASET    --dataset of training, like "allenai/dolmino-mix-1124:flan=0.3 allenai/c4:en=0.7" (default allenai/c4:en)
 #   STEPS      --max_steps (default: the recipe's)
 #   CONFIG     another DeepSpeed JSON than the recipe's
 #   OUTPUT     run folder, seen by all machines (default runs/NAME); the sparse model lies beside it, as OUTPUT_2to4
