@@ -25,11 +25,11 @@ case "${1:-}" in
 esac
 size=$1
 shift
-model=openai-community/gpt2-$size
+model="${MODEL:-openai-community/gpt2-$size}"
 folders "${name}_$size"
-train --deepspeed "${CONFIG:-ds_configs/zero1.json}" --model "$model" --dataset ${DATASET:-allenai/c4:en} \
+train --deepspeed "${CONFIG:-ds_configs/zero1.json}" \
     --seq_length 1024 --global_batch 64 --micro_batch "$micro" --max_steps "${STEPS:-20000}" \
-    --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 --output_dir "$run" "$@"
+    --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 1024
 zero_shot "$model"

@@ -11,7 +11,10 @@
 # (README, "What the defaults are made of"); at this size nothing has been measured. For the paper's literal choices
 # write "preset": "paper" in a copy of the JSON and give it as CONFIG.
 #
-# Data: allenai/c4:en; the paper's Dolmino rows: DATASET=allenai/dolmino-mix-1124, which has text of benchmarks in it.
+# Data: allenai/c4:en. The paper's Dolmino rows, which have text of benchmarks in them: name the parts, with their shares
+# of the 50B mix (arXiv 2501.00656, rounded). Under one name files follow each other, and a budget like this ends in dclm.
+#     d=allenai/dolmino-mix-1124
+#     DATASET="$d:dclm=47 $d:math=21 $d:flan=17 $d:wiki=7 $d:pes2o=6 $d:stackexchange=2" launch/llama2_7b.sh 5B
 # Every document stands between BOS and EOS, so that the model goes on to end its texts; the paper's code puts EOS
 # alone behind those of C4.
 # Planned peak of a GPU: 37.5 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
@@ -20,7 +23,7 @@ set -euo pipefail
 source "$(dirname "$0")/recipe.sh"
 
 gpus=8
-model=meta-llama/Llama-2-7b-hf
+model="${MODEL:-meta-llama/Llama-2-7b-hf}"
 case "${1:-}" in
     5B) steps=20000 ;;
     1.25B) steps=4768 ;;
@@ -29,9 +32,9 @@ esac
 budget=$1
 shift
 folders "${name}_$budget"
-train --deepspeed "${CONFIG:-ds_configs/zero3.json}" --model "$model" --dataset ${DATASET:-allenai/c4:en} \
+train --deepspeed "${CONFIG:-ds_configs/zero3.json}" \
     --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-$steps}" \
-    --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 --output_dir "$run" "$@"
+    --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 4096
 zero_shot "$model" --paper llama2-7b

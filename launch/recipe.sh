@@ -3,12 +3,15 @@
 #     launch/qwen3_14b.sh --dry_run         check and describe the whole run here, without GPUs, hub or launcher
 #     launch/qwen3_14b.sh                   train, consolidate, verify, evaluate, on the GPUs of this machine
 #     HOSTFILE=launch/hostfile.example launch/qwen3_14b.sh      the same on the machines of a hostfile
-#     launch/qwen3_14b.sh --resume          continue; further flags go to launch/train.py and win over the recipe's
+#     launch/qwen3_14b.sh --resume          continue, after the training too: what is done already is not done again
+#
+# Further flags go to launch/train.py and win over the recipe's.
 #
 # What it reads from the environment:
 #   HOSTFILE   hostfile of the deepspeed launcher (see hostfile.example); empty: this machine
 #   GPUS       GPUs that a dry run is for (default: those that the recipe is made for)
-#   DATASET    --dataset of training, like "allenai/dolmino-mix-1124=0.7 allenai/c4:en=0.3" (default allenai/c4:en)
+#   MODEL      the dense model, a folder or hub id (default: the recipe's)
+#   DATASET    --dataset of training, like "allenai/dolmino-mix-1124:flan=0.3 allenai/c4:en=0.7" (default allenai/c4:en)
 #   STEPS      --max_steps (default: the recipe's)
 #   CONFIG     another DeepSpeed JSON than the recipe's
 #   OUTPUT     run folder, seen by all machines (default runs/NAME); the sparse model lies beside it, as OUTPUT_2to4
@@ -27,14 +30,22 @@ folders() { # NAME
     sparse="${run}_2to4"
 }
 
-# Flags for launch/train.py. A dry run ends the recipe.
-train() {
-    local flag launcher=(deepspeed)
+# Flags for launch/train.py besides model, text and folder. A dry run ends the recipe.
+train() { # FLAGS [flags of the user]
+    local flag dry="" launcher=(deepspeed) text=(--dataset ${DATASET:-allenai/c4:en})
     for flag in "$@"; do
-        if [ "$flag" = --dry_run ]; then
-            exec python launch/train.py "$@" --gpus "${GPUS:-$gpus}"
-        fi
+        case "${flag//-/_}" in
+            __dry_run) dry=1 ;;
+            __dataset | __dataset=*) text=() ;; # launch/train.py would mix it with ours
+            __model | __model=*) _refuse "say MODEL=... instead of --model, for the evaluation too" ;;
+            __output_dir | __output_dir=*) _refuse "say OUTPUT=... instead of --output_dir, for the export too" ;;
+        esac
     done
+    if [ -e "$sparse" ] && ! _exported; then
+        _refuse "$sparse is there already, and not made of $run as it is; remove it, or give another OUTPUT"
+    fi
+    set -- --model "$model" --output_dir "$run" ${text[@]+"${text[@]}"} "$@"
+    if [ -n "$dry" ]; then exec python launch/train.py --gpus "${GPUS:-$gpus}" "$@"; fi
     if [ -n "${HOSTFILE:-}" ]; then launcher+=(--hostfile "$HOSTFILE"); fi
     if [ -n "${LAUNCHER:-}" ]; then read -ra launcher <<<"$LAUNCHER"; fi
     "${launcher[@]}" launch/train.py "$@"
@@ -42,8 +53,18 @@ train() {
 
 # The sparse model, and the proof that every group of it is 2:4.
 export_model() {
-    python -m sparseforge_ds consolidate "$run" "$sparse"
+    _exported || python -m sparseforge_ds consolidate "$run" "$sparse"
     python -m sparseforge_ds verify "$sparse"
+}
+
+# Whether the sparse model was made after the end of the run, by a recipe that was interrupted in its evaluation.
+_exported() {
+    [ -e "$run/result.json" ] && [ "$sparse/sparsity.json" -nt "$run/result.json" ]
+}
+
+_refuse() {
+    echo "$name: $1" >&2
+    exit 2
 }
 
 # WikiText-2 as the papers score it: dense and sparse in one dtype, at the same length.

@@ -8,6 +8,7 @@
 #SBATCH --signal=TERM@900
 #SBATCH --requeue
 #SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
 # A recipe as a Slurm job, from the checkout on a disk that all nodes share:
 #
 #     sbatch launch/slurm.sh launch/qwen3_14b.sh                 # flags of sbatch before, of the recipe behind
@@ -30,7 +31,9 @@ fi
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR="${nodes[0]}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export LAUNCHER="srun --kill-on-bad-exit=1 bash launch/slurm.sh --rank"
+# srun of Slurm 22.05 and later does not take over --cpus-per-task, and would leave every rank one core.
+cores="${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
+export LAUNCHER="srun --kill-on-bad-exit=1 $cores bash launch/slurm.sh --rank"
 code=0
 bash "$@" --resume auto || code=$?
 if [ "$code" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.train.arguments import NOT_OF_A_RUN, RunArguments
 
 SelectAt = Literal["smallest", "each"]
 Protocol = Literal["documents", "windows"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
 _OURS = (
     *("deepspeed", "model", "dataset", "text_field", "max_steps", "seq_length", "output_dir"),
-    *("learning_rate", "save_every", "keep_checkpoints", "seed", "resume"),
+    *("learning_rate", "save_every", "keep_checkpoints", "seed", "resume", "global_batch"),
 )
 """Run flags that the grid decides."""
+_FLAGS = tuple(field.name for field in fields(RunArguments) if field.name not in NOT_OF_A_RUN)
 _IN_A_METHOD = ("flags", "learning_rates")
 """Keys of a method that do not belong to its `sparseforge` block."""
 
@@ -234,6 +236,9 @@ def _flags(value: Any, where: str) -> dict[str, Any]:
     for flag, given in found.items():
         if flag in _OURS:
             raise ValueError(f"{where}.{flag}: the grid decides it; remove it")
+        if flag not in _FLAGS:
+            (near,) = difflib.get_close_matches(flag, _FLAGS, n=1, cutoff=0.0)
+            raise ValueError(f"{where}.{flag}: no flag of a run; did you mean {near!r}?")
         if not isinstance(given, (str, int, float)):
             raise ValueError(f"{where}.{flag} = {json.dumps(given)}: use a string, a number, or true")
     return {flag: _expand(given, where) if isinstance(given, str) else given for flag, given in found.items()}

@@ -41,7 +41,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparseforge_ds.evaluate.pretrained import DTYPES, load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.shares import Shares
 from sparseforge_ds.evaluate.text import read_documents
-from sparseforge_ds.evaluate.wikitext import is_wikitext2, read_wikitext2
+from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
 
 Protocol = Literal["documents", "windows"]
@@ -239,7 +239,7 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
 
     def load() -> tuple[list[str], PreTrainedModel, PreTrainedTokenizerBase]:
-        documents = [read_wikitext2(args.text)] if is_wikitext2(args.text) else _read(args)
+        documents = _read(args)
         tokenizer = load_tokenizer(args.model)
         model = load_model(args.model, args.dtype, args.adapter)
         if pattern is not None:
@@ -247,7 +247,8 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
         return documents, model, tokenizer
 
     documents, model, tokenizer = shares.everywhere(load)
-    protocol: Protocol = args.protocol or ("documents" if args.text.endswith(".jsonl") else "windows")
+    by_document = args.text.endswith(".jsonl") and not is_wikitext2(args.text)
+    protocol: Protocol = args.protocol or ("documents" if by_document else "windows")
     began = time.monotonic()
     progress = shares.first and sys.stderr.isatty()
     found = measure(
@@ -285,6 +286,10 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
 
 
 def _read(args: argparse.Namespace) -> list[str]:
+    if is_wikitext2(args.text):
+        if args.limit is not None:
+            raise ValueError(f"--limit {args.limit}: {NAME} is scored whole; leave the flag out")
+        return [read_wikitext2(args.text)]
     return read_documents(args.text, args.field, args.limit)
 
 

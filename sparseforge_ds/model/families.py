@@ -3,7 +3,7 @@
 A matrix that no row names is never skipped in silence: half of a model that is quietly left dense is the most expensive
 kind of bug here. `model.uncovered` refuses a model with more than a little of that. In a family that the table does not
 have, nothing is taken for granted: linear layers are pruned where `include` names them, along the axis that their class
-contracts, and all others count as not covered.
+contracts, and stay dense where it does not. Of what is no linear layer, like fused experts, `include` decides nothing.
 
 Nothing in this file needs weights: names and full shapes are enough, so the offline tools use the same table. Under
 ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full shape in `ds_shape`.
@@ -12,15 +12,15 @@ ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family, Row
-from sparseforge_ds.model.rules import Rule, by_modules, by_table, is_row, matches, matches_any
-from sparseforge_ds.model.uncovered import Uncovered
+from sparseforge_ds.model.rules import Rule, by_modules, by_table, is_row, linear_layers, matches, matches_any
+from sparseforge_ds.model.uncovered import Uncovered, name_pattern
 
 __all__ = [
     "FAMILIES",
@@ -122,7 +122,8 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
         ValueError: as `prunable_names`, or a layer whose orientation is not the one in the table.
     """
     model_type, shapes = _model_type(model), _shapes(model)
-    weights = _chosen(model_type, _sort_out(_rule(model, config.include), shapes), shapes, config)
+    found = _sort_out(_rule(model, config.include), shapes)
+    weights = _chosen(model_type, found, shapes, config, choosable=_choosable(model))
     for weight in weights:
         _check_orientation(weight, model.get_submodule(weight.module))
     return weights
@@ -153,7 +154,7 @@ def prunable_names(
 def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
     """What neither the table nor the user has decided about. `prunable_weights` raises where it is too much."""
     prunable, unnamed = _sort_out(_rule(model, config.include), _shapes(model))
-    return _uncovered(_model_type(model), prunable, unnamed, config, {})
+    return _uncovered(_model_type(model), prunable, unnamed, config, {}, _choosable(model))
 
 
 def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
@@ -219,6 +220,11 @@ def _rule(model: nn.Module, include: tuple[str, ...]) -> Rule:
     return by_table(FAMILIES[model_type]) if model_type in FAMILIES else by_modules(model, include)
 
 
+def _choosable(model: nn.Module) -> Collection[str] | None:
+    """The weights that `include` decides about; None for all."""
+    return None if _model_type(model) in FAMILIES else linear_layers(model)
+
+
 def _sort_out(
     rule: Rule, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrunableWeight], dict[str, tuple[int, ...]]]:
@@ -243,13 +249,14 @@ def _chosen(
     shapes: dict[str, tuple[int, ...]],
     config: SparseForgeConfig,
     known_as: Mapping[str, str] | None = None,
+    choosable: Collection[str] | None = None,
 ) -> list[PrunableWeight]:
     prunable, unnamed = found
     known = known_as or {}
     matrices = [known.get(name, name) for name, shape in shapes.items() if len(shape) > 1]
     _check_matches("include", config.include, [known.get(name, name) for name in (prunable or unnamed)])
     _check_matches("exclude", config.exclude, matrices)
-    _uncovered(model_type, prunable, unnamed, config, known).check()
+    _uncovered(model_type, prunable, unnamed, config, known, choosable).check()
     chosen = [
         weight
         for name, weight in prunable.items()
@@ -257,9 +264,13 @@ def _chosen(
         and not matches(known.get(name, name), config.exclude)
     ]
     if not chosen:
+        cure = "widen include or narrow exclude"
+        if not prunable and model_type not in FAMILIES:
+            example = name_pattern(next(iter(unnamed), "model.layers.0.mlp.up_proj.weight"))
+            cure = f'in a family without rows include names what is pruned, like "include": ["{example}"]'
         raise ValueError(
             f"no weight of this {model_type} model is left to prune ({len(prunable)} prunable weights, "
-            f"include = {list(config.include)}, exclude = {list(config.exclude)}); widen include or narrow exclude"
+            f"include = {list(config.include)}, exclude = {list(config.exclude)}); {cure}"
         )
     pattern = config.parsed_pattern
     misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.matrix, w.input_axis)) is not None}
@@ -278,6 +289,7 @@ def _uncovered(
     unnamed: dict[str, tuple[int, ...]],
     config: SparseForgeConfig,
     known_as: Mapping[str, str],
+    choosable: Collection[str] | None,
 ) -> Uncovered:
     names = {name: known_as.get(name, name) for name in unnamed}
     for glob in config.allow_dense:
@@ -288,15 +300,19 @@ def _uncovered(
             cure = "what it matches goes under a mask, and exclude is what keeps that dense"
         raise ValueError(f"--allow_dense {glob}: matches no linear weight that the family table leaves open; {cure}")
     decided = (*config.exclude, *config.allow_dense)
+
+    def left_out(name: str) -> bool:
+        chosen_from = bool(config.include) and (choosable is None or name in choosable)
+        return chosen_from and not matches(names[name], config.include)
+
     return Uncovered(
         model_type=model_type,
         shapes={
-            name: shape
-            for name, shape in unnamed.items()
-            if not matches(names[name], decided) and (not config.include or matches(names[name], config.include))
+            name: shape for name, shape in unnamed.items() if not matches(names[name], decided) and not left_out(name)
         },
         linear=sum(weight.numel for weight in prunable.values()) + sum(map(math.prod, unnamed.values())),
         known=tuple(FAMILIES),
+        layers=choosable or (),
     )
 
 

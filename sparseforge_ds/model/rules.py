@@ -30,13 +30,9 @@ def by_table(family: Family) -> Rule:
 
 def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
     """For a model of any other family: linear layers that `include` names; embeddings and the head stay dense."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linear, dense = {}, set()
-    for name, module in model.named_modules():
-        if module is head or isinstance(module, nn.Embedding):
-            dense.add(f"{name}.weight")
-        elif isinstance(module, (nn.Linear, Conv1D)):
-            linear[f"{name}.weight"] = -1 if isinstance(module, nn.Linear) else -2
+    linear = linear_layers(model)
+    dense = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    dense |= {f"{name}.weight" for name, module in model.named_modules() if module is _head(model)}
 
     def rule(name: str) -> Row | bool:
         if name in linear and matches(name, include):
@@ -44,6 +40,15 @@ def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
         return name in dense or name.rpartition(".")[2] == LOW_RANK
 
     return rule
+
+
+def linear_layers(model: Any) -> dict[str, int]:
+    """The axis that is contracted, by weight name, of all linear layers but the head."""
+    return {
+        f"{name}.weight": -1 if isinstance(module, nn.Linear) else -2
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not _head(model)
+    }
 
 
 def is_row(name: str, names: str) -> bool:
@@ -59,3 +64,7 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 def matches_any(names: Iterable[str], glob: str) -> bool:
     """Whether a user's glob matches one of the names."""
     return any(fnmatchcase(name, glob) for name in names)
+
+
+def _head(model: Any) -> nn.Module | None:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 TOLERANCE = 0.02
@@ -27,6 +28,8 @@ class Uncovered:
     """Elements of all linear weights that the table does not keep dense, these included."""
     known: tuple[str, ...]
     """Families that the table has."""
+    layers: Collection[str] = ()
+    """The linear layers of a family that it does not have, which `include` can prune."""
 
     @property
     def share(self) -> float:
@@ -57,8 +60,11 @@ class Uncovered:
         more = f"; and {len(lines) - _SHOWN} more patterns" if len(lines) > _SHOWN else ""
         known = self.model_type in self.known
         why = "no row" if known else f"no rows for {self.model_type!r} (it has {', '.join(self.known)})"
-        first = lines[0].partition(" (")[0]
-        prune = "" if known else f'prune linear layers by naming them, like "include": ["{first}"] in the block; '
+        patterns = [line.partition(" (")[0] for line in lines]
+        first = patterns[0]
+        layers = {name_pattern(name) for name in self.layers}
+        layer = next((pattern for pattern in patterns if pattern in layers), None)
+        prune = f'prune linear layers by naming them, like "include": ["{layer}"] in the block; ' if layer else ""
         raise ValueError(
             f"{self.share:.1%} of the linear weights of this {self.model_type} model are not covered: the family table "
             f"has {why} for {'; '.join(lines[:_SHOWN])}{more}. To go on, {prune}name what is to stay dense with "

@@ -40,7 +40,8 @@ complete checkpoint, on any number of ranks and at any ZeRO stage, with the same
 """
 
 
-_NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
+NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
+"""Flags that change nothing of what a run does."""
 
 
 def _flag(default: object, text: str, metavar: str | None = None) -> Any:
@@ -210,7 +211,7 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
 
 def flags(arguments: RunArguments) -> dict[str, object]:
     """The run flags as plain JSON types, without this process' rank and what belongs to a dry run."""
-    return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in _NOT_OF_A_RUN}
+    return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in NOT_OF_A_RUN}
 
 
 def _require(condition: bool, flag: str, value: object, cure: str) -> None:

@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.families",
         "export",
         "evaluate",
+        "train.arguments",
     },
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model.families", "registration"},
 }

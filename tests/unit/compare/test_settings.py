@@ -76,6 +76,9 @@ def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytes
         ({"methods": {"a": {"pattern": "1:4"}, "b": {}}}, r"methods of different patterns \(1:4, 2:4\)"),
         ({"methods": {"pruned": {}}}, "'pruned' stands in methods and in one_shot"),
         ({"methods": {"a": {"flags": {"seed": 3}}}}, "methods.a.flags.seed: the grid decides it"),
+        ({"flags": {"global_batch": 16}}, "flags.global_batch: the grid decides it"),
+        ({"methods": {"a": {"flags": {"warm_up": 0}}}}, "a.flags.warm_up: no flag of a run; did you mean 'warmup'?"),
+        ({"flags": {"dry_run": True}}, "flags.dry_run: no flag of a run"),
         ({"one_shot": {"p": {"learning_rates": [1]}}}, "one_shot.p.learning_rates: it does not train"),
         ({"base": "no.json"}, "base no.json: not a readable JSON file"),
         ({"workers": 0}, "workers = 0: use an integer >= 1"),
@@ -92,7 +95,7 @@ def test_the_shipped_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
     monkeypatch.chdir(ROOT)
     assert main(["compare", "launch/compare_stories.json", "--dry_run"]) == 0
-    assert "24 count: 4 methods x 3 seeds x 2 budgets" in capsys.readouterr().out
+    assert "72 count: 12 methods x 3 seeds x 2 budgets" in capsys.readouterr().out
     config = read_config("launch/compare_stories.json")
     assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
 

@@ -104,12 +104,14 @@ def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixt
     dataset = Dataset.from_list([{"text": row} for row in rows])
     DatasetDict(test=dataset).save_to_disk(tmp_path / "saved")
     dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.to_json(tmp_path / "rows.jsonl")
     (tmp_path / "joined.txt").write_text("\n\n".join(rows))
     found = []
-    for text in (str(tmp_path / "joined.txt"), f"wikitext2:{tmp_path / 'saved'}", f"wikitext2:{tmp_path}/rows.parquet"):
+    copies = [f"wikitext2:{tmp_path / name}" for name in ("saved", "rows.parquet", "rows.jsonl")]
+    for text in (str(tmp_path / "joined.txt"), *copies):
         assert main([stories, "--text", text, "--seq_length", "32"]) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["nll"])
-    assert found[0] == found[1] == found[2]
+    assert len(set(found)) == 1
     DatasetDict(train=dataset).save_to_disk(tmp_path / "other")
     dataset.rename_column("text", "line").to_parquet(tmp_path / "line.parquet")
     for path, message in (("other", "has the splits train, and no test"), ("line.parquet", "no column 'text' (line)")):
@@ -117,6 +119,8 @@ def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixt
         assert message in capsys.readouterr().err
     assert main([stories, "--text", f"wikitext2:{tmp_path}/joined.txt"]) == 2
     assert "is --text FILE.txt" in capsys.readouterr().err
+    assert main([stories, "--text", copies[0], "--limit", "3"]) == 2
+    assert "--limit 3: wikitext2 is scored whole" in capsys.readouterr().err
 
 
 def test_wikitext2_has_the_well_known_number_of_tokens(assets: Path) -> None:

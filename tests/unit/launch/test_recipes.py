@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.planning.activations import Activations
+from sparseforge_ds.train.arguments import parse_arguments
 from sparseforge_ds.train.run import main
 
 ROOT = Path(__file__).parents[3]
@@ -49,7 +50,7 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(line: str, **environment: str) -> tuple[int, list[list[str]], str]:
         commands.unlink(missing_ok=True)
-        names = ("HOSTFILE", "GPUS", "DATASET", "STEPS", "OUTPUT", "CONFIG", "LAUNCHER")
+        names = ("HOSTFILE", "GPUS", "MODEL", "DATASET", "STEPS", "OUTPUT", "CONFIG", "LAUNCHER")
         clean = {name: value for name, value in os.environ.items() if name not in names}
         done = subprocess.run(
             ["bash", *line.split()],
@@ -127,6 +128,40 @@ def test_a_recipe_goes_from_the_dense_model_to_the_numbers(bash):
     assert commands[5][1:3] == ["-m", "sparseforge_ds.evaluate.zero_shot"]
 
 
+def test_flags_of_the_user_win(bash):
+    _, commands, _ = bash("launch/gpt2.sh medium --dry-run --dataset own.jsonl --gpus 4 --max_steps 9", MODEL="/gpt2")
+    assert [command[:2] for command in commands] == [["python", "launch/train.py"]]
+    flags = vars(parse_arguments(commands[0][2:]))
+    # A second --dataset would be mixed with the first.
+    expected = {"dataset": ["own.jsonl"], "gpus": 4, "max_steps": 9, "model": "/gpt2", "dry_run": True}
+    assert expected.items() <= flags.items()
+    _, commands, _ = bash("launch/opt_2.7b.sh", MODEL="/opt")
+    assert commands[0][2:4] == ["--model", "/opt"] and commands[3][3] == "/opt"
+
+
+@pytest.mark.parametrize("flag", ["--model x", "--output_dir x", "--output-dir=x"])
+def test_what_the_rest_of_a_recipe_needs_too_is_no_flag(bash, flag):
+    code, commands, errors = bash(f"launch/qwen3_8b.sh {flag}")
+    assert (code, commands) == (2, [])
+    assert errors.startswith("qwen3_8b: say ")
+
+
+def test_a_recipe_goes_on_after_its_training(bash, tmp_path):
+    run, sparse = tmp_path / "disk" / "run", tmp_path / "disk" / "run_2to4"
+    sparse.mkdir(parents=True)
+    (sparse / "sparsity.json").touch()
+    code, commands, errors = bash("launch/qwen3_8b.sh", OUTPUT=str(run))
+    assert (code, commands) == (2, []) and "is there already" in errors  # before the training, not after it
+    run.mkdir()
+    (run / "result.json").touch()
+    os.utime(sparse / "sparsity.json", (2e9, 2e9))
+    code, commands, _ = bash("launch/qwen3_8b.sh --resume", OUTPUT=str(run))
+    assert code == 0
+    assert [command[3] for command in commands[1:2]] == ["verify"] and len(commands) == 5
+    os.utime(run / "result.json", (2e9 + 1, 2e9 + 1))
+    assert bash("launch/qwen3_8b.sh --resume", OUTPUT=str(run))[0] == 2
+
+
 def test_a_hostfile_goes_to_the_launcher_and_an_error_ends_the_recipe(bash):
     code, commands, _ = bash("launch/opt_2.7b.sh", HOSTFILE="launch/hostfile.example", EXIT_deepspeed="3")
     assert code == 3
@@ -156,10 +191,11 @@ def test_more_gpus_than_the_recipe_is_made_for(bash, capsys, monkeypatch):
 
 
 def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
-    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
+    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "8"}
     code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job)
     assert code == 0
-    assert commands[0][:6] == ["srun", "--kill-on-bad-exit=1", "bash", "launch/slurm.sh", "--rank", "launch/train.py"]
+    srun = ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=8", "bash", "launch/slurm.sh", "--rank"]
+    assert commands[0][:7] == [*srun, "launch/train.py"]
     assert commands[0][-2:] == ["--resume", "auto"]
     assert len(commands) == 6
     code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job, EXIT_srun="143")

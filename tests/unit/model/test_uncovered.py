@@ -113,7 +113,7 @@ def test_a_family_without_rows_lists_its_linear_layers() -> None:
     assert "transformer.h.*.mlp.c_fc.weight (2 of shape (32, 128), 8,192 elements, 33.3%)" in message
     assert 'prune linear layers by naming them, like "include": ["transformer.h.*.mlp.c_fc.weight"]' in message
     assert "wte" not in message and "lm_head" not in message
-    with pytest.raises(ValueError, match="no weight of this bloom model is left to prune"):
+    with pytest.raises(ValueError, match="no weight of this bloom model .* include names what is pruned"):
         names(unknown("gpt2"), allow_dense=("*",))
 
 
@@ -134,6 +134,11 @@ def test_what_has_no_known_axis_is_not_pruned_by_include() -> None:
     model = unknown("qwen3_moe")
     with pytest.raises(ValueError, match=r"not covered: .*experts.gate_up_proj .*experts.down_proj .*gate.weight"):
         names(model, include=("*",))
+    # Nor by an include that does not match it: nobody has decided that it stays dense.
+    with pytest.raises(ValueError, match=r"not covered: .*experts.gate_up_proj") as raised:
+        names(model, include=("*_proj.weight",))
+    assert "prune linear layers" not in str(raised.value)
+    assert names(model, include=("*_proj.weight",), allow_dense=("*.experts.*", "*.mlp.gate.weight"))
     kept = names(model, include=("*",), allow_dense=("*.experts.*", "*.mlp.gate.weight"))
     assert kept == [name for name in names(BUILDERS["qwen3_moe"]()) if ".experts." not in name]
     assert leaf_modules(model) == ["model.layers.1.mlp.experts"]
