@@ -82,8 +82,8 @@ class Ranks:
 def unlink_shared_buffers() -> None:
     """Let the memory of DeepSpeed's all-reduce on a CPU, 69 MB a rank, end with the run. Collective.
 
-    DeepSpeed names it in /dev/shm, where it would stay for good; once all ranks have it open it needs no name. This rank
-    removes what it has mapped and has made, which its number at the end of the name says.
+    DeepSpeed names it in /dev/shm, where it would stay for good; once all ranks have it open it needs no name. This
+    rank removes what it has mapped and has made, which its number at the end of the name says.
     """
     dist.barrier()
     maps = Path("/proc/self/maps")
