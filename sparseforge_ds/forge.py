@@ -18,7 +18,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.health import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.methods import ForgeError, Ground, Ranking, rule_of
-from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
+from sparseforge_ds.model.expert_lists import refuse_unprepared
+from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, expert_lists
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.saved_state import STATE_VERSION, check_saved_state
 from sparseforge_ds.zero.probe import Closure, Probe
@@ -48,6 +49,7 @@ class SparseForge:
             ValueError: the engine or the model cannot be used, with the setting to change.
         """
         refuse_unsupported(engine)
+        refuse_unprepared(engine.module, expert_lists(engine.module))
         self.engine = engine
         self.config = config
         self.schedule = config.resolved_schedule

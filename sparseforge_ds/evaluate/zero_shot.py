@@ -157,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
         result, table = _run(args)
+        print(table)
+        print(json.dumps(result))
         for flag, path, text in (
             ("json", args.json, json.dumps(result, indent=2)),
             ("markdown", args.markdown, table),
@@ -165,8 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(table)
-    print(json.dumps(result))
     return 0
 
 
@@ -175,17 +175,23 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     tasks = list(SUITES[args.suite]) if args.suite else list(dict.fromkeys(t for t in args.tasks.split(",") if t))
     if not tasks:
         raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit {args.limit}: use an integer >= 1")
+    for flag, path in (("json", args.json), ("markdown", args.markdown)):  # not after hours
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{flag} {path}: cannot be written, there is no folder {Path(path).parent}")
     data = find_data(tasks, args.data)
     tokenizer = load_tokenizer(args.model)
+    dense_tokenizer = None if args.dense is None else load_tokenizer(args.dense)
     model = load_model(args.model, args.dtype, args.adapter)
     dtype = str(model.dtype).removeprefix("torch.")
     if pattern is not None:
         prune_by_magnitude(model, pattern)
     found = {"this": measure(model, tokenizer, tasks, data, args.limit, args.batch_size)}
-    if args.dense is not None:
+    if dense_tokenizer is not None:
         del model
-        dense, tokenizer = load_model(args.dense, dtype), load_tokenizer(args.dense)
-        found["dense"] = measure(dense, tokenizer, tasks, data, args.limit, args.batch_size)
+        dense = load_model(args.dense, dtype)
+        found["dense"] = measure(dense, dense_tokenizer, tasks, data, args.limit, args.batch_size)
     result: dict[str, Any] = {"model": args.model, "tasks": found["this"], "means": _means(found["this"])}
     if "dense" in found:
         result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}

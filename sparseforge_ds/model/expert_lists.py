@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_JOINS = "joins_expert_gradients"
+"""Attribute of a block that says so."""
+
 
 class _Join(torch.autograd.Function):
     @staticmethod
@@ -53,3 +56,22 @@ def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
             return tuple(given[index] for index in range(len(args))), {word: given[word] for word in kwargs}
 
         model.get_submodule(block).register_forward_pre_hook(joined, with_kwargs=True)
+        setattr(model.get_submodule(block), _JOINS, True)
+
+
+def refuse_unprepared(model: nn.Module, lists: dict[str, str]) -> None:
+    """Refuse a model whose gradients would be mixed up.
+
+    Args:
+        model: of an engine.
+        lists: as for `join_gradients`.
+
+    Raises:
+        ValueError: `join_gradients` was not called for one of them.
+    """
+    for name, block in lists.items():
+        if not hasattr(model.get_submodule(block), _JOINS):
+            raise ValueError(
+                f"{name}: ranks that call different experts would add up the gradients of different weights; "
+                "call model = sparseforge_ds.prepare(model, config) before deepspeed.initialize"
+            )

@@ -140,7 +140,12 @@ def read_url(
                 "off on the way: continue with --resume"
             ) from error
         except (OSError, huggingface_hub.errors.HTTPError) as error:
-            if failures == len(_WAITS):
+            gone = (
+                FileNotFoundError,
+                PermissionError,
+                huggingface_hub.errors.RepositoryNotFoundError,
+            )  # gated ones too
+            if isinstance(error, (*gone, huggingface_hub.errors.EntryNotFoundError)) or failures == len(_WAITS):
                 raise ValueError(
                     f"{who}: {file}, document {done}: cannot be read any further ({error}); check the network and "
                     "continue with --resume"

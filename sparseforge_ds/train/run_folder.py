@@ -216,6 +216,11 @@ def _check_same_run(plan: Outline) -> None:
         path = plan.folder / "ds_config.json"
         batch = _read_if_there(path)["train_batch_size"]
     except FileNotFoundError:
+        if has_checkpoints(plan.folder / "checkpoints"):
+            raise ValueError(
+                f"--resume: {plan.folder} has checkpoints, but no {path.name}, so it cannot be told whether they are "
+                "this run's; bring the file back, or start in a new --output_dir"
+            ) from None
         raise ValueError(
             f"--resume: no run in {plan.folder} (no {path.name}); start it without --resume, or with --resume auto"
         ) from None

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparseforge_ds.evaluate import zero_shot
 from sparseforge_ds.evaluate.published import SUITES
 from sparseforge_ds.evaluate.zero_shot import main
 
@@ -78,3 +79,27 @@ def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: py
     (tmp_path / "odd.jsonl").write_text('{"ctx_a": "A cat", "endings": ["sat", "xyl"]}\n')
     assert main([str(folder), "--tasks", "hellaswag", "--data", f"hellaswag={tmp_path / 'odd.jsonl'}"]) == 2
     assert "--tasks hellaswag: the data does not fit (KeyError: 'ctx_b')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--limit", "0"], "--limit 0: use an integer >= 1"),
+        (["--json", "none/here.json"], "--json none/here.json: cannot be written, there is no folder none"),
+        (["--dense", "/none/here"], "/none/here: has no tokenizer"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_evaluation(
+    stories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    monkeypatch.setattr(zero_shot, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    assert main([str(stories), "--tasks", "piqa", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def stories(assets: Path) -> Path:
+    folder = assets / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    return folder

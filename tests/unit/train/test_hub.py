@@ -126,6 +126,17 @@ def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, capsys
     assert waited == list(hub._WAITS)
 
 
+def test_a_file_that_is_gone_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(hub.time, "sleep", lambda seconds: pytest.fail("waited for a file that is not there"))
+
+    def gone(file, text_field):
+        yield "0"
+        raise FileNotFoundError(file)
+
+    with pytest.raises(ValueError, match="hf://x, document 1: cannot be read any further"):
+        list(read_url("hf://x", "text", "--dataset x", gone))
+
+
 def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
     """The hub's dataset may be replaced while a run goes on."""
     newest, asked = ["first"], []

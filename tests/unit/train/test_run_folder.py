@@ -119,7 +119,7 @@ def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mi
     assert begins_anew(plan(resume=True)) is None and begins_anew(plan(resume="auto")) is None
     (tmp_path / "run" / "sparseforge.json").unlink()
     assert begins_anew(plan(resume="auto")) is None
-    with pytest.raises(ValueError, match="no run in"):
+    with pytest.raises(ValueError, match="has checkpoints, but no sparseforge.json.*start in a new --output_dir"):
         check_folder(plan(resume="auto"))  # checkpoints of something: never overwritten
 
 
