@@ -170,8 +170,9 @@ class RunSource(Source):
         kept, dense = self._kept(weight, start, stop)
         value = torch.where(kept, dense, 0.0)
         if not self.finished:
-            value *= self._scale(weight, start, stop)
-        if self.finished and not torch.equal(value, self._state(weight.name, None, start, stop)):
+            return value * self._scale(weight, start, stop)
+        master = self._state(weight.name, None, start, stop)
+        if not torch.equal(value.to(master.dtype), master):  # bf16 with bf16_master_weights_and_grads
             raise ValueError(
                 f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense although its mask is "
                 "frozen; the checkpoint is inconsistent, use another one"
