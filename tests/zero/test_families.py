@@ -275,6 +275,12 @@ def test_experts_by_other_importances(config: dict[str, Any]) -> None:
         _check_frozen(both[0])
 
 
+# Two members of a group of gate_up_proj have scores that are one number in fp32 (H W^2 of 3.00e-11 and 2.85e-11 where
+# others have 1e-5), and rounding decides at step 4. The neuron behind them then has another activation, and its column
+# in down_proj another curvature, which groups with a member there may follow: one of 512 here, and four there.
+TIES = {("apart", "qwen3_moe"): 0.001, ("apart", "qwen2_moe"): 0.004}
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("text", ["apart", "uneven"])
 def test_curvature_where_ranks_call_different_experts(text: str, implementation: str) -> None:
@@ -284,12 +290,12 @@ def test_curvature_where_ranks_call_different_experts(text: str, implementation:
     families = [Family(name, implementation, text=text) for name in names]
     both = run_distributed(_train_all, 2, case, families)
     alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
-    for first, second, expected in zip(*both, *alone, strict=True):
+    for name, first, second, expected in zip(names, *both, *alone, strict=True):
         assert first["experts"] == second["experts"]
         assert any(not all(numbers["tokens"]) for numbers in first["experts"]["layers"].values()) == bool(
             first["unseen"]
         )
-        _check_same(first, expected, differing=0.005)  # a tie but for rounding here and there
+        _check_same(first, expected, differing=TIES.get((text, name), 0.0))
 
 
 def test_experts_by_hutchinson() -> None:
