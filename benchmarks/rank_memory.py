@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 INTERVAL = 0.02
 """Seconds between two looks at every rank."""

@@ -18,8 +18,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.health import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.methods import ForgeError, Ground, Ranking, rule_of
-from sparseforge_ds.model.expert_lists import refuse_unprepared
-from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, expert_lists
+from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
+from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.saved_state import STATE_VERSION, check_saved_state
 from sparseforge_ds.zero.probe import Closure, Probe

@@ -181,10 +181,7 @@ class ReferenceForge:
 
     def train_step(self, micro_batches: list[Batch]) -> float:
         """One optimizer step on the mean gradient of equally large parts (ranks and accumulation alike)."""
-        gradients, loss = self.gradients(micro_batches)
-        if self.clip:
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-            gradients = {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in gradients.items()}
+        gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
         self.optimizer.step()
@@ -222,6 +219,14 @@ class ReferenceForge:
             if name in self.mask:
                 weight = weight * self.effective_mask(name, step).view_as(weight) + 0.0
             parameter.copy_(weight)
+
+    def clipped_gradients(self, batches: list[Batch]) -> tuple[dict[str, Tensor], float]:
+        """`gradients`, scaled to the norm that is allowed."""
+        gradients, loss = self.gradients(batches)
+        if self.clip:
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+            gradients = {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in gradients.items()}
+        return gradients, loss
 
     def gradients(self, batches: list[Batch]) -> tuple[dict[str, Tensor], float]:
         """fp32 mean over equally large batches of dL/d(published weight), and the mean loss."""

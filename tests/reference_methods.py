@@ -54,10 +54,7 @@ class ReferenceMethod(ReferenceForge):
 
     def train_step(self, micro_batches: list[Batch]) -> float:
         """One step of everything."""
-        gradients, loss = self.gradients(micro_batches)
-        if self.clip:
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-            gradients = {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in gradients.items()}
+        gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
             if name in self.mask:
@@ -286,7 +283,8 @@ class ReferenceMaskLLM(ReferenceMethod):
         """kappa and tau."""
         share = min(1.0, self.step_count / self.freeze)
         part = self.config["sampling"]
-        return tuple(a + (b - a) * share for a, b in (part["scale"], part["temperature"]))  # type: ignore
+        (scale, last_scale), (temperature, last_temperature) = part["scale"], part["temperature"]
+        return scale + (last_scale - scale) * share, temperature + (last_temperature - temperature) * share
 
     def choices(self, name: str) -> list[list[float]]:
         """Gumbel-softmax of every group, for the forward after `step_count` steps."""

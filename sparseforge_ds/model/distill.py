@@ -26,7 +26,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.families import leaf_modules
+from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.registration import register_families
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family, Row
-from sparseforge_ds.model.rules import Rule, by_modules, by_table, is_row, linear_layers, matches, matches_any
+from sparseforge_ds.model.rules import Rule, by_modules, by_table, linear_layers, matches, matches_any, model_type_of
 from sparseforge_ds.model.uncovered import Uncovered, name_pattern
 
 __all__ = [
@@ -29,9 +29,7 @@ __all__ = [
     "Family",
     "PrunableWeight",
     "coverage",
-    "expert_lists",
     "full_shape",
-    "leaf_modules",
     "prunable_names",
     "prunable_weights",
     "uncovered_weights",
@@ -121,7 +119,7 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
     Raises:
         ValueError: as `prunable_names`, or a layer whose orientation is not the one in the table.
     """
-    model_type, shapes = _model_type(model), _shapes(model)
+    model_type, shapes = model_type_of(model), _shapes(model)
     found = _sort_out(_rule(model, config.include), shapes)
     weights = _chosen(model_type, found, shapes, config, choosable=_choosable(model))
     for weight in weights:
@@ -154,7 +152,7 @@ def prunable_names(
 def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
     """What neither the table nor the user has decided about. `prunable_weights` raises where it is too much."""
     prunable, unnamed = _sort_out(_rule(model, config.include), _shapes(model))
-    return _uncovered(_model_type(model), prunable, unnamed, config, {}, _choosable(model))
+    return _uncovered(model_type_of(model), prunable, unnamed, config, {}, _choosable(model))
 
 
 def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
@@ -170,39 +168,6 @@ def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
     )
 
 
-def leaf_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that ZeRO-3 must gather as a whole, for `deepspeed.utils.set_z3_leaf_modules_by_name`.
-
-    Which experts run differs between ranks. DeepSpeed gathers parameters as their modules are called, so ranks that
-    call different ones wait for each other forever, or mix up their tensors. Empty for dense models. In a family that
-    the table does not have, whatever is called `experts`.
-    """
-    lists = expert_lists(model)
-    return [lists.get(name, name) for name in _expert_modules(model)]
-
-
-def expert_lists(model: nn.Module) -> dict[str, str]:
-    """Names of the lists of experts, and of the blocks around them, which are what is called."""
-    found = _expert_modules(model)
-    return {name: name.rpartition(".")[0] for name, module in found.items() if isinstance(module, nn.ModuleList)}
-
-
-def _expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    model_type = _model_type(model)
-    globs = FAMILIES[model_type].experts if model_type in FAMILIES else ("experts",)
-    return {name: module for name, module in model.named_modules() if any(is_row(name, glob) for glob in globs)}
-
-
-def _model_type(model: nn.Module) -> str:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type is None:
-        raise ValueError(
-            f"{type(model).__name__} has no config.model_type, so its family is not known; "
-            "give a transformers model, before deepspeed.initialize wraps it (or engine.module)"
-        )
-    return str(model_type)
-
-
 def _family(model_type: str) -> Family:
     if model_type not in FAMILIES:
         raise ValueError(
@@ -216,13 +181,13 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _rule(model: nn.Module, include: tuple[str, ...]) -> Rule:
-    model_type = _model_type(model)
+    model_type = model_type_of(model)
     return by_table(FAMILIES[model_type]) if model_type in FAMILIES else by_modules(model, include)
 
 
 def _choosable(model: nn.Module) -> Collection[str] | None:
     """The weights that `include` decides about; None for all."""
-    return None if _model_type(model) in FAMILIES else linear_layers(model)
+    return None if model_type_of(model) in FAMILIES else linear_layers(model)
 
 
 def _sort_out(

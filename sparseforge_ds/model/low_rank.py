@@ -22,15 +22,14 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.expert_lists import join_gradients
+from sparseforge_ds.model.experts import expert_lists, join_gradients, leaf_modules
 from sparseforge_ds.model.families import (
     LOW_RANK,
     PrunableWeight,
-    expert_lists,
     full_shape,
-    leaf_modules,
     prunable_weights,
 )
+from sparseforge_ds.model.replacement import refuse_hooks, replace_layer
 from sparseforge_ds.model.weight_scale import add_scales
 
 
@@ -120,9 +119,8 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     for weight, layer in layers.items():
         _check_layer(weight, layer, k)
     for weight, layer in layers.items():
-        parent, _, attribute = weight.module.rpartition(".")
         branch = LowRankLinear(layer, k) if isinstance(layer, nn.Linear) else LowRankConv1D(layer, k)
-        setattr(model.get_submodule(parent), attribute, branch)
+        replace_layer(model, weight, branch)
     return model
 
 
@@ -202,8 +200,4 @@ def _check_layer(weight: PrunableWeight, layer: nn.Module, k: int) -> None:
             f"low_rank.k = {k} does not divide the {inputs} inputs of {weight.name}; choose a divisor of {inputs}, or "
             f'keep it dense with "exclude": ["{weight.name}"] in the sparseforge block'
         )
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-        raise ValueError(
-            f"{weight.module} has hooks, which would be lost when its layer is replaced; "
-            "call prepare before anything registers hooks on the model"
-        )
+    refuse_hooks(weight, layer)

@@ -68,3 +68,18 @@ def matches_any(names: Iterable[str], glob: str) -> bool:
 
 def _head(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def model_type_of(model: nn.Module) -> str:
+    """Key of the family table.
+
+    Raises:
+        ValueError: the model does not say.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise ValueError(
+            f"{type(model).__name__} has no config.model_type, so its family is not known; "
+            "give a transformers model, before deepspeed.initialize wraps it (or engine.module)"
+        )
+    return str(model_type)

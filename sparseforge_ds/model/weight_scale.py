@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight, full_shape, prunable_weights
 from sparseforge_ds.model.family_table import SCALE
+from sparseforge_ds.model.replacement import refuse_hooks, replace_layer
 
 
 class ScaledLinear(nn.Linear):
@@ -75,9 +76,8 @@ def add_scales(model: nn.Module, config: SparseForgeConfig) -> None:
     for weight, layer in layers.items():
         _check_layer(weight, layer)
     for weight, layer in layers.items():
-        parent, _, attribute = weight.module.rpartition(".")
         scaled = ScaledLinear(layer) if isinstance(layer, nn.Linear) else ScaledConv1D(layer)
-        setattr(model.get_submodule(parent), attribute, scaled)
+        replace_layer(model, weight, scaled)
 
 
 def scaled_layers(model: nn.Module) -> dict[str, Scaled]:
@@ -102,8 +102,4 @@ def _check_layer(weight: PrunableWeight, layer: nn.Module) -> None:
             f"{weight.name} belongs to a {type(layer).__name__}, which has no weight scaling; set "
             f'"refresh": {{"scaling": false}}, or keep it dense with "exclude": ["{weight.name}"]'
         )
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-        raise ValueError(
-            f"{weight.module} has hooks, which would be lost when its layer is replaced; "
-            "call prepare before anything registers hooks on the model"
-        )
+    refuse_hooks(weight, layer)

@@ -154,19 +154,22 @@ def reduce_to_shard(
     if layout.replicated:
         dist.all_reduce(full)
         return inside, full
-    ranges = [tuple(min(max(end, first), first + numel) - first for end in ends) for ends in ranges]  # type: ignore
-    length = ranges[0][1] - ranges[0][0]
+    inner = [
+        (min(max(start, first), first + numel) - first, min(max(stop, first), first + numel) - first)
+        for start, stop in ranges
+    ]
+    length = inner[0][1] - inner[0][0]
     missing = length * layout.world_size - numel
     # A weight that one rank holds whole (stages 1 and 2) would be padded to as many times its size.
     if 0 <= missing < layout.world_size and all(
         (start, stop) == (min(rank * length, numel), min((rank + 1) * length, numel))
-        for rank, (start, stop) in enumerate(ranges)
+        for rank, (start, stop) in enumerate(inner)
     ):
         padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
         received = full.new_empty(length)
         dist.reduce_scatter_tensor(received, padded)
         return inside, received[: mine.stop - mine.start]
-    for owner, (start, stop) in enumerate(ranges):
+    for owner, (start, stop) in enumerate(inner):
         if stop > start:
             dist.reduce(full[start:stop], dst=owner)
     return inside, full[mine]

@@ -41,7 +41,7 @@ def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[Non
     def tapped(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or not output.requires_grad:
             return output  # the first, recording-free pass of re-entrant checkpointing
-        return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+        return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
 
     # A tap behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sparseforge_ds.model.distill import Teacher, distillation_loss
-from sparseforge_ds.model.families import PrunableWeight, leaf_modules
+from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.families import PrunableWeight
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES
 from tests.zero.case import Case, build, gathered, published

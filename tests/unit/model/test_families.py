@@ -19,12 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import NM, Pattern, top_n
+from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.families import (
     FAMILIES,
     Family,
     PrunableWeight,
     coverage,
-    leaf_modules,
     prunable_names,
     prunable_weights,
 )

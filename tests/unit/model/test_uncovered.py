@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import coverage, leaf_modules, prunable_names, prunable_weights, uncovered_weights
+from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.families import coverage, prunable_names, prunable_weights, uncovered_weights
 from tests.tiny_models import BUILDERS, tiny_gpt2, tiny_llama
 
 ADAPTERS = [f"model.layers.{layer}.mlp.adapter.weight" for layer in (0, 1)]

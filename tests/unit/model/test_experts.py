@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparseforge_ds.model.expert_lists import join_gradients, refuse_unprepared
+from sparseforge_ds.model.experts import join_gradients, refuse_unprepared
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Experts in lists of modules, of which a rank calls only those that it has tokens for.
+"""Where the experts of a mixture are, and what lists of them need: a rank calls only those that it has tokens for.
 
 DeepSpeed's ZeRO-1 and ZeRO-2 add up gradients by their place in a bucket, which is filled in the order in which they
 come. Ranks that call different experts would add those of different weights, without an error where the sizes agree.
@@ -13,8 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparseforge_ds.model.family_table import FAMILIES
+from sparseforge_ds.model.rules import is_row, model_type_of
+
 _JOINS = "joins_expert_gradients"
 """Attribute of a block that says so."""
+
+
+def leaf_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that ZeRO-3 must gather as a whole, for `deepspeed.utils.set_z3_leaf_modules_by_name`.
+
+    Which experts run differs between ranks. DeepSpeed gathers parameters as their modules are called, so ranks that
+    call different ones wait for each other forever, or mix up their tensors. Empty for dense models. In a family that
+    the table does not have, whatever is called `experts`.
+    """
+    lists = expert_lists(model)
+    return [lists.get(name, name) for name in _expert_modules(model)]
+
+
+def expert_lists(model: nn.Module) -> dict[str, str]:
+    """Names of the lists of experts, and of the blocks around them, which are what is called."""
+    found = _expert_modules(model)
+    return {name: name.rpartition(".")[0] for name, module in found.items() if isinstance(module, nn.ModuleList)}
+
+
+def _expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    model_type = model_type_of(model)
+    globs = FAMILIES[model_type].experts if model_type in FAMILIES else ("experts",)
+    return {name: module for name, module in model.named_modules() if any(is_row(name, glob) for glob in globs)}
 
 
 class _Join(torch.autograd.Function):
