@@ -15,7 +15,7 @@ _PAPER: dict[str, Any] = {
         "mid_penalty_ramp": (0.0, 0.025),
         "hardening": (0.1, 0.85),
     },
-    "curvature": {"decay": 0.98},
+    "curvature": {"decay": 0.98, "per_token": False, "factored": False},
     "low_rank": {"k": 16, "start": 0.1},
     "distillation": {"temperature": 2.0},
 }

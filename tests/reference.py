@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.mask.curvature import counter_key, rademacher, uniform
+from sparseforge_ds.mask.curvature import counter_hash, counter_key, rademacher, uniform
 
 Batch = dict[str, Tensor]
 
@@ -96,6 +96,20 @@ def updated_mask(
             gate = min(max(gate, 0.0), 1.0)
             new[e] = (1 - dials["mask_rate"]) * mask[e] + dials["mask_rate"] * gate
     return new, target
+
+
+def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict[str, Any]) -> list[float]:
+    """What scores take for the curvature of one matrix: its elements, or the product of its row and column sums."""
+    part = block["curvature"]
+    factored = part["factored"]
+    if factored is None:
+        factored = block["importance"] == "hutchinson" and part["per_token"]
+    if not factored:
+        return curvature
+    rows, columns = shape
+    row = [max(math.fsum(curvature[r * columns + c] for c in range(columns)), 0.0) for r in range(rows)]
+    column = [max(math.fsum(curvature[r * columns + c] for r in range(rows)), 0.0) for c in range(columns)]
+    return [row[r] * column[c] / (math.fsum(row) or 1.0) for r in range(rows) for c in range(columns)]
 
 
 def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, float]:
@@ -248,7 +262,10 @@ class ReferenceForge:
 
     def _update(self, fix: bool = False) -> None:
         for name, groups in self.groups.items():
-            curvature = None if self.config["importance"] == "magnitude" else self.curvature[name].tolist()
+            curvature = None
+            if self.config["importance"] != "magnitude":
+                shape = tuple(self.master[name].shape)
+                curvature = scored_curvature(self.curvature[name].tolist(), shape, self.config)
             new, self.target[name] = updated_mask(
                 self.mask[name],
                 self.master[name].detach().flatten().tolist(),
@@ -279,7 +296,9 @@ class ReferenceForge:
             return self._mean_square_inputs(batches)
         total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
         for probe in range(probes):
-            if kind == "hutchinson":
+            if kind == "hutchinson" and self.config["curvature"]["per_token"]:
+                sample = self._output_difference(batches, probe)
+            elif kind == "hutchinson":
                 sample = self._gradient_difference(batches, probe)
             elif self.config["curvature"]["per_token"]:
                 sample = self._per_token(batches, kind == "gauss_newton", probe)
@@ -312,6 +331,76 @@ class ReferenceForge:
         return {
             name: (sign[name] * (sides[0][name] - sides[1][name]) / (2 * radius[name])).flatten() for name in published
         }
+
+    def _output_difference(self, batches: list[Batch], probe: int) -> dict[str, Tensor]:
+        """v (g(y + r v) - g(y - r v)) / 2r of every output of every token, and sums of it times x^2 over tokens.
+
+        Row sums take x of the one side, column sums x of the other, so that a token leaves a few numbers behind.
+        """
+        relative = self.config["curvature"]["radius"] or 0.1
+        row = {name: torch.zeros(self._matrix(name)[0], dtype=torch.float64) for name in self.mask}
+        column = {name: torch.zeros(self._matrix(name)[1], dtype=torch.float64) for name in self.mask}
+        first = 0
+        for batch in batches:
+            tokens = batch["input_ids"].numel()
+            sign: dict[str, Tensor] = {}
+            radius: dict[str, Tensor] = {}
+            for name in self.mask:
+                key = counter_key(self.config["seed"], self.step_count, probe, f"{name} outputs")
+                sign[name] = _signs_of_outputs(key, first, tokens, self._matrix(name)[0])
+            plus = self._displaced(batch, sign, radius, relative)
+            minus = self._displaced(batch, {name: -v for name, v in sign.items()}, radius, relative)
+            for name in self.mask:
+                (x_plus, g_plus), (x_minus, g_minus) = plus[name], minus[name]
+                slope = (g_plus - g_minus) * sign[name]
+                slope = slope / (2 * radius[name].double()[:, None]) / len(batches)
+                for t in range(tokens):
+                    row[name] += slope[t] * x_plus[t].square().sum()
+                    column[name] += slope[t].sum() * x_minus[t].square()
+            first += tokens
+        sample = {}
+        for name in self.mask:
+            outputs, inputs = self._matrix(name)
+            full = torch.zeros(outputs, inputs, dtype=torch.float64)
+            for o in range(outputs):
+                for i in range(inputs):
+                    full[o, i] = row[name][o] / inputs + column[name][i] / outputs
+            full -= row[name].sum() / (outputs * inputs)
+            sample[name] = (full if self.input_axes[name] == -1 else full.t()).flatten()
+        return sample
+
+    def _displaced(
+        self, batch: Batch, sign: dict[str, Tensor], radius: dict[str, Tensor], relative: float
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """x (T, in) and dL/dy (T, out) of every layer, while all outputs are displaced; fills `radius` where empty."""
+        inputs: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
+
+        def displace(name: str, x: Tensor, y: Tensor) -> Tensor:
+            rows = y.detach().flatten(0, -2)
+            if name not in radius:
+                radius[name] = (relative * rows.float().square().mean(1).sqrt()).to(y.dtype)
+            inputs[name] = x.detach().flatten(0, -2).double()
+            outputs[name] = y + (radius[name][:, None] * sign[name].to(y.dtype)).view_as(y)
+            outputs[name].retain_grad()
+            return outputs[name]
+
+        handles = [
+            self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
+                lambda _module, args, output, name=name: displace(name, args[0], output)
+            )
+            for name in sign
+        ]
+        self.loss(self.model, batch).backward()
+        for handle in handles:
+            handle.remove()
+        self.model.zero_grad(set_to_none=True)
+        return {name: (inputs[name], outputs[name].grad.double().flatten(0, -2)) for name in sign}
+
+    def _matrix(self, name: str) -> tuple[int, int]:
+        """Outputs and inputs of a layer."""
+        rows, columns = self.master[name].shape
+        return (rows, columns) if self.input_axes[name] == -1 else (columns, rows)
 
     def _published_fp32(self, name: str) -> Tensor:
         weight = self.master[name].detach()
@@ -400,3 +489,14 @@ class ReferenceForge:
     def dtype(self) -> torch.dtype:
         """Of the passes."""
         return next(self.model.parameters()).dtype
+
+
+def _signs_of_outputs(key: int, first: int, tokens: int, outputs: int) -> Tensor:
+    """(tokens, outputs) of +-1: every token has as many words of 64 signs as its outputs need."""
+    words = math.ceil(outputs / 64)
+    sign = torch.empty(tokens, outputs, dtype=torch.float64)
+    for t in range(tokens):
+        row = counter_hash(key, torch.arange((first + t) * words, (first + t + 1) * words)).tolist()
+        for o in range(outputs):
+            sign[t, o] = 1.0 if row[o // 64] >> (o % 64) & 1 else -1.0
+    return sign

@@ -87,6 +87,12 @@ class SparseForgeConfig:
             f"hardening ends at step {schedule.freeze_step} of {self.max_steps}, before the first mask update; "
             "lower update_every, move hardening later, or use hardening [0, 0] for a fixed mask",
         )
+        require(
+            self.importance != "hutchinson" or not self.curvature.per_token or self.curvature.factored is not False,
+            "curvature.factored",
+            self.curvature.factored,
+            'hutchinson with "per_token": true measures row and column sums only; use true, or "per_token": false',
+        )
         soft = self.method == "sparseforge" and schedule.freeze_step
         if self.low_rank is not None and self.low_rank.start is not None and soft:
             require(
@@ -139,6 +145,12 @@ class SparseForgeConfig:
             raise ValueError(
                 f'sparseforge.reconstruction: importance "{self.importance}" does not use it; leave it out'
             )
+
+    @property
+    def factored(self) -> bool:
+        """Whether scores are made of row and column sums of the curvature."""
+        by_outputs = self.importance == "hutchinson" and self.curvature.per_token
+        return self.keeps_curvature and (by_outputs if self.curvature.factored is None else self.curvature.factored)
 
     @property
     def keeps_curvature(self) -> bool:

@@ -73,10 +73,14 @@ class CurvatureConfig:
     """eps of the score, relative to the mean curvature of the matrix (eq. 3)."""
     per_token: bool = True
     """fisher and gauss_newton: square gradients per token where the weight belongs to a linear layer (far less noise);
-    false squares the gradient of the whole probe batch."""
+    false squares the gradient of the whole probe batch. hutchinson: one random sign for every token and output of a
+    linear layer (far less noise); false draws one for every weight, as the paper does."""
+    factored: bool | None = None
+    """Score by the product of the row and column sums of each matrix's curvature, in which noise averages away,
+    instead of by its elements; null: true for hutchinson where `per_token` is."""
     radius: float | None = None
-    """hutchinson: step of the gradient difference relative to the RMS of the matrix; null picks by dtype
-    (fp32 1e-3, fp16 1e-2, bf16 1e-1)."""
+    """hutchinson: step of the gradient difference; `per_token`: relative to the RMS of a token's outputs, null is 0.1;
+    else relative to the RMS of the matrix, null picks by dtype (fp32 1e-3, fp16 1e-2, bf16 1e-1)."""
 
     def __post_init__(self) -> None:
         require(0 <= self.decay < 1, "curvature.decay", self.decay, "use 0 <= decay < 1")

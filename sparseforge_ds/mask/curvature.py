@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 EXPERT_BYTES = 1 << 28
 """Of the sums of squares that exist at a time, where a weight holds many experts."""
@@ -52,6 +53,20 @@ def rademacher(key: int, start: int, stop: int, device: torch.device) -> Tensor:
     """(stop - start,) fp32 of +-1 for the elements start..stop of a weight."""
     index = torch.arange(start, stop, device=device, dtype=torch.int64)
     return ((counter_hash(key, index) & 1) * 2 - 1).float()
+
+
+def rademacher_rows(key: int, first: int, rows: int, columns: int, like: Tensor) -> Tensor:
+    """(rows, columns) of +-1 in the dtype and on the device of `like`, for rows first..first + rows of any number.
+
+    One hash gives 64 signs, by a table of what the 8 bits of a byte stand for: next to a matmul's output, a hash for
+    every sign would cost more than the matmul.
+    """
+    words = -(-columns // 64)
+    index = torch.arange(first * words, (first + rows) * words, device=like.device, dtype=torch.int64)
+    byte_RB = counter_hash(key, index).view(torch.uint8).view(rows, words * 8)
+    shift_8 = torch.arange(8, device=like.device)
+    sign_V8 = ((torch.arange(256, device=like.device)[:, None] >> shift_8 & 1) * 2 - 1).to(like.dtype)
+    return F.embedding(byte_RB.int(), sign_V8).view(rows, words * 64)[:, :columns]
 
 
 def uniform(key: int, start: int, stop: int, device: torch.device) -> Tensor:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.estimate import ESTIMATORS, Estimator, Shards
+from sparseforge_ds.estimate.axis_sums import AxisSums
 from sparseforge_ds.mask.curvature import accumulate, token_rate
+from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.importance import (
     MOMENTS,
     magnitude_moments,
@@ -18,8 +20,9 @@ from sparseforge_ds.mask.importance import (
     score_moments,
     standardized_score,
 )
-from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.mask.runs import PIECE, runs
 from sparseforge_ds.methods.ground import ForgeError, Ground
+from sparseforge_ds.zero.moments import Part
 from sparseforge_ds.zero.probe import Closure, Probe
 from sparseforge_ds.zero.shard import Shard
 
@@ -39,6 +42,8 @@ class Ranking:
         """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
         self.estimator: Estimator | None = None
         self._by_magnitude: set[int] = set()
+        self._sums: AxisSums | None = None
+        """Of the running means, where scores are made of them."""
         build = ESTIMATORS[ground.config.importance] if ground.config.keeps_curvature else None
         if build is not None:
             module = ground.engine.module
@@ -149,14 +154,17 @@ class Ranking:
             ForgeError: some matrix has no curvature to speak of.
         """
         on = self.on
+        if on.config.factored:
+            self._sums = AxisSums(on.matrices, on.shards, on.layout.flats[0].device)
+            self._sums.add_shards(lambda shard: on.of(shard, "curvature"))
         moments = on.matrices.table(MOMENTS)
         for name, shard in on.shards.items():
-            dense, curvature = on.dense_and_curvature(shard)
+            dense = on.of(shard, "dense")
             for part in on.matrices.parts[name]:
-                inside = slice(part.start, part.stop)
-                moments[part.row] += score_moments(dense[inside], None if curvature is None else curvature[inside]).to(
-                    moments.device
-                )
+                for start in range(part.start, part.stop, PIECE):
+                    inside = slice(start, min(start + PIECE, part.stop))
+                    found = score_moments(dense[inside], self._curvature(shard, part, inside))
+                    moments[part.row] += found.to(moments.device)
         on.matrices.reduce(moments)
         self._by_magnitude = self._require_curvature(moments[:, 1].tolist())
         if self._by_magnitude:
@@ -171,14 +179,23 @@ class Ranking:
 
     def _score(self, shard: Shard, scaling: Tensor, start: int, stop: int) -> Tensor:
         """s~ of the weight's elements start..stop, all of them on this rank."""
-        dense, curvature = self.on.dense_and_curvature(shard)
+        dense = self.on.of(shard, "dense")
         scores = []
         for part in self.on.matrices.parts[shard.name]:
             inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
             if inside.start < inside.stop:
-                part_curvature = None if curvature is None or part.row in self._by_magnitude else curvature[inside]
+                part_curvature = None if part.row in self._by_magnitude else self._curvature(shard, part, inside)
                 scores.append(standardized_score(dense[inside], part_curvature, scaling[part.row]))
         return scores[0] if len(scores) == 1 else torch.cat(scores)
+
+    def _curvature(self, shard: Shard, part: Part, inside: slice) -> Tensor | None:
+        """H of elements of a shard that lie in one part of it, as scores take it; None for a plain magnitude."""
+        if not self.on.config.keeps_curvature:
+            return None
+        if self._sums is None:
+            return self.on.of(shard, "curvature")[inside]
+        first = self._sums.first(shard.name, part) - part.start
+        return rank_one(*self._sums.of(part.row), first + inside.start, first + inside.stop)
 
     def report(self) -> dict[str, float]:
         """Metrics of the masks accounted for since the last report, and of the curvature. Collective."""

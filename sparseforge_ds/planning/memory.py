@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
-from sparseforge_ds.mask.curvature import experts_at_once, rademacher, token_fisher
+from sparseforge_ds.mask.curvature import experts_at_once, rademacher, rademacher_rows, token_fisher
 from sparseforge_ds.mask.runs import PIECE
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, is_expert
@@ -204,7 +204,9 @@ def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
     if forge.importance == "gauss_newton":
         # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once.
         kinds["sampled labels"] = 3 * 4 * tokens * model.vocabulary
-    if forge.importance == "hutchinson" and not settings.optimizer_on_host:
+    if forge.importance == "hutchinson" and forge.curvature.per_token:
+        kinds["displaced outputs"] = _displaced(model, settings, tokens)
+    if settings.displaces_weights and not settings.optimizer_on_host:
         kinds["random signs"] = measured(lambda: rademacher(1, 0, min(shard, PIECE), torch.device("meta")))
     return kinds
 
@@ -220,6 +222,18 @@ def _held_samples(model: Architecture, settings: Settings) -> int:
     # Fused experts are taken in a few at a time.
     others = [math.prod(shape) for shape in model.masked_shapes if len(shape) < 3]
     return min(held, sum(math.ceil(size / settings.ranks) if settings.stage == 3 else size for size in others))
+
+
+def _displaced(model: Architecture, settings: Settings, tokens: int) -> int:
+    """The most that displacing a layer's outputs, or using their gradients, needs, and what is kept of all layers."""
+    most = 0
+    for shape in set(model.masked_shapes):
+        outputs, inputs = reversed(shape[-2:]) if model.input_first else shape[-2:]
+        grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
+        sign = measured(partial(rademacher_rows, 1, 0, tokens, outputs, grad_TO))
+        used = 4 * tokens * (outputs + inputs)
+        most = max(most, sign + max(2 * settings.low * grad_TO.numel(), used))
+    return most + 4 * 3 * tokens * len(model.masked_shapes)
 
 
 def _fisher(model: Architecture, settings: Settings, tokens: int) -> int:

@@ -79,6 +79,11 @@ class Settings:
         """Whether the score needs one."""
         return self.forge.keeps_curvature
 
+    @property
+    def displaces_weights(self) -> bool:
+        """Whether probes change the weights and put them back."""
+        return self.forge.importance == "hutchinson" and not self.forge.curvature.per_token
+
     def divided(self, from_stage: int) -> int:
         """Over how many ranks ZeRO divides what it divides from `from_stage` on."""
         return self.ranks if self.stage >= from_stage else 1

@@ -61,13 +61,15 @@ def traffic(model: Architecture, settings: Settings, teacher: Architecture | Non
     }
     forward, backward = probe_passes(settings)
     if settings.forge.method == "sparseforge" and settings.forge.resolved_schedule.freeze_step:
-        # A probe ends in DeepSpeed's own step; hutchinson displaces the weights before, and puts them back at last.
-        pushes = published * (2 * backward + 1 if settings.forge.importance == "hutchinson" else backward)
+        # A probe ends in DeepSpeed's own step; one that displaces weights does so before, and puts them back at last.
+        pushes = published * (2 * backward + 1 if settings.displaces_weights else backward)
         if not backward:
             gathered = weights_gathered(model, settings, backward=False).moved * settings.low
         probe = gathered * forward + reduced * backward + pushes
         ours["probe"] = probe // every
         ours["curvature reduced"] = _curvature(model, settings) // every
+        if settings.forge.factored and settings.stage:
+            ours["curvature's sums"] = _row_and_column_sums(model) // every
         ours["masks published"] = published // every
     return Traffic(_positive(training), _positive(ours))
 
@@ -83,15 +85,22 @@ def micro_batch(model: Architecture, settings: Settings) -> tuple[int, int, int]
 
 
 def _curvature(model: Architecture, settings: Settings) -> int:
-    """Full-size fp32 sums of squares, reduced a layer at a time, or Wanda's vectors."""
+    """Full-size fp32 sums of squares, reduced a layer at a time, or vectors: Wanda's, or of probes at outputs."""
     probes = settings.forge.curvature.probes
     if settings.forge.importance == "wanda":
         columns = ((shape[0 if model.input_first else -1] + 1) * math.prod(shape[:-2]) for shape in model.masked_shapes)
         return 2 * 4 * sum(columns)
+    if settings.forge.importance == "hutchinson" and settings.forge.curvature.per_token:
+        return _row_and_column_sums(model)
     if settings.forge.importance not in ("fisher", "gauss_newton") or not settings.forge.curvature.per_token:
         return 0
     elements = sum(math.prod(shape) for shape in model.masked_shapes)
     return 4 * elements * probes * (2 if settings.stage == 0 else 1)
+
+
+def _row_and_column_sums(model: Architecture) -> int:
+    """One fp64 number for every row and column of every matrix, in one all-reduce."""
+    return 2 * 8 * sum((shape[-2] + shape[-1]) * math.prod(shape[:-2]) for shape in model.masked_shapes)
 
 
 def _positive(kinds: dict[str, int]) -> dict[str, int]:

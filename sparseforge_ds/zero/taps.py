@@ -17,6 +17,7 @@ from torch.nn import Module
 
 TokenHook = Callable[[str, Tensor, Tensor], None]
 InputHook = Callable[[str, Tensor], None]
+DisplacementHook = Callable[[str, Tensor], Tensor]
 
 
 class _Tap(torch.autograd.Function):
@@ -43,6 +44,31 @@ def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[Non
             return output  # the first, recording-free pass of re-entrant checkpointing
         return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
 
+    with _on_outputs(modules, tapped):
+        yield
+
+
+@contextmanager
+def displaced_outputs(modules: dict[str, Module], displacement: DisplacementHook, hook: TokenHook) -> Iterator[None]:
+    """`token_gradients`, of passes in which every module returns y + displacement(name, y (T, out)).
+
+    The displacement must be the same whenever a layer is computed again, as activation checkpointing does.
+    """
+
+    def tapped(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        moved = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
+        if not torch.is_grad_enabled() or not moved.requires_grad:
+            return moved
+        return _Tap.apply(moved, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+
+    with _on_outputs(modules, tapped):
+        yield
+
+
+@contextmanager
+def _on_outputs(
+    modules: dict[str, Module], tapped: Callable[[str, tuple[Tensor, ...], Tensor], Tensor]
+) -> Iterator[None]:
     # A tap behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
     with _on_forward(modules, tapped, first=True):

@@ -56,6 +56,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"pattern": "0:4"}, ["0:4", "0 < n < m"]),
     ({"pattern": "4:4"}, ["4:4", "0 < n < m"]),
     ({"pattern": 24}, ["sparseforge.pattern", "24", "str"]),
+    (
+        {"importance": "hutchinson", "curvature": {"factored": False}},
+        ["sparseforge.curvature.factored", "false", '"per_token": false'],
+    ),
     ({"importance": "hessian"}, ["sparseforge.importance", "'hessian'", "hutchinson", "magnitude"]),
     ({"importance": ["fisher"]}, ["sparseforge.importance", "fisher"]),
     ({"threshold": "median"}, ["sparseforge.threshold", "midpoint, nth"]),

@@ -301,7 +301,7 @@ def test_curvature_where_ranks_call_different_experts(text: str, implementation:
 
 def test_experts_by_hutchinson() -> None:
     """A difference of gradients, whose rounding moves some scores."""
-    config = {"importance": "hutchinson", "curvature": {"radius": 0.1, "damping": 0.05}}
+    config = {"importance": "hutchinson", "curvature": {"per_token": False, "radius": 0.1, "damping": 0.05}}
     both = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
     (alone,) = run_distributed(_train, 1, replace(ALONE, config=config), Family("deepseek"))
     _check_frozen(both[0])

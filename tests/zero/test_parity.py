@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparseforge_ds.model.families import prunable_weights
 from tests.distributed import run_distributed
-from tests.reference import ReferenceForge, groups_of, harden, kept_of, updated_mask
+from tests.reference import ReferenceForge, groups_of, harden, kept_of, scored_curvature, updated_mask
 from tests.zero.case import MODELS, Case, batch_at, run_all
 
 # Bounds of what fp32 reduction order does to 9 steps of Adam at lr 3e-3 (1e-6 is typical, both for weights and masks).
@@ -25,6 +25,7 @@ FP32_WEIGHT, FP32_MASK, FP32_CURVATURE = 2e-5, 2e-5, 1e-4
 BF16_MEAN_WEIGHT, BF16_MEAN_MASK, BF16_SAME_TARGET = 2e-3, 3e-2, 0.9
 
 EXCLUDE_K = {"exclude": ["*.k_proj.weight"]}
+BY_WEIGHTS = {"per_token": False}
 ODD = {"exclude": ["*.down_proj.weight", "*.up_proj.weight", "*.k_proj.weight"]}
 
 FP32: dict[str, Case] = {
@@ -45,13 +46,23 @@ FP32: dict[str, Case] = {
     # A large radius and damping, the same on both sides: the smaller they are, the more of the difference is fp32
     # rounding, which decides where curvature is near 0. The second update comes while x falls.
     "2:4-hutchinson": Case(
-        config={"importance": "hutchinson", "curvature": {"radius": 0.1, "damping": 0.05}, **EXCLUDE_K}, steps=5
+        config={"importance": "hutchinson", "curvature": {**BY_WEIGHTS, "radius": 0.1, "damping": 0.05}, **EXCLUDE_K},
+        steps=5,
     ),
+    # The same at the outputs, whose steps are as large by default, and where fp32 rounding decides about negative sums.
+    "2:4-outputs": Case(model="llama_odd", config={"importance": "hutchinson", "curvature": {"damping": 0.05}, **ODD}),
+    "conv1d-outputs-gas": Case(
+        model="gpt2", config={"importance": "hutchinson", "curvature": {"damping": 0.05}}, gas=2, steps=5
+    ),
+    "2:4-fisher-factored": Case(model="llama_odd", config={"curvature": {"factored": True}, **ODD}),
 }
 BF16: dict[str, Case] = {
     "2:4": Case(dtype="bf16", config=EXCLUDE_K),
     "conv1d-hutchinson-gas-clip": Case(
-        dtype="bf16", model="gpt2", config={"importance": "hutchinson"}, gas=2, clip=0.1
+        dtype="bf16", model="gpt2", config={"importance": "hutchinson", "curvature": BY_WEIGHTS}, gas=2, clip=0.1
+    ),
+    "block16-outputs": Case(
+        dtype="bf16", model="llama_tiles", config={"pattern": "block16", "importance": "hutchinson"}
     ),
     "block16": Case(dtype="bf16", model="llama_tiles", config={"pattern": "block16"}),
 }
@@ -166,7 +177,7 @@ def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> Non
                 expected, _ = updated_mask(
                     before[weight.name],
                     update["dense"][weight.name].tolist(),
-                    update["curvature"][weight.name].tolist(),
+                    scored_curvature(update["curvature"][weight.name].tolist(), weight.shape, block),
                     groups,
                     kept_of(block["pattern"]),
                     dials,

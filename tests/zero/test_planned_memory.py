@@ -257,10 +257,12 @@ def moved_by_all(cases: list[Case]) -> list[Any]:
     return [moved_by(case) for case in cases]
 
 
-HUTCHINSON = {"importance": "hutchinson"}
+OUTPUTS = {"importance": "hutchinson"}
+HUTCHINSON = {**OUTPUTS, "curvature": {"per_token": False}}
 TRAFFIC = [
     *(Case(stage=stage, dtype="bf16", zero=SMALL if stage else {}) for stage in (0, 1, 2, 3)),
     *(Case(stage=stage, zero=SMALL, config=HUTCHINSON) for stage in (1, 2, 3)),
+    *(Case(stage=stage, zero=SMALL, config=OUTPUTS) for stage in (0, 3)),
     Case(stage=3, zero=SMALL, config={"importance": "wanda"}),
     Case(stage=2, zero=SMALL, gas=2, config=HUTCHINSON),
     Case(stage=3, zero=SMALL, gas=2),

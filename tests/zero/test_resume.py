@@ -26,6 +26,7 @@ CASES["3-low-rank"] = Case(stage=3, config=LOW_RANK)
 CASES["1-low-rank-bf16"] = Case(stage=1, dtype="bf16", config=LOW_RANK)
 CASES["0-low-rank-conv1d"] = Case(stage=0, model="gpt2", config=LOW_RANK)
 CASES["2-ragged-hutchinson"] = Case(stage=2, config={"exclude": ["*.k_proj.weight"], "importance": "hutchinson"})
+CASES["3-hutchinson-weights"] = Case(stage=3, config={"importance": "hutchinson", "curvature": {"per_token": False}})
 CASES["1-fp32-accumulation"] = Case(stage=1, dtype="bf16", more={"data_types": {"grad_accum_dtype": "fp32"}})
 CASES["3-offload"] = Case(
     stage=3,

@@ -15,6 +15,7 @@ from sparseforge_ds.mask.curvature import (
     counter_key,
     hutchinson_sample,
     rademacher,
+    rademacher_rows,
     sample_labels,
     token_fisher,
     token_rate,
@@ -57,6 +58,28 @@ def test_signs_are_fair_and_independent() -> None:
     assert correlation.abs().max() < bound
     for lag in (1, 2, 4, 64, 4096):
         assert (signs[:, lag:] * signs[:, :-lag]).mean(1).abs().max() < 5 / math.sqrt(n - lag)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 30), st.sampled_from([1, 8, 63, 64, 65, 200]))
+def test_signs_of_rows_are_bits_of_hashes_wherever_rows_are_cut(first: int, cut: int, columns: int) -> None:
+    whole = rademacher_rows(7, first, 30, columns, torch.zeros((), dtype=torch.bfloat16))
+    assert whole.dtype == torch.bfloat16 and whole.shape == (30, columns)
+    parts = [rademacher_rows(7, first + a, b - a, columns, torch.zeros(())) for a, b in ((0, cut), (cut, 30))]
+    assert torch.equal(torch.cat(parts), whole.float())
+    words = -(-columns // 64)
+    for row, column in ((0, 0), (29, columns - 1), (cut % 30, columns // 2)):
+        word = counter_hash(7, torch.tensor([(first + row) * words + column // 64])).item()
+        assert whole[row, column].item() == (1.0 if word >> (column % 64) & 1 else -1.0)
+
+
+def test_signs_of_rows_are_fair_and_independent() -> None:
+    rows, columns = 400, 192
+    signs = rademacher_rows(counter_key(0, 5, 0, "a outputs"), 0, rows, columns, torch.zeros(()))
+    assert abs(signs.mean()) < 5 / math.sqrt(rows * columns)
+    for axis, (n, of) in enumerate(((columns, rows), (rows, columns))):
+        lines = signs if axis == 0 else signs.t()
+        correlation = lines @ lines.t() / n - torch.eye(of)
+        assert correlation.abs().max() < 6 / math.sqrt(n)
 
 
 def test_uniform_is_uniform() -> None:

@@ -1,0 +1,202 @@
+"""The estimates that `benchmarks/curvature.py` compares: the product's own on a one-rank engine, and exact ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sparseforge_ds as sf
+from benchmarks.curvature_quality import Diagonal
+from sparseforge_ds.estimate import ESTIMATORS
+from sparseforge_ds.mask.curvature import counter_key, rademacher
+from sparseforge_ds.model.families import PrunableWeight
+
+LoadModel = Callable[[str], Any]
+"""dtype -> the model."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """An importance of the product, with its settings."""
+
+    name: str
+    importance: str
+    curvature: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Exact:
+    """v (H v) by double backward; of a probe only some of the signs, the others 0."""
+
+    name: str
+    restricted_to: str = "all"
+    """all; member: of every group, in turn; kind, block or layer: of layers, in turn."""
+
+
+Estimate = Own | Exact
+
+_BY_WEIGHTS = {"per_token": False}
+ESTIMATES: tuple[Estimate, ...] = (
+    *(Own(f"outputs, radius {radius}", "hutchinson", {"radius": radius}) for radius in (0.03, 0.1, 0.3)),
+    *(Own(f"outputs, radius {r}, bf16", "hutchinson", {"radius": r}, "bfloat16") for r in (0.03, 0.1, 0.3)),
+    *(Own(f"weights, radius {r}", "hutchinson", {**_BY_WEIGHTS, "radius": r}) for r in (1e-4, 1e-3, 1e-2, 1e-1)),
+    *(
+        Own(f"weights, radius {r}, bf16", "hutchinson", {**_BY_WEIGHTS, "radius": r}, "bfloat16")
+        for r in (3e-2, 1e-1, 3e-1)
+    ),
+    Exact("weights, exact"),
+    Exact("weights, exact, one member", "member"),
+    Exact("weights, exact, one kind of layer", "kind"),
+    Exact("weights, exact, one block", "block"),
+    Exact("weights, exact, one layer", "layer"),
+    Own("gauss_newton, per token", "gauss_newton"),
+    Own("gauss_newton, per batch", "gauss_newton", _BY_WEIGHTS),
+    Own("fisher, per token", "fisher"),
+    Own("fisher, per batch", "fisher", _BY_WEIGHTS),
+    Own("fisher, per token, bf16", "fisher", {}, "bfloat16"),
+    Own("wanda", "wanda"),
+)
+
+
+class OneRank:
+    """The product's estimators on an engine of this process alone; its learning rate is 0."""
+
+    def __init__(self, model: Any, dtype: str, batch: int) -> None:
+        never = {"update_every": 10**5}
+        self.config = sf.SparseForgeConfig.from_dict({"distillation": None, "max_steps": 10**6, "schedule": never})
+        config = {
+            "train_batch_size": batch,
+            "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}},
+        }
+        model = sf.prepare(model, self.config)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=sf.param_groups(model, self.config, weight_decay=0.0), config=config
+        )
+        self.forge = sf.SparseForge(self.engine, self.config)
+
+    def samples(self, estimate: Own, batches: list[Tensor]) -> Iterator[tuple[Diagonal, float]]:
+        """One refresh after the other, each on the next batch, and its seconds."""
+        curvature = {"first_probes": 1, **estimate.curvature}
+        config = sf.SparseForgeConfig.from_dict(
+            {**self.config.to_dict(), "importance": estimate.importance, "curvature": curvature}
+        )
+        build = ESTIMATORS[config.importance]
+        assert build is not None
+        shards = self.forge._ranking.shards
+        estimator = build(shards, config)
+        step = 0
+        while True:
+            batch_BS = batches[step % len(batches)]
+            began = seconds()
+            sample = shards.zeros()
+            applied = estimator.refresh(lambda batch_BS=batch_BS: self._loss(batch_BS), step, 1, sample)
+            spent = seconds() - began
+            assert applied, "neither fp32 nor bf16 overflows"
+            yield {name: value.cpu() for name, value in sample.items()}, spent
+            step += 1
+
+    def step_seconds(self, batch_BS: Tensor, repeats: int) -> float:
+        """Median time of a training step on one batch."""
+        times = []
+        for _ in range(repeats + 1):
+            began = seconds()
+            self.engine.backward(self._loss(batch_BS))
+            self.engine.step()
+            self.forge.step()
+            times.append(seconds() - began)
+        return sorted(times[1:])[repeats // 2]
+
+    def _loss(self, batch_BS: Tensor) -> Tensor:
+        batch_BS = batch_BS.to(self.engine.device)
+        return self.engine(input_ids=batch_BS, labels=batch_BS).loss
+
+
+def be_one_rank() -> None:
+    """Start a process group of this process alone, unless a launcher has started one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    deepspeed.init_distributed()
+
+
+def exact_samples(
+    model: Any,
+    weights: list[PrunableWeight],
+    batches: list[Tensor],
+    restricted_to: str = "all",
+    seed: int = 0,
+    first: int = 0,
+) -> Iterator[tuple[Diagonal, float]]:
+    """One probe after the other from number `first` on, each on the next batch, and its seconds."""
+    parameters = [model.get_parameter(weight.name) for weight in weights]
+    parts, count = _parts(weights, restricted_to)
+    probe = first
+    while True:
+        batch_BS = batches[probe % len(batches)].to(parameters[0].device)
+        began = seconds()
+        vectors = []
+        for weight, parameter, part in zip(weights, parameters, parts, strict=True):
+            sign = rademacher(counter_key(seed, 0, probe, weight.name), 0, weight.numel, parameter.device)
+            if restricted_to == "member":
+                index = torch.arange(weight.numel, device=parameter.device)
+                place = index if weight.input_axis % 2 else index // weight.shape[1]
+                sign *= place % 4 == probe % count
+            vectors.append(sign.view_as(parameter) * (restricted_to == "member" or part == probe % count))
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model(input_ids=batch_BS, labels=batch_BS).loss
+            gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+            products = torch.autograd.grad(gradients, parameters, grad_outputs=vectors)
+        sample = {
+            weight.name: (vector * product).detach().flatten().cpu() * count
+            for weight, vector, product in zip(weights, vectors, products, strict=True)
+        }
+        yield sample, seconds() - began
+        probe += 1
+
+
+def rounds(weights: list[PrunableWeight], restricted_to: str) -> int:
+    """Probes after which every weight has had a sign as often as every other."""
+    return _parts(weights, restricted_to)[1]
+
+
+def seconds() -> float:
+    """A clock: of this process's work on a CPU, where other programs are not to count, else of the wall."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return time.process_time()
+    accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _parts(weights: list[PrunableWeight], restricted_to: str) -> tuple[list[int], int]:
+    """Number of the part that each weight is of, and how many parts are probed in turn."""
+    if restricted_to in ("all", "member"):
+        return [0] * len(weights), 4 if restricted_to == "member" else 1
+    keys = []
+    for weight in weights:
+        # "model.layers.3.mlp.up_proj" -> block "model.layers.3", kind "mlp.up_proj"
+        words = weight.name.removesuffix(".weight").split(".")
+        number = next(i for i, word in enumerate(words) if word.isdigit())
+        keys.append(
+            {"block": ".".join(words[: number + 1]), "kind": ".".join(words[number + 1 :]), "layer": weight.name}[
+                restricted_to
+            ]
+        )
+    order = list(dict.fromkeys(keys))
+    return [order.index(key) for key in keys], len(order)

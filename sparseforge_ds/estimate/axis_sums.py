@@ -1,0 +1,61 @@
+"""Row and column sums of all matrices in one vector, for one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.mask.factored import add_sums
+from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.zero.moments import Matrices, Part
+from sparseforge_ds.zero.shard import Shard
+
+
+class AxisSums:
+    """R + C numbers, fp64, of every (R, C) matrix that `Matrices` numbers."""
+
+    def __init__(self, matrices: Matrices, shards: dict[str, Shard], device: torch.device) -> None:
+        """Zeros, kept on `device`."""
+        self.matrices = matrices
+        self.shards = shards
+        self._bounds: list[tuple[int, int, int]] = []
+        """Where each matrix's row sums begin, its column sums begin, and both end."""
+        end = 0
+        for name, rows in matrices.rows.items():
+            columns = shards[name].shape[-1]
+            height = self._size(name) // columns
+            for _ in rows:
+                self._bounds.append((end, end + height, end + height + columns))
+                end += height + columns
+        self.values = torch.zeros(end, dtype=torch.float64, device=device)
+
+    def _size(self, name: str) -> int:
+        """Elements of one of the weight's matrices."""
+        return math.prod(self.shards[name].shape) // len(self.matrices.rows[name])
+
+    def of(self, matrix: int) -> tuple[Tensor, Tensor]:
+        """Views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""
+        start, middle, end = self._bounds[matrix]
+        return self.values[start:middle], self.values[middle:end]
+
+    def first(self, name: str, part: Part) -> int:
+        """First element that a part of a shard has of its matrix."""
+        return self.shards[name].start + part.start - (part.row - self.matrices.rows[name].start) * self._size(name)
+
+    def add_shards(self, values: Callable[[Shard], Tensor]) -> None:
+        """Add what lies on the shards of all ranks; `values` are (numel of the shard,). Collective, one reduction."""
+        for name, shard in self.shards.items():
+            for part in self.matrices.parts[name]:
+                inside = values(shard)[part.start : part.stop]
+                for run in runs(inside):
+                    add_sums(inside[run], self.first(name, part) + run.start, *self.of(part.row))
+        self.values = self.matrices.reduce(self.values.to(self.matrices.layout.device)).to(self.values.device)
+
+    def average(self, count: float) -> None:
+        """Divide by `count` what every rank has added for whole matrices, summed over the ranks. Collective."""
+        dist.all_reduce(self.values)
+        self.values /= count

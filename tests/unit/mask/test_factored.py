@@ -1,0 +1,67 @@
+"""Row and column sums of any split equal the whole's, and the matrices made of them are the literal ones."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseforge_ds.mask.factored import add_sums, additive, rank_one
+from tests.reference import scored_curvature
+
+R, C = 7, 5
+BLOCK = {"importance": "fisher", "curvature": {"factored": True}}
+
+
+def matrix(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(R, C, generator=generator) ** 3 + 0.1
+
+
+def sums_of(full_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return full_RC.double().sum(1), full_RC.double().sum(0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, R * C), max_size=4))
+def test_sums_of_any_split_add_up(cuts: list[int]) -> None:
+    flat = matrix().view(-1)
+    row_R, column_C = torch.zeros(R, dtype=torch.float64), torch.zeros(C, dtype=torch.float64)
+    bounds = [0, *sorted(cuts), R * C]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        add_sums(flat[start:stop], start, row_R, column_C)
+    for mine, theirs in zip((row_R, column_C), sums_of(matrix()), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(st.integers(0, R * C), st.integers(0, R * C))
+def test_runs_are_those_of_the_whole(a: int, b: int) -> None:
+    start, stop = min(a, b), max(a, b)
+    for build in (rank_one, additive):
+        whole = build(*sums_of(matrix()), 0, R * C)
+        assert torch.equal(build(*sums_of(matrix()), start, stop), whole[start:stop])
+
+
+def test_rank_one_is_the_literal_product() -> None:
+    for seed in range(3):
+        full = matrix(seed)
+        assert (sums_of(full)[0] < 0).any() or (sums_of(full)[1] < 0).any() or seed
+        expected = torch.tensor(scored_curvature(full.view(-1).tolist(), (R, C), BLOCK))
+        torch.testing.assert_close(rank_one(*sums_of(full), 0, R * C), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_product_stays_what_it_is() -> None:
+    product = torch.outer(torch.rand(R) + 0.1, torch.rand(C) + 0.1)
+    torch.testing.assert_close(rank_one(*sums_of(product), 0, R * C).view(R, C), product)
+
+
+def test_nothing_positive_is_no_curvature() -> None:
+    assert rank_one(*sums_of(-matrix().abs()), 0, R * C).tolist() == [0.0] * (R * C)
+
+
+def test_the_additive_matrix_has_the_sums_and_so_have_means_of_them() -> None:
+    parts = [additive(*sums_of(matrix(seed)), 0, R * C) for seed in range(4)]
+    expected = sum(matrix(seed).double() for seed in range(4)) / 4
+    for mine, theirs in zip(sums_of(torch.stack(parts).mean(0).view(R, C)), sums_of(expected), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
