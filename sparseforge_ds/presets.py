@@ -14,6 +14,7 @@ _PAPER: dict[str, Any] = {
         "blend": (0.1, 0.85),
         "mid_penalty_ramp": (0.0, 0.025),
         "hardening": (0.1, 0.85),
+        "straight_through": True,
     },
     "curvature": {"decay": 0.98, "per_token": False, "factored": False},
     "low_rank": {"k": 16, "start": 0.1},

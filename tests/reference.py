@@ -103,7 +103,7 @@ def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict
     part = block["curvature"]
     factored = part["factored"]
     if factored is None:
-        factored = block["importance"] == "hutchinson" and part["per_token"]
+        factored = block["importance"] not in ("magnitude", "wanda") and part["per_token"]
     if not factored:
         return curvature
     rows, columns = shape
@@ -198,10 +198,21 @@ class ReferenceForge:
         gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
+        before = {name: self.master[name].detach().clone() for name in self.mask}
         self.optimizer.step()
+        if self.formed and self.step_count < self._dials(0)["freeze"]:
+            self._follow(before)
         self.step_count += 1
         self.publish(self.step_count)
         return loss
+
+    @torch.no_grad()
+    def _follow(self, before: dict[str, Tensor]) -> None:
+        """A weight moves by m_eff times the optimizer's step."""
+        for name, start in before.items():
+            if not self.config["schedule"]["straight_through"]:
+                effective = self.effective_mask(name, self.step_count).view_as(start)
+                self.master[name].copy_(torch.lerp(start, self.master[name], effective))
 
     def forge_step(self, probes: list[Batch]) -> bool:
         """What follows an optimizer step: a mask update or the projection, when due."""

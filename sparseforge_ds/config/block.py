@@ -149,8 +149,8 @@ class SparseForgeConfig:
     @property
     def factored(self) -> bool:
         """Whether scores are made of row and column sums of the curvature."""
-        by_outputs = self.importance == "hutchinson" and self.curvature.per_token
-        return self.keeps_curvature and (by_outputs if self.curvature.factored is None else self.curvature.factored)
+        chosen = self.curvature.per_token if self.curvature.factored is None else self.curvature.factored
+        return self.keeps_curvature and self.importance != "wanda" and chosen
 
     @property
     def keeps_curvature(self) -> bool:

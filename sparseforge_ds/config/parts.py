@@ -37,6 +37,9 @@ class ScheduleConfig:
     hardening: Window = (0.0, 0.3)
     """x falls from 1 to 0 over this window (eq. 10); at its end the mask is projected and frozen (eq. 11).
     (0, 0) fixes the mask before the first step: the trainer is then a plain fixed-mask retrain."""
+    straight_through: bool = False
+    """While masks are soft, W moves by the optimizer's whole step, as the paper writes; false: by m_eff times it, so
+    that weights on their way out do not wander off by gradients that change nothing."""
     hard: bool = False
     """For comparison: x = 0 from the first update on, so that the network only ever sees hard(m)."""
 
@@ -77,7 +80,7 @@ class CurvatureConfig:
     linear layer (far less noise); false draws one for every weight, as the paper does."""
     factored: bool | None = None
     """Score by the product of the row and column sums of each matrix's curvature, in which noise averages away,
-    instead of by its elements; null: true for hutchinson where `per_token` is."""
+    instead of by its elements; null: as `per_token`."""
     radius: float | None = None
     """hutchinson: step of the gradient difference; `per_token`: relative to the RMS of a token's outputs, null is 0.1;
     else relative to the RMS of the matrix, null picks by dtype (fp32 1e-3, fp16 1e-2, bf16 1e-1)."""

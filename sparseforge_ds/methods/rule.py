@@ -35,6 +35,11 @@ class Rule:
         """Whether `start` must come before the first step."""
         return True
 
+    @property
+    def remembers(self) -> bool:
+        """Whether publishing the step that begins needs W as it is now, by `Publication.before`."""
+        return False
+
     def start(self, probe: Closure | None) -> None:
         """Before the first step of a fresh run. Collective."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.gate import gate, move_mask
-from sparseforge_ds.mask.quench import effective_mask, publish
+from sparseforge_ds.mask.quench import effective_mask, follow, publish
 from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.rule import Rule
@@ -21,6 +21,12 @@ class SoftMask(Rule):
     def __init__(self, ground: Ground, ranking: Ranking) -> None:
         super().__init__(ground, ranking)
         self._mask_edges: Missing = {}
+
+    @property
+    def remembers(self) -> bool:
+        """See `Rule`; a frozen mask leaves nothing to decide by the weights that it removed."""
+        schedule = self.on.config.schedule
+        return not schedule.straight_through and self._formed and self.on.step < self.on.schedule.freeze_step
 
     @property
     def starts(self) -> bool:
@@ -45,10 +51,14 @@ class SoftMask(Rule):
 
     def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
         """See `Rule`; eq. 10."""
-        x = 0.0 if hard else self.on.schedule.dials(step).x
-        binary = step > self.on.schedule.freeze_step
-        if x < 1.0 and not binary and self._formed:
-            mask = effective_mask(mask, self.on.top(shard, mask, self._mask_edges), x)
+        if step <= self.on.schedule.freeze_step and self._formed:
+            before = self.on.publication.before(shard)
+            x = 0.0 if hard else self.on.schedule.dials(step).x
+            x_before = 1.0 if before is None else self.on.schedule.dials(step - 1).x
+            top = None if min(x, x_before) == 1.0 else self.on.top(shard, mask, self._mask_edges)
+            if before is not None:
+                follow(dense, before, _effective(mask, top, x_before))
+            mask = _effective(mask, top, x)
         publish(dense, mask, out)
 
     @torch.no_grad()
@@ -77,3 +87,8 @@ class SoftMask(Rule):
             on.add_update(piece, mask, hard)
         self._mask_edges = on.exchange("mask")
         return self.ranking.report()
+
+
+def _effective(mask: Tensor, top: Tensor | None, x: float) -> Tensor:
+    """m_eff, with no work where x = 1."""
+    return mask if x == 1.0 or top is None else effective_mask(mask, top, x)

@@ -28,6 +28,10 @@ class StepRule(Protocol):
     trains_the_rest: bool
     """Whether weights that are not prunable are stepped."""
 
+    @property
+    def remembers(self) -> bool:
+        """Whether publishing the step that begins needs W as it is now."""
+
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
         """The gradient to step the dense weights of a master partition with; None to leave them alone."""
 
@@ -68,6 +72,7 @@ class Publication:
         self._waiting: dict[int, dict[str, Tensor]] = {}
         self.reset()
         self._swapped: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._loading: dict[int, dict[str, Tensor]] = {}
         inner = layout.inner
@@ -119,6 +124,14 @@ class Publication:
         """This rank's elements of one weight in `dense`, `mask` or `curvature`, as a view."""
         return shard.of(self.state(shard.flat)[key])
 
+    def before(self, shard: Shard) -> Tensor | None:
+        """This rank's elements of W before the step that is being published; None if the rule did not ask for it.
+
+        They may lie in the memory that is published to: read them before it is written.
+        """
+        found = self._before.get(shard.flat)
+        return None if found is None else shard.of(found)
+
     @torch.no_grad()
     def write_masters(self) -> None:
         """master = m_eff W for every prunable partition, outside an optimizer step; `Layout.push` makes it visible."""
@@ -146,8 +159,12 @@ class Publication:
                     flat.grad = None
             elif index in self._by_flat:
                 gradient, flat.grad = flat.grad, None
-                self._swapped[index] = flat.data
-                flat.data = self.state(index)["dense"].view(flat.shape)
+                master, dense = flat.data, self.state(index)["dense"].view(flat.shape)
+                self._swapped[index] = master
+                if self.rule is not None and self.rule.remembers:
+                    # The master is written anew after the step; until then it can hold what the step began from.
+                    self._before[index] = master.copy_(dense) if master.dtype == dense.dtype else dense.clone()
+                flat.data = dense
                 flat.grad = None if gradient is None else gradient.to(flat.dtype)
                 if self.rule is not None and flat.grad is not None:
                     used = self.rule.before_step(index, flat.grad, group)
@@ -175,6 +192,7 @@ class Publication:
             with torch.no_grad():
                 self._write(index, flat.data)
             self.in_step = False
+            self._before.pop(index, None)
             if index == self.flats[0]:
                 self.steps_begun += 1
         for flat, gradient in self._gradients:

@@ -1,4 +1,4 @@
-"""The communication claim: a mask update moves O(matrices) + O(edges) bytes, never O(parameters)."""
+"""The communication claim: a mask update moves O(rows + columns) + O(edges) bytes, never O(parameters)."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
         "matrices": len(forge.weights),
         "cut": forge._edges.any_cut,
         "edges": sum(forge._edges.prefix.values()) + sum(forge._edges.suffix.values()),
+        "sides": sum(sum(weight.shape) for weight in forge.weights),
         "parameters": sum(weight.numel for weight in forge.weights),
     }
 
@@ -131,8 +132,12 @@ def test_bytes_of_an_update_do_not_grow_with_the_weights() -> None:
             stage = requests[i][0].stage
             assert not small["cut"] and not large["cut"]
             assert large["parameters"] == 4 * small["parameters"]
+            sums = [("all_reduce", 8 * one["sides"]) for one in (small, large)]  # fp64
+            if stage:  # at stage 0 every rank has all of every matrix
+                small["maths"].remove(sums[0])
+                large["maths"].remove(sums[1])
             assert large["maths"] == small["maths"], stage
-            assert len(small["maths"]) <= 3, (stage, small["maths"])
+            assert len(small["maths"]) <= 2, (stage, small["maths"])
             assert total(small["maths"]) <= 64 * small["matrices"] + 256, (stage, small["maths"])
             assert not [name for name, _ in small["maths"] if "all_to_all" in name], stage
             assert small["between"] == [], stage

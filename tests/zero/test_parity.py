@@ -54,7 +54,8 @@ FP32: dict[str, Case] = {
     "conv1d-outputs-gas": Case(
         model="gpt2", config={"importance": "hutchinson", "curvature": {"damping": 0.05}}, gas=2, steps=5
     ),
-    "2:4-fisher-factored": Case(model="llama_odd", config={"curvature": {"factored": True}, **ODD}),
+    "2:4-fisher-elements": Case(model="llama_odd", config={"curvature": {"factored": False}, **ODD}),
+    "2:4-straight-through": Case(config={"schedule": {"straight_through": True}, **EXCLUDE_K}),
 }
 BF16: dict[str, Case] = {
     "2:4": Case(dtype="bf16", config=EXCLUDE_K),
