@@ -34,7 +34,7 @@ class ScheduleConfig:
     """eta (eq. 8)."""
     mask_rate: float = 0.1
     """alpha (eq. 9): share of the gate that enters the mask at an update."""
-    hardening: Window = (0.0, 0.3)
+    hardening: Window = (0.0, 0.2)
     """x falls from 1 to 0 over this window (eq. 10); at its end the mask is projected and frozen (eq. 11).
     (0, 0) fixes the mask before the first step: the trainer is then a plain fixed-mask retrain."""
     straight_through: bool = False

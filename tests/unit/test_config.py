@@ -102,7 +102,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"distillation": {"chunk_tokens": 0}}, ["sparseforge.distillation.chunk_tokens", ">= 1"]),
     ({"monitor": {"gap_every": -1}}, ["sparseforge.monitor.gap_every", ">= 0"]),
     # A mask that would be projected before its first update would keep the first two of every four by index.
-    ({"max_steps": 10, "schedule": {"update_every": 5}}, ["sparseforge.schedule.update_every", "step 3", "[0, 0]"]),
+    ({"max_steps": 10, "schedule": {"update_every": 5}}, ["sparseforge.schedule.update_every", "step 2", "[0, 0]"]),
     (
         {"max_steps": 50, "schedule": {"update_every": 5, "hardening": [0.0, 0.1]}},
         ["sparseforge.schedule.update_every", "step 5", "[0, 0]"],
@@ -189,7 +189,7 @@ def test_a_preset_is_applied_by_from_dict_and_never_only_named() -> None:
 
 def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
     block = {"max_steps": 100, "low_rank": {"k": 4}}
-    assert SparseForgeConfig.from_dict(block).branch_step == 30
+    assert SparseForgeConfig.from_dict(block).branch_step == 20
     assert SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "start": 0.5}}).branch_step == 50
     assert SparseForgeConfig.from_dict({"max_steps": 100}).branch_step == -1
     fixed = {**block, "schedule": {"hardening": [0.0, 0.0]}}

@@ -91,13 +91,15 @@ def test_errors_name_the_key(tmp_path: Path, changes: dict[str, Any], message: s
         read_config(path)
 
 
-def test_the_shipped_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "launch").glob("compare_*.json")))
+def test_the_shipped_ones(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
     monkeypatch.chdir(ROOT)
-    assert main(["compare", "launch/compare_stories.json", "--dry_run"]) == 0
-    assert "72 count: 12 methods x 3 seeds x 2 budgets" in capsys.readouterr().out
-    config = read_config("launch/compare_stories.json")
+    assert main(["compare", f"launch/{name}", "--dry_run"]) == 0
+    config = read_config(f"launch/{name}")
     assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
+    count = len(config.methods) * len(config.seeds) * len(config.budgets)
+    assert f"{count} count: {len(config.methods)} methods x {len(config.seeds)} seeds" in capsys.readouterr().out
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
