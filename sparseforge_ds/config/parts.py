@@ -114,7 +114,7 @@ class DistillationConfig:
 
     weight: float = 1.0
     """l_KL."""
-    task_weight: float = 1.0
+    task_weight: float = 0.25
     """l_task, the weight of the cross-entropy."""
     temperature: float = 1.0
     """Both logits are divided by it and the KL is multiplied by its square."""
