@@ -275,7 +275,7 @@ def _forge_state(checkpoint: Checkpoint, state: dict[str, Any]) -> tuple[SparseF
     if not isinstance(block, dict) or not isinstance(listed, list) or type(step) is not int or step < 0:
         raise ValueError(f"{checkpoint.folder}: its client state is damaged (config, weights or step); use another one")
     try:
-        config = SparseForgeConfig.from_dict(block)
+        config = SparseForgeConfig.from_saved(block)
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
     axes: dict[str, int] = {}

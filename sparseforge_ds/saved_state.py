@@ -14,11 +14,11 @@ def check_saved_state(state: dict[str, Any], config: SparseForgeConfig, weights:
 
     Args:
         state: from the checkpoint.
-        config: of this run; what is only monitored may differ.
+        config: of this run; what is only monitored may differ (`SparseForgeConfig.comparable`).
         weights: this run's prunable weights, as in `SparseForge.state_dict`.
 
     Raises:
-        ValueError: it is damaged, of another version, or of another configuration or model; with the first difference.
+        ValueError: it is damaged, of another version, or of another configuration or model; with the differences.
     """
     if state.get("version") != STATE_VERSION:
         raise ValueError(
@@ -28,24 +28,21 @@ def check_saved_state(state: dict[str, Any], config: SparseForgeConfig, weights:
     for key, kind in (("config", dict), ("weights", list), ("step", int), ("refreshes", int)):
         if not isinstance(state.get(key), kind):
             raise ValueError(f"the checkpoint's sparseforge state has a damaged {key!r}: {state.get(key)!r:.100}")
-    # A release before this one did not write keys that it did not have.
-    saved = SparseForgeConfig.from_dict(state["config"])
-    _same("sparseforge", _without_monitor(saved.to_dict()), _without_monitor(config.to_dict()))
-    _same("weights", state["weights"], weights)
-
-
-def _without_monitor(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "monitor"}
-
-
-def _same(where: str, saved: Any, present: Any) -> None:
-    """Raise with the first place where two JSON values differ."""
-    if isinstance(saved, dict) and isinstance(present, dict):
-        for key in sorted(saved.keys() | present.keys()):
-            _same(f"{where}.{key}", saved.get(key), present.get(key))
-    elif saved != present:
-        short = [text if len(text) < 200 else text[:200] + " ..." for text in (str(saved), str(present))]
+    saved = SparseForgeConfig.from_saved(state["config"])
+    unlike = _differences("sparseforge", saved.comparable(), config.comparable())
+    if unlike := unlike or _differences("weights", state["weights"], weights):
         raise ValueError(
-            f"the checkpoint was made with {where} = {short[0]}, this run has {short[1]}: "
+            f"the checkpoint was made with {'; '.join(unlike[:8])}: "
             "resume with the saved settings, or start a fresh run in another output_dir"
         )
+
+
+def _differences(where: str, saved: Any, present: Any) -> list[str]:
+    """Where two JSON values differ."""
+    if isinstance(saved, dict) and isinstance(present, dict):
+        keys = sorted(saved.keys() | present.keys())
+        return [line for key in keys for line in _differences(f"{where}.{key}", saved.get(key), present.get(key))]
+    if saved == present:
+        return []
+    short = [text if len(text) < 200 else text[:200] + " ..." for text in (str(saved), str(present))]
+    return [f"{where} = {short[0]}, this run has {short[1]}"]

@@ -34,6 +34,7 @@ from sparseforge_ds.config.rules import (
     SamplingConfig,
     logit_keys,
 )
+from sparseforge_ds.config.saved import completed
 from sparseforge_ds.config.strict import build, merge, require
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
@@ -223,6 +224,15 @@ class SparseForgeConfig:
         )
 
     @classmethod
+    def from_saved(cls, block: dict[str, Any]) -> SparseForgeConfig:
+        """Build from `to_dict` of a run, also of an earlier release: what that had no key for is as it was then.
+
+        Raises:
+            ValueError: the block is damaged.
+        """
+        return cls.from_dict(completed(block))
+
+    @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> SparseForgeConfig:
         """Read the `sparseforge` block of a DeepSpeed JSON.
 
@@ -253,6 +263,14 @@ class SparseForgeConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, every value resolved; `from_dict` of it gives an equal config."""
         return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
+
+    def comparable(self) -> dict[str, Any]:
+        """Of `to_dict`, what a resumed run must have as before: nothing monitored, and equal where the effect is."""
+        config = self.to_dict()
+        del config["monitor"]
+        config["curvature"]["factored"] = self.factored
+        config["schedule"]["straight_through"] &= self.resolved_schedule.freeze_step > 0
+        return config
 
 
 def _default(key: str) -> Any:

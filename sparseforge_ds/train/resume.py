@@ -8,6 +8,7 @@ from typing import Any
 
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.data import Batches
 from sparseforge_ds.train.engine import Workshop
@@ -108,7 +109,7 @@ def _open(plan: Plan, manifest: Manifest) -> Resumption:
     resumption = Resumption(manifest, checkpoint)
     try:
         config, weights, step = (resumption.forge_state[key] for key in ("config", "weights", "step"))
-        config = dict(config)
+        saved = SparseForgeConfig.from_saved(dict(config)).comparable()
         names = [(weight["name"], list(weight["shape"])) for weight in weights]
         _ = resumption.data_state
     except (KeyError, TypeError, ValueError) as error:
@@ -117,9 +118,9 @@ def _open(plan: Plan, manifest: Manifest) -> Resumption:
         ) from None
     if step != manifest.step:
         raise ValueError(f"--resume: {folder}: checkpoint.json says step {manifest.step}, the files {step}")
-    if unlike := differences(config | {"monitor": None}, plan.config.to_dict() | {"monitor": None}, "sparseforge"):
+    if unlike := differences(saved, plan.config.comparable(), "sparseforge"):
         raise ValueError(
-            f"--resume: {folder} is of a run with other settings: {'; '.join(unlike[:3])}; use a checkpoint of this run"
+            f"--resume: {folder} is of a run with other settings: {'; '.join(unlike[:8])}; use a checkpoint of this run"
         )
     if names != [(weight.name, list(weight.shape)) for weight in plan.weights]:
         raise ValueError(f"--resume: {folder} is of another model; use a checkpoint of this run")

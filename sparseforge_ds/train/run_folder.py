@@ -210,8 +210,7 @@ def _check_same_run(plan: Outline) -> None:
     path = plan.folder / "sparseforge.json"
     try:
         before = _read_if_there(path)
-        # A release before this one did not write keys that it did not have.
-        config = SparseForgeConfig.from_dict(before["config"]).to_dict()
+        config = SparseForgeConfig.from_saved(dict(before["config"])).comparable()
         weights, model_type = before["weights"], before["model_type"]
         path = plan.folder / "ds_config.json"
         batch = _read_if_there(path)["train_batch_size"]
@@ -230,10 +229,11 @@ def _check_same_run(plan: Outline) -> None:
             "start in a new --output_dir"
         ) from None
     now = describe(plan)
-    if unlike := differences(config | {"monitor": None}, now["config"] | {"monitor": None}, "sparseforge"):
+    if unlike := differences(config, plan.config.comparable(), "sparseforge"):
         raise ValueError(
-            f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:3])}; "
-            "resume with the same JSON and --max_steps, or start in a new --output_dir"
+            f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:8])}; "
+            "resume with the same JSON and --max_steps (where another release's defaults make the difference, "
+            "write the former values into it), or start in a new --output_dir"
         )
     if model_type != now["model_type"] or weights != now["weights"]:
         raise ValueError(
