@@ -93,7 +93,8 @@ class Assessor:
     def validate(self, folder: Path) -> dict[str, Any]:
         """Perplexity on the validation text, and agreement of every weight's pattern with magnitude."""
         model = self._load(folder)
-        parameters = dict(model.named_parameters())
+        # peft calls what an adapter is put on a base layer
+        parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
         pruned = json.loads((folder / "sparsity.json").read_text())["weights"]
         agreement = {
             name: _shared(_packed(parameters[name]), magnitude)
