@@ -43,7 +43,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "threads": 1,
         "points": 8,
         "flags": {"log_every": 1},
-        "methods": {"soft": {"schedule": {"update_every": 1}}, "fixed": {"preset": "fixed_magnitude", "low_rank": {"k": 4}}},
+        "methods": {
+            "soft": {"schedule": {"update_every": 1}},
+            "fixed": {"preset": "fixed_magnitude", "low_rank": {"k": 4}},
+        },
     }
     return write_json(folder / "config.json", content)
 
