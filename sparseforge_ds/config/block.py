@@ -94,6 +94,13 @@ class SparseForgeConfig:
             self.curvature.factored,
             'hutchinson with "per_token": true measures row and column sums only; use true, or "per_token": false',
         )
+        require(
+            not self.curvature.factored or self.factored,
+            "curvature.factored",
+            self.curvature.factored,
+            f'importance "{self.importance}" has no curvature to take row and column sums of; leave it out, or use '
+            'importance "fisher"',
+        )
         soft = self.method == "sparseforge" and schedule.freeze_step
         if self.low_rank is not None and self.low_rank.start is not None and soft:
             require(

@@ -60,6 +60,17 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"importance": "hutchinson", "curvature": {"factored": False}},
         ["sparseforge.curvature.factored", "false", '"per_token": false'],
     ),
+    *(
+        (
+            {**block, "curvature": {"factored": True}},
+            ["sparseforge.curvature.factored = true", f'importance "{block["importance"]}"', "leave it out"],
+        )
+        for block in (
+            {"importance": "wanda"},
+            {"importance": "magnitude"},
+            {"method": "naive_retrain", "importance": "sparsegpt"},
+        )
+    ),
     ({"importance": "hessian"}, ["sparseforge.importance", "'hessian'", "hutchinson", "magnitude"]),
     ({"importance": ["fisher"]}, ["sparseforge.importance", "fisher"]),
     ({"threshold": "median"}, ["sparseforge.threshold", "midpoint, nth"]),
