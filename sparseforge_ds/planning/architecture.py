@@ -89,6 +89,8 @@ class Architecture(Sizes):
     """Linear weights that nobody has decided about, as lines for people."""
     masked_shapes: tuple[tuple[int, ...], ...]
     """Shape of every weight under a mask."""
+    rows_and_columns: int
+    """Of all matrices that are scored by themselves."""
     input_first: bool
     """Whether some of them are stored as (in, out)."""
     active: int
@@ -205,6 +207,7 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
         prunable=coverage(model, weights).prunable,
         uncovered=tuple(uncovered_weights(model, forge).lines()),
         masked_shapes=tuple(weight.shape for weight in weights),
+        rows_and_columns=sum(weight.matrices * sum(weight.matrix) for weight in weights),
         input_first=any(weight.input_axis == -2 for weight in weights),
         active=sum(int(p.numel() * (share if is_expert(n) else 1)) for n, p in named),
         expert_share=share,

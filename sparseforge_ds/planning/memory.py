@@ -190,9 +190,20 @@ def _step(model: Architecture, settings: Settings, shard: int) -> Kinds:
     return {
         "gradients": kept,
         "fp32 gradients": gradients,
+        "weights before the step": _before_step(model, settings),
         "optimizer's temporaries": 0 if settings.fused_optimizer else 4 * group,
         "mask's temporaries": _MASK_SCRATCH * min(shard, PIECE),
     }
+
+
+def _before_step(model: Architecture, settings: Settings) -> int:
+    """Bytes of the fp32 weights that a step began from, which a master in bf16 has no room for."""
+    forge = settings.forge
+    follows = forge.method == "sparseforge" and not forge.schedule.straight_through
+    if settings.of_master != 2 or not follows or not forge.resolved_schedule.freeze_step:
+        return 0
+    masked = local(model, settings, 1, only_masked=True)
+    return 4 * (min(masked, settings.sub_group) if settings.stage == 3 else masked)
 
 
 def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
@@ -206,6 +217,8 @@ def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
         kinds["sampled labels"] = 3 * 4 * tokens * model.vocabulary
     if forge.importance == "hutchinson" and forge.curvature.per_token:
         kinds["displaced outputs"] = _displaced(model, settings, tokens)
+    if forge.factored:
+        kinds["row and column sums"] = 8 * model.rows_and_columns
     if settings.displaces_weights and not settings.optimizer_on_host:
         kinds["random signs"] = measured(lambda: rademacher(1, 0, min(shard, PIECE), torch.device("meta")))
     return kinds

@@ -69,7 +69,7 @@ def traffic(model: Architecture, settings: Settings, teacher: Architecture | Non
         ours["probe"] = probe // every
         ours["curvature reduced"] = _curvature(model, settings) // every
         if settings.forge.factored and settings.stage:
-            ours["curvature's sums"] = _row_and_column_sums(model) // every
+            ours["curvature's sums"] = _sums_reduced(model) // every
         ours["masks published"] = published // every
     return Traffic(_positive(training), _positive(ours))
 
@@ -91,16 +91,16 @@ def _curvature(model: Architecture, settings: Settings) -> int:
         columns = ((shape[0 if model.input_first else -1] + 1) * math.prod(shape[:-2]) for shape in model.masked_shapes)
         return 2 * 4 * sum(columns)
     if settings.forge.importance == "hutchinson" and settings.forge.curvature.per_token:
-        return _row_and_column_sums(model)
+        return _sums_reduced(model)
     if settings.forge.importance not in ("fisher", "gauss_newton") or not settings.forge.curvature.per_token:
         return 0
     elements = sum(math.prod(shape) for shape in model.masked_shapes)
     return 4 * elements * probes * (2 if settings.stage == 0 else 1)
 
 
-def _row_and_column_sums(model: Architecture) -> int:
+def _sums_reduced(model: Architecture) -> int:
     """One fp64 number for every row and column of every matrix, in one all-reduce."""
-    return 2 * 8 * sum((shape[-2] + shape[-1]) * math.prod(shape[:-2]) for shape in model.masked_shapes)
+    return 2 * 8 * model.rows_and_columns
 
 
 def _positive(kinds: dict[str, int]) -> dict[str, int]:

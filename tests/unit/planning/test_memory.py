@@ -125,6 +125,42 @@ def test_teachers() -> None:
     assert found.resident["teacher"] == pytest.approx(2 * other.total / 8, rel=1e-3)
 
 
+def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
+    """One sub-group of the optimizer at a time, as long as masks are soft and weights follow them."""
+
+    def before(block: dict[str, Any], bf16: bool = True, **zero: Any) -> int:
+        model, laid_out = planned(3, 8, {"distillation": None, **block}, **zero)
+        laid_out = dataclasses.replace(laid_out, bf16_states=bf16)
+        step = memory(model, laid_out, lambda *_: NOTHING).moments["optimizer step"]
+        return step.get("weights before the step", 0)
+
+    masked = planned(3, 8)[0].masked // 8
+    assert before({}) == 4 * masked
+    assert before({}, sub_group_size=10**8) == 4 * 10**8 < 4 * masked
+    assert before({}, bf16=False) == 0
+    for block in (
+        {"schedule": {"straight_through": True}},
+        {"preset": "fixed_magnitude"},
+        {"method": "naive_retrain"},
+    ):
+        assert before(block) == 0, block
+
+
+def test_scores_by_row_and_column_sums() -> None:
+    """8 bytes a row and a column of every matrix, gate and up of an expert apart, on every rank."""
+
+    def sums(block: dict[str, Any], config: Any = llama2_7b) -> int:
+        model, laid_out = planned(3, 8, {"distillation": None, **block}, config=config)
+        return memory(model, laid_out, lambda *_: NOTHING).moments["mask update"].get("row and column sums", 0)
+
+    assert sums({}) == 8 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert sums({"importance": "hutchinson"}) == sums({})
+    assert sums({"curvature": {"factored": False}}) == sums({"importance": "wanda"}) == 0
+    attention, expert = 4 * (2048 + 2048), 3 * (2048 + 1408)
+    others = 27 * 3 * (2048 + 2 * 1408) + 3 * (2048 + 10944)
+    assert sums({}, deepseek_moe_16b) == 8 * (28 * attention + 27 * 64 * expert + others)
+
+
 def test_a_fisher_probe_forms_a_full_matrix() -> None:
     model, laid_out = planned(3, 8, {"importance": "fisher"})
     found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
