@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -56,13 +57,7 @@ class OutputHutchinson:
         self.on = shards
         self.seed = config.seed
         self.radius = config.curvature.radius or RADIUS
-        without = [name for name in shards.shards if name not in shards.modules or name in shards.load.rows]
-        if without:
-            raise ValueError(
-                f'importance "hutchinson" displaces outputs of layers that every token passes, and {without[0]} '
-                f"({len(without)} in all) has no such layer; "
-                'use "curvature": {"per_token": false}, which displaces weights, or importance "fisher"'
-            )
+        assert shards.modules.keys() == shards.shards.keys() and not shards.load.rows  # refused before
 
     def streamed(self) -> set[str]:
         """See `Estimator`."""
@@ -107,7 +102,7 @@ class OutputHutchinson:
 
         def displacement(name: str, output_TO: Tensor) -> Tensor:
             if name not in kept:
-                size_T = output_TO.float().square().mean(dim=1).sqrt()
+                size_T = _square(output_TO).mean(dim=1).sqrt()
                 kept[name] = _Between((self.radius * size_T).clamp_(min=_LEAST).to(output_TO.dtype))
             elif len(kept[name].radius_T) != len(output_TO):
                 raise ValueError(_CALLED_AGAIN.format(name))
@@ -120,7 +115,7 @@ class OutputHutchinson:
             scale_T = 1 / (2 * on.probe.backward_scale * layer.radius_T.float())
             slope_TO = (grad_TO * signs(name, grad_TO)).float().mul_(scale_T[:, None])
             slope_T = slope_TO.sum(dim=1)
-            square_TI = input_TI.float().square()
+            square_TI = _square(input_TI)
             output_O, input_I = self._sums_of(name, sums)
             if layer.slope_T is None:
                 layer.slope_T, layer.square_T = slope_T, square_TI.sum(dim=1)
@@ -131,3 +126,8 @@ class OutputHutchinson:
 
         with displaced_outputs(on.modules, displacement, receive):
             return on.probe.gradients(closure, lambda _index, _gradient: None)
+
+
+def _square(values: Tensor) -> Tensor:
+    """In fp32, in the only copy of the values that is made."""
+    return values.to(torch.float32, copy=True).square_()

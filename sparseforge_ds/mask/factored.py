@@ -53,6 +53,13 @@ def rank_one(row_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor:
     return _run(product_rC, start, stop)
 
 
+def vanishes(row_R: Tensor, column_C: Tensor) -> bool:
+    """Whether `rank_one` is 0 of a matrix that is not: all row sums, or all column sums, of a finite one are <= 0."""
+    both = torch.cat([row_R, column_C])
+    one_sided = bool((row_R <= 0).all()) or bool((column_C <= 0).all())
+    return one_sided and bool(both.isfinite().all()) and bool(both.any())
+
+
 def additive(row_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor:
     """(stop - start,) fp32: the elements of r / C + c / R - total / RC, a matrix with these signed sums.
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.estimate import ESTIMATORS, Estimator, Shards
 from sparseforge_ds.estimate.axis_sums import AxisSums
 from sparseforge_ds.mask.curvature import accumulate, token_rate
-from sparseforge_ds.mask.factored import rank_one
+from sparseforge_ds.mask.factored import rank_one, vanishes
 from sparseforge_ds.mask.importance import (
     MOMENTS,
     magnitude_moments,
@@ -22,6 +22,8 @@ from sparseforge_ds.mask.importance import (
 )
 from sparseforge_ds.mask.runs import PIECE, runs
 from sparseforge_ds.methods.ground import ForgeError, Ground
+from sparseforge_ds.model.measurable import refuse_unmeasurable
+from sparseforge_ds.zero.edges import Piece
 from sparseforge_ds.zero.moments import Part
 from sparseforge_ds.zero.probe import Closure, Probe
 from sparseforge_ds.zero.shard import Shard
@@ -42,11 +44,10 @@ class Ranking:
         """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
         self.estimator: Estimator | None = None
         self._by_magnitude: set[int] = set()
-        self._sums: AxisSums | None = None
-        """Of the running means, where scores are made of them."""
         build = ESTIMATORS[ground.config.importance] if ground.config.keeps_curvature else None
         if build is not None:
             module = ground.engine.module
+            refuse_unmeasurable(module, ground.weights.values(), ground.config)
             layers = {weight.name: module.get_submodule(weight.module) for weight in ground.weights.values()}
             linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
             fused = {w.module: module.get_submodule(w.module) for w in ground.routed if len(w.shape) == 3}
@@ -154,48 +155,53 @@ class Ranking:
             ForgeError: some matrix has no curvature to speak of.
         """
         on = self.on
+        sums = None  # a local of this generator, so that they go with it
         if on.config.factored:
-            self._sums = AxisSums(on.matrices, on.shards, on.layout.flats[0].device)
-            self._sums.add_shards(lambda shard: on.of(shard, "curvature"))
+            sums = AxisSums(on.matrices, on.shards, on.layout.flats[0].device)
+            sums.add_shards(lambda shard: on.of(shard, "curvature"))
         moments = on.matrices.table(MOMENTS)
         for name, shard in on.shards.items():
             dense = on.of(shard, "dense")
             for part in on.matrices.parts[name]:
                 for start in range(part.start, part.stop, PIECE):
                     inside = slice(start, min(start + PIECE, part.stop))
-                    found = score_moments(dense[inside], self._curvature(shard, part, inside))
+                    found = score_moments(dense[inside], self._curvature(shard, part, inside, sums))
                     moments[part.row] += found.to(moments.device)
         on.matrices.reduce(moments)
-        self._by_magnitude = self._require_curvature(moments[:, 1].tolist())
+        self._by_magnitude = self._require_curvature(moments[:, 1].tolist(), sums)
         if self._by_magnitude:
             rows = torch.tensor(sorted(self._by_magnitude), device=moments.device)
             moments[rows] = magnitude_moments(moments[rows])
         # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
         scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
-        missing = on.edges.exchange(lambda piece: self._score(on.shards[piece.name], scaling, piece.start, piece.stop))
-        for piece in on.pieces():
-            score = self._score(on.shards[piece.name], scaling, piece.start, piece.stop)
-            yield piece, on.to_groups(piece, score, missing)
 
-    def _score(self, shard: Shard, scaling: Tensor, start: int, stop: int) -> Tensor:
+        def score(piece: Piece | Shard) -> Tensor:
+            return self._score(on.shards[piece.name], scaling, sums, piece.start, piece.stop)
+
+        missing = on.edges.exchange(score)
+        for piece in on.pieces():
+            yield piece, on.to_groups(piece, score(piece), missing)
+
+    def _score(self, shard: Shard, scaling: Tensor, sums: AxisSums | None, start: int, stop: int) -> Tensor:
         """s~ of the weight's elements start..stop, all of them on this rank."""
         dense = self.on.of(shard, "dense")
         scores = []
         for part in self.on.matrices.parts[shard.name]:
             inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
             if inside.start < inside.stop:
-                part_curvature = None if part.row in self._by_magnitude else self._curvature(shard, part, inside)
+                part_curvature = None if part.row in self._by_magnitude else self._curvature(shard, part, inside, sums)
                 scores.append(standardized_score(dense[inside], part_curvature, scaling[part.row]))
         return scores[0] if len(scores) == 1 else torch.cat(scores)
 
-    def _curvature(self, shard: Shard, part: Part, inside: slice) -> Tensor | None:
+    def _curvature(self, shard: Shard, part: Part, inside: slice, sums: AxisSums | None) -> Tensor | None:
         """H of elements of a shard that lie in one part of it, as scores take it; None for a plain magnitude."""
         if not self.on.config.keeps_curvature:
             return None
-        if self._sums is None:
+        if not self.on.config.factored:
             return self.on.of(shard, "curvature")[inside]
-        first = self._sums.first(shard.name, part) - part.start
-        return rank_one(*self._sums.of(part.row), first + inside.start, first + inside.stop)
+        assert sums is not None
+        first = sums.first(shard.name, part) - part.start
+        return rank_one(*sums.of(part.row), first + inside.start, first + inside.stop)
 
     def report(self) -> dict[str, float]:
         """Metrics of the masks accounted for since the last report, and of the curvature. Collective."""
@@ -216,22 +222,28 @@ class Ranking:
                 "use bf16, or lower fp16.initial_scale_power"
             )
 
-    def _require_curvature(self, sums: list[float]) -> set[int]:
-        """Stop when some matrix has no curvature to speak of; `sums` are the totals of max(H, 0).
+    def _require_curvature(self, totals: list[float], sums: AxisSums | None) -> set[int]:
+        """Stop when some matrix has no curvature to speak of; `totals` are those of max(H, 0), H as scores take it.
 
         Returns:
             Matrices of experts without any, where other experts of their layer have one: no token has reached them.
         """
-        unseen = self.on.load.without(sums)
-        bad = [
-            name
-            for matrix, (name, total) in enumerate(zip(self.on.matrices.names, sums, strict=True))
-            if not 0 < total < math.inf and matrix not in unseen
-        ]
-        if bad:
-            raise ForgeError(
-                f"no usable curvature for {len(bad)} of {len(sums)} matrices at step {self.on.step}: "
-                f"{', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. Their layers took no part in the probe's loss, "
-                "or it is not finite; use all of the model in the probe, or exclude these weights"
-            )
-        return unseen
+        unseen, part = self.on.load.without(totals), self.on.config.curvature
+        bad = [row for row, total in enumerate(totals) if not 0 < total < math.inf and row not in unseen]
+        if not bad:
+            return unseen
+        vanished = [] if sums is None else [row for row in bad if vanishes(*sums.of(row))]
+        absent = [row for row in bad if row not in vanished]
+        why = (  # more probes would not help those without any curvature: they come first
+            "Their layers took no part in the probe's loss, or it is not finite; use all of the model in the probe, "
+            "or exclude these weights"
+            if absent
+            else "All of their row sums, or all of their column sums, are <= 0, which leaves no product of them: the "
+            f"estimate is signed, and its noise too large; raise curvature.first_probes = {part.first_probes} or "
+            f'curvature.probes = {part.probes}, or use importance "fisher"'
+        )
+        names = [self.on.matrices.names[row] for row in absent or vanished]
+        raise ForgeError(
+            f"no usable curvature for {len(names)} of {len(totals)} matrices at step {self.on.step}: "
+            f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. {why}"
+        )

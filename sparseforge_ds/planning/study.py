@@ -10,6 +10,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model, read_model_config
 from sparseforge_ds.planning.duration import Duration, checkpoint_bytes, duration
@@ -127,7 +129,9 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         seq_length=seq_length,
         checkpointing=request.checkpointing,
     )
-    model = describe(empty_model(config, forge, laid_out.dtype), forge, laid_out.leaves)
+    empty = empty_model(config, forge, laid_out.dtype)
+    refuse_unmeasurable(empty, prunable_weights(empty, forge), forge)
+    model = describe(empty, forge, laid_out.leaves)
     teacher = _teacher(request, forge, laid_out, text.vocab_size)
 
     run, estimate = estimators(config, model, laid_out, teacher=teacher, reserve=machine.reserve)

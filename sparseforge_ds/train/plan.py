@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.planning.architecture import Sizes, sizes
 from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.train.arguments import RunArguments
@@ -184,6 +185,7 @@ def make_outline(
             )
     empty = prepare(empty_model(model), config)
     weights = prunable_weights(empty, config)
+    refuse_unmeasurable(empty, weights, config)
     filled = resolve(
         content,
         arguments,

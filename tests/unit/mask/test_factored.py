@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.factored import add_sums, additive, rank_one
+from sparseforge_ds.mask.factored import add_sums, additive, rank_one, vanishes
 from tests.reference import scored_curvature
 
 R, C = 7, 5
@@ -58,6 +58,18 @@ def test_a_product_stays_what_it_is() -> None:
 
 def test_nothing_positive_is_no_curvature() -> None:
     assert rank_one(*sums_of(-matrix().abs()), 0, R * C).tolist() == [0.0] * (R * C)
+
+
+def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
+    """A row outweighed by the others, in every column: all column sums are negative, a row sum is not."""
+    by_columns = torch.full((R, C), -1.0)
+    by_columns[0] = 2.0
+    for lost in (by_columns, by_columns.t().contiguous(), -matrix().abs()):
+        row, column = sums_of(lost)
+        assert vanishes(row, column)
+        assert not rank_one(row, column, 0, lost.numel()).any()
+    for kept in (matrix(), torch.zeros(R, C), torch.full((R, C), torch.nan), torch.full((R, C), -torch.inf)):
+        assert not vanishes(*sums_of(kept))
 
 
 def test_the_additive_matrix_has_the_sums_and_so_have_means_of_them() -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BloomConfig
+from transformers import BloomConfig, Qwen3MoeConfig
 
 from sparseforge_ds.cli.main import main
+from tests.tiny_folders import deepspeed_json, write_json
+from tests.tiny_models import tiny_mixture
 from tests.unit.planning.published_configs import qwen3_14b
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,6 +146,16 @@ def test_values_that_cannot_be(flag: str, value: str, capsys: pytest.CaptureFixt
         plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, flag, value)
     assert stopped.value.code == 2
     assert value in capsys.readouterr().err
+
+
+def test_probes_at_outputs_of_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_mixture(Qwen3MoeConfig).config.save_pretrained(tmp_path)
+    path = write_json(tmp_path / "ds.json", deepspeed_json(importance="hutchinson"))
+    assert plan("--model", str(tmp_path), "--gpus", "2", "--deepspeed", str(path)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert 'importance "hutchinson" displaces outputs' in captured.err
+    assert "mlp.experts.gate_up_proj (2 in all) has no such layer" in captured.err
 
 
 def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from sparseforge_ds.train.run import main
-from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model, write_text
-from tests.tiny_models import tiny_llama
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
+from tests.tiny_models import tiny_llama, tiny_mixture
 
 
 @pytest.fixture
@@ -87,6 +88,18 @@ def _file_in_the_way(folder: Path) -> dict[str, object]:
 
 def _other_teacher(folder: Path) -> dict[str, object]:
     return {"teacher": write_model(folder / "teacher", tiny_llama(vocab_size=300))}
+
+
+def _experts(folder: Path) -> dict[str, object]:
+    return {"model": write_model(folder / "mixture", tiny_mixture(Qwen3MoeConfig, vocab_size=BYTE_VOCABULARY))}
+
+
+def test_probes_at_outputs_of_experts_are_refused(dry, tmp_path):
+    code, _, errors = dry(deepspeed_json(importance="hutchinson"), gpus=2, **_experts(tmp_path))
+    assert code == 1
+    assert re.search(r"displaces outputs .* model\.layers\.1\.mlp\.experts\.gate_up_proj \(2 in all\) has no", errors)
+    content = deepspeed_json(importance="hutchinson", curvature={"per_token": False})
+    assert dry(content, gpus=2, **_experts(tmp_path))[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""What a step leaves of W by masters in bf16; what scoring leaves behind, and says of curvature that it cannot use."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseforge_ds.estimate.axis_sums import AxisSums
+from sparseforge_ds.methods import ForgeError
+from tests.distributed import run_distributed
+from tests.zero.case import Case, build, train_step
+from tests.zero.test_resume import BF16_MASTERS, one_step
+
+
+def dense_of(forge: Any) -> dict[str, Tensor]:
+    shards = [shard for shard in forge._shards.values() if shard.numel]
+    return {shard.name: forge._publication.of(shard, "dense").clone() for shard in shards}
+
+
+def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
+    """Every other weight's mask is 0 and the others' 1; hardening has not begun, so that m_eff is the mask."""
+    publication, stepped = forge._publication, {}
+    for shard in forge._shards.values():
+        publication.of(shard, "mask").copy_(torch.arange(shard.start, shard.stop) % 2)
+    publish = publication.publish
+
+    def watched(shard: Any, dense: Tensor, mask: Tensor, out: Tensor) -> None:
+        stepped[shard.name] = dense.clone()  # what the optimizer made of it
+        publish(shard, dense, mask, out)
+
+    before, publication.publish = dense_of(forge), watched
+    train_step(engine, case, forge.step_count)
+    publication.publish = publish
+    problems = []
+    for name, after in dense_of(forge).items():
+        live = publication.of(forge._shards[name], "mask") == 1
+        if not torch.equal(after[~live], before[name][~live]):
+            problems.append(f"{name}: W moved where m_eff is 0")
+        if not torch.equal(after[live], stepped[name][live]):
+            problems.append(f"{name}: W is not what the optimizer made of it where m_eff is 1")
+        if not (stepped[name] != before[name])[~live].any() or torch.equal(after.bfloat16().float(), after):
+            problems.append(f"{name}: was not stepped, or fits into bf16: nothing is shown")
+    return problems
+
+
+def said_to(forge: Any, curvature: Callable[[str, Tensor], Any]) -> str:
+    for name, shard in forge._shards.items():
+        curvature(name, forge._publication.of(shard, "curvature"))
+    with pytest.raises(ForgeError) as error:
+        next(forge._ranking.scored())
+    return str(error.value)
+
+
+def observed() -> dict[str, Any]:
+    case = Case(stage=3, dtype="bf16", more=BF16_MASTERS)
+    engine, forge = build(case)
+    for step in range(2):
+        one_step(engine, forge, case, step)  # the second ends with a mask update
+    assert {flat.dtype for flat in forge._layout.flats} == {torch.bfloat16}
+    next(forge._ranking.scored())  # and is left there
+    kept = [value for value in gc.get_objects() if isinstance(value, AxisSums)]
+    problems = step_by_binary_masks(engine, forge, case)
+    negative = said_to(forge, lambda _, value: value.fill_(-1.0))
+    mixed = said_to(forge, lambda name, value: value.fill_(0.0 if "q_proj" in name else -1.0))
+    return {"kept": len(kept), "step": problems, "said": (negative, mixed)}
+
+
+def test_by_masters_in_bf16() -> None:
+    for found in run_distributed(observed, 2):
+        assert found["step"] == []
+        assert found["kept"] == 0, "row and column sums outlive the scoring"
+        negative, mixed = found["said"]
+        assert "for 7 of 7 matrices" in negative
+        assert "<= 0" in negative and "curvature.first_probes = 2" in negative and "took no part" not in negative
+        assert "for 1 of 7 matrices" in mixed and "q_proj.weight. Their layers took no part" in mixed
