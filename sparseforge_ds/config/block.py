@@ -189,8 +189,9 @@ class SparseForgeConfig:
             elif self.sampling is not None:
                 frozen = self.sampling.frozen
             part = dataclasses.replace(part, update_every=every, hardening=(1 - frozen, 1 - frozen))
+        hardening = steps(part.hardening)
         return Schedule(
-            update_every=part.update_every,
+            update_every=min(5, max(1, hardening[1] // 15)) if part.update_every is None else part.update_every,
             temperature=part.temperature,
             temperature_min=part.temperature_min,
             temperature_decay=part.temperature_decay,
@@ -199,7 +200,7 @@ class SparseForgeConfig:
             mid_penalty_ramp=steps(part.mid_penalty_ramp),
             penalty_rate=part.penalty_rate,
             mask_rate=part.mask_rate,
-            hardening=steps(part.hardening),
+            hardening=hardening,
             hard=part.hard,
         )
 
@@ -276,7 +277,9 @@ class SparseForgeConfig:
         config = self.to_dict()
         del config["monitor"]
         config["curvature"]["factored"] = self.factored
-        config["schedule"]["straight_through"] &= self.resolved_schedule.freeze_step > 0
+        schedule = self.resolved_schedule
+        config["schedule"]["straight_through"] &= schedule.freeze_step > 0
+        config["schedule"]["update_every"] = schedule.update_every if schedule.freeze_step else None
         return config
 
 

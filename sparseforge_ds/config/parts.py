@@ -16,8 +16,8 @@ Window = tuple[float, float]
 class ScheduleConfig:
     """Annealing, in fractions of `max_steps` wherever a time is meant, so that a preset fits every run length."""
 
-    update_every: int = 5
-    """Optimizer steps between two mask updates (T_update)."""
+    update_every: int | None = None
+    """Optimizer steps between two mask updates (T_update); null: 5, or less where hardening is too short for 15."""
     temperature: float = 1.0
     """T0 of the soft gate (design eq. 5), in standard deviations of the score."""
     temperature_min: float = 0.05
@@ -44,7 +44,8 @@ class ScheduleConfig:
     """For comparison: x = 0 from the first update on, so that the network only ever sees hard(m)."""
 
     def __post_init__(self) -> None:
-        require(self.update_every >= 1, "schedule.update_every", self.update_every, "use an integer >= 1")
+        every = self.update_every
+        require(every is None or every >= 1, "schedule.update_every", every, "use null or an integer >= 1")
         require(self.temperature_min > 0, "schedule.temperature_min", self.temperature_min, "use a value > 0")
         require(
             self.temperature >= self.temperature_min,

@@ -86,7 +86,7 @@ AST: dict[str, Any] = {
 }
 WRITTEN_OUT: dict[str, Any] = {
     "max_steps": 100,
-    "schedule": {"hardening": [0.0, 0.3], "straight_through": True},
+    "schedule": {"update_every": 5, "hardening": [0.0, 0.3], "straight_through": True},
     "curvature": {"factored": False},
     "distillation": {"task_weight": 1.0},
 }
@@ -157,6 +157,7 @@ def test_a_state_under_other_defaults_is_refused_with_all_that_differs() -> None
         ("sparseforge.distillation.task_weight", "1.0", "0.25"),
         ("sparseforge.schedule.hardening", "[0.0, 0.3]", "[0.0, 0.2]"),
         ("sparseforge.schedule.straight_through", "True", "False"),
+        ("sparseforge.schedule.update_every", "5", "1"),
     ]
 
 
