@@ -122,17 +122,20 @@ def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, floa
         return max(0.0, (step - start) / (stop - start))
 
     freeze = round(block["hardening"][1] * max_steps)
-    gamma = block["temperature_decay"]
+    gamma, every = block["temperature_decay"], block["update_every"]
+    if every is None:
+        every = min(5, max(1, freeze // 15))
     if gamma is None:
-        gamma = (block["temperature_min"] / block["temperature"]) ** (1 / max(1, freeze // block["update_every"]))
+        gamma = (block["temperature_min"] / block["temperature"]) ** (1 / max(1, freeze // every))
     u = progress(block["blend"])
     return {
-        "temperature": max(block["temperature_min"], block["temperature"] * gamma ** (step // block["update_every"])),
+        "temperature": max(block["temperature_min"], block["temperature"] * gamma ** (step // every)),
         "beta": 3 * u**2 - 2 * u**3,
         "mid_penalty": block["mid_penalty"] * progress(block["mid_penalty_ramp"]),
         "penalty_rate": block["penalty_rate"],
         "mask_rate": block["mask_rate"],
         "x": 0.0 if block["hard"] else 1 - progress(block["hardening"]),
+        "every": every,
         "freeze": freeze,
     }
 
@@ -217,7 +220,7 @@ class ReferenceForge:
     def forge_step(self, probes: list[Batch]) -> bool:
         """What follows an optimizer step: a mask update or the projection, when due."""
         step, dials = self.step_count, self._dials(self.step_count)
-        if 0 < step < dials["freeze"] and step % self.config["schedule"]["update_every"] == 0:
+        if 0 < step < dials["freeze"] and step % dials["every"] == 0:
             self._refresh(probes)
             self._update()
         elif step == dials["freeze"]:
@@ -273,14 +276,10 @@ class ReferenceForge:
 
     def _update(self, fix: bool = False) -> None:
         for name, groups in self.groups.items():
-            curvature = None
-            if self.config["importance"] != "magnitude":
-                shape = tuple(self.master[name].shape)
-                curvature = scored_curvature(self.curvature[name].tolist(), shape, self.config)
             new, self.target[name] = updated_mask(
                 self.mask[name],
                 self.master[name].detach().flatten().tolist(),
-                curvature,
+                self.score_takes(name),
                 groups,
                 self.n,
                 self._dials(self.step_count),
@@ -289,6 +288,13 @@ class ReferenceForge:
             )
             self.mask[name] = self.target[name] if fix else new
         self.formed = True
+
+    def score_takes(self, name: str) -> list[float] | None:
+        """The curvature of a matrix as its score takes it; None for a plain magnitude."""
+        if self.config["importance"] == "magnitude":
+            return None
+        shape = tuple(self.master[name].shape)
+        return scored_curvature(self.curvature[name].tolist(), (shape[0], shape[1]), self.config)
 
     # -- curvature, eq. 2 ---------------------------------------------------------------------------------------------
 

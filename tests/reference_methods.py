@@ -35,8 +35,7 @@ class ReferenceMethod(ReferenceForge):
         self.state = {name: {"m": [0.0] * len(mask), "v": [0.0] * len(mask)} for name, mask in self.mask.items()}
         self._refresh(probes)
         for name, groups in self.groups.items():
-            curvature = None if self.config["importance"] == "magnitude" else self.curvature[name].tolist()
-            score = standardized(self.weight(name), curvature, self.config["curvature"]["damping"])
+            score = standardized(self.weight(name), self.score_takes(name), self.config["curvature"]["damping"])
             self.mask[name] = [0.0] * len(score)
             for group in groups:
                 for i in winners([score[e] for e in group], self.n):
