@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.evaluate.pretrained import load_model
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from tests.end_to_end.test_train import differences, flags_of, states, train
@@ -48,8 +49,10 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
     logged = scalars(run)
     # Even use of E experts gives E (sum of f P) = 1 a layer, or K of it where all chosen ones count.
     assert all(0.005 < balance < 0.05 for balance in logged["loss/balance"])
-    for total, *parts in zip(*(logged[f"loss/{x}"] for x in ("total", "kl", "cross_entropy", "balance")), strict=True):
-        assert total == pytest.approx(sum(parts), rel=1e-4)
+    task = DistillationConfig().task_weight
+    losses = zip(*(logged[f"loss/{x}"] for x in ("total", "kl", "cross_entropy", "balance")), strict=True)
+    for total, kl, cross_entropy, balance in losses:
+        assert total == pytest.approx(kl + task * cross_entropy + balance, rel=1e-4)
     assert logged["experts/unseen"][-1] == 0.0
     assert logged[f"experts/load_min/{LAYER}"][-1] <= 1.0 <= logged[f"experts/load_max/{LAYER}"][-1]
 
