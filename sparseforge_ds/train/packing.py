@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,7 +88,8 @@ def pack(
     if record.exists():
         return Packed(**{**json.loads(record.read_text()), "path": str(path)})
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    # a name of its own: two runs may fill one folder at once (sparseforge compare), with equal bytes
+    temporary = path.with_name(f"{key}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("wb") as file:
             counts = _write(documents, tokenizer, frame, file)

@@ -140,3 +140,19 @@ def test_what_names_a_cache_is_that_of_earlier_versions():
     parts = fingerprint(documents(), byte_tokenizer())
     assert parts[:-1] == [1, "test", None, 256, 257, type(byte_tokenizer()).__name__]
     assert parts[-1] == byte_tokenizer().backend_tokenizer.to_str()
+
+
+def test_two_runs_fill_one_folder_at_once(tmp_path):
+    """`sparseforge compare` starts runs side by side; the second tokenises while the first is half done."""
+    inner = []
+
+    def read():
+        if not inner:
+            inner.append(None)  # the other run reads the text itself
+            inner[0] = pack(documents(), byte_tokenizer(), tmp_path)
+        yield from TEXTS
+
+    packed = pack(Documents("test", "test", read), byte_tokenizer(), tmp_path)
+    assert packed == inner[0]
+    assert packed.open().tolist() == [256, *ids("abc"), 256, *ids("de")]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".json"]
