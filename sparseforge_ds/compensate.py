@@ -1,4 +1,8 @@
-"""SLoRB at the moment it is switched on: every B starts from what the mask removes (design eq. 13)."""
+"""SLoRB at the moment it is switched on: where every B starts (design eq. 13).
+
+`shift_into_branches`, before the first step: from the shift of each run that leaves the pattern the least to remove
+(`mask/shift`); the network computes what it did. `switch_on_branches`, as published: from what a mask removes already.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.shift import best_shift
+from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.low_rank import branches
+from sparseforge_ds.zero.edges import Edges
 from sparseforge_ds.zero.shard import Layout, Shard
 
 
@@ -47,6 +55,55 @@ def switch_on_branches(
             dist.all_reduce(b)
         own = layout.shards[f"{weight.module}.low_rank_b"]
         own.of(layout.flats[own.flat].data).copy_(b[own.start : own.stop])
+        branch.enabled = True
+
+
+@torch.no_grad()
+def shift_into_branches(model: nn.Module, on: Ground) -> None:
+    """W <- W - b and B <- B + b with the best b of every run of k inputs, and the branches on. Collective.
+
+    Runs lie along the inputs as groups do, so that shards are completed to runs as they are to groups: only what a
+    boundary cuts travels, and B, as in `switch_on_branches`. The masters of W are not written here: publish them, and
+    push, afterwards. Doing it again changes what the network computes as little as doing it once.
+
+    Args:
+        model: the engine's module.
+        on: its shards; the pattern is n:m, and m divides k.
+    """
+    added, layout = branches(model), on.layout
+    assert isinstance(on.pattern, NM)
+    shards = {name: on.shards[name] for name in added}
+    run_of = {name: NM(1, branch.k) for name, branch in added.items()}
+    spans = {name: run_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
+    edges = Edges(layout, shards, spans)
+    missing = edges.exchange(on.reader(lambda shard: on.of(shard, "dense")))
+    for name, branch in added.items():
+        weight, k = on.weights[name], branch.k
+        inputs = weight.shape[weight.input_axis]
+        outputs = weight.numel // inputs
+        input_last = weight.input_axis == -1
+        b = torch.zeros(outputs * (inputs // k), device=layout.device)
+        places = []
+        for piece in edges.pieces[name]:
+            dense = edges.widen(piece, on.of(piece, "dense"), missing)
+            run_RK = run_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
+            first = piece.start - piece.start % spans[name]  # flat element that the first span of the piece begins with
+            number = torch.arange(first // k, first // k + len(run_RK), device=layout.device)
+            # Runs in the order of `to_groups`: along the inputs of an output, or all outputs of k inputs after another.
+            place = number if input_last else number % outputs * (inputs // k) + number // outputs
+            begins = number * k if input_last else number // outputs * (k * outputs) + number % outputs
+            mine = (begins >= piece.start) & (begins < piece.stop)  # a run that is cut counts where it begins
+            b[place[mine]] = best_shift(run_RK, on.pattern.kept, on.pattern.members)[mine]
+            places.append(place)
+        if not layout.replicated:
+            dist.all_reduce(b)
+        b = b.to(branch.low_rank_b.dtype).float()  # as the forward will see it: what W gives up is what B adds
+        for piece, place in zip(edges.pieces[name], places, strict=True):
+            dense = on.of(piece, "dense")
+            b_RK = b[place].to(dense.device)[:, None].expand(-1, k)
+            dense -= edges.own(piece, run_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
+        own = layout.shards[f"{weight.module}.low_rank_b"]
+        own.of(layout.flats[own.flat].data).add_(b[own.start : own.stop])
         branch.enabled = True
 
 

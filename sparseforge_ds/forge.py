@@ -13,7 +13,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.compensate import switch_on_branches
+from sparseforge_ds.compensate import shift_into_branches, switch_on_branches
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.health import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.mask.anneal import Dials
@@ -68,7 +68,7 @@ class SparseForge:
         self._ranking = Ranking(on, self._probe)
         self._rule = self._publication.rule = rule(on, self._ranking)
         self._hard_now = False
-        self._ready = not self._rule.starts
+        self._ready = not (self._rule.starts or config.shifts)
         self._rule.resume()
 
     @property
@@ -93,13 +93,17 @@ class SparseForge:
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
     def start(self, probe: Closure | None = None) -> None:
-        """Before the first step of a fresh run: chooses the mask that the method starts from, if it does.
+        """Before the first step of a fresh run: shifts weights into SLoRB's branches, if it has them so, and chooses
+        the mask that the method starts from, if it does.
 
         Args:
             probe: as in `step`; needed unless the importance is `magnitude`.
         """
         if self._ready or self.step_count:
             return
+        if self.config.shifts:
+            shift_into_branches(self.engine.module, self._ground)
+            self._republish()  # the mask is chosen by what the probe says of shifted weights
         self._rule.start(probe)
         self._ready = True
         self._switch_on_branches(0)
@@ -125,7 +129,8 @@ class SparseForge:
             raise ForgeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
         if not self._ready:
             raise ForgeError(
-                "the mask is chosen before the first step: call forge.start(probe) before the first engine.step"
+                "the mask is chosen, and weights are shifted, before the first step: call forge.start(probe) before "
+                "the first engine.step"
             )
         self._ground.step += 1
         metrics = self._rule.update(self.step_count, probe)
@@ -266,7 +271,7 @@ class SparseForge:
         if self._load.names:
             self._load.load_state_dict(state["experts"])
         self._publication.steps_begun = 0
-        self._ready = self.step_count > 0 or not self._rule.starts
+        self._ready = self.step_count > 0 or not (self._rule.starts or self.config.shifts)
         self._health.forget_targets()
         for name, branch in branches(self.engine.module).items():
             branch.enabled = self.step_count >= self.config.branch_step and name in self._shards
@@ -294,7 +299,7 @@ class SparseForge:
 
     def _switch_on_branches(self, step: int) -> bool:
         """At its step: start every B of SLoRB from what the mask removes now, and switch the branches on."""
-        if step != self.config.branch_step:
+        if step != self.config.branch_step or self.config.shifts:
             return False
         switch_on_branches(self.engine.module, self._layout, self._weight, self._removed)
         return True

@@ -17,7 +17,7 @@ _PAPER: dict[str, Any] = {
         "straight_through": True,
     },
     "curvature": {"decay": 0.98, "per_token": False, "factored": False},
-    "low_rank": {"k": 16, "start": 0.1},
+    "low_rank": {"k": 16, "shift": False, "start": 0.1},
     "distillation": {"temperature": 2.0, "task_weight": 1.0},
 }
 

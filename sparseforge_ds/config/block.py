@@ -101,6 +101,15 @@ class SparseForgeConfig:
             f'importance "{self.importance}" has no curvature to take row and column sums of; leave it out, or use '
             'importance "fisher"',
         )
+        if self.low_rank is not None and self.shifts:
+            pattern = self.parsed_pattern
+            require(
+                isinstance(pattern, NM) and self.low_rank.k % pattern.members == 0,
+                "low_rank.k",
+                self.low_rank.k,
+                f"shifted runs are whole groups of the pattern, here {pattern}; use a multiple of the m of an n:m "
+                'pattern, or "shift": false',
+            )
         soft = self.method == "sparseforge" and schedule.freeze_step
         if self.low_rank is not None and self.low_rank.start is not None and soft:
             require(
@@ -161,6 +170,15 @@ class SparseForgeConfig:
         return self.keeps_curvature and self.importance != "wanda" and chosen
 
     @property
+    def shifts(self) -> bool:
+        """Whether SLoRB's branches take up a shift of the weights before the first step."""
+        if self.low_rank is None:
+            return False
+        if self.low_rank.shift is None:
+            return self.low_rank.start is None and self.method in ("sparseforge", "naive_retrain")
+        return self.low_rank.shift
+
+    @property
     def keeps_curvature(self) -> bool:
         """Whether every weight has a curvature beside it."""
         return self.importance not in ("magnitude", "sparsegpt")
@@ -209,6 +227,8 @@ class SparseForgeConfig:
         """The optimizer step at whose end SLoRB's branches are switched on; -1 without them."""
         if self.low_rank is None:
             return -1
+        if self.shifts:
+            return 0
         if self.low_rank.start is None:
             return self.resolved_schedule.freeze_step if self.method == "sparseforge" else 0
         return round(self.low_rank.start * self.max_steps)
@@ -277,6 +297,8 @@ class SparseForgeConfig:
         config = self.to_dict()
         del config["monitor"]
         config["curvature"]["factored"] = self.factored
+        if self.low_rank is not None:
+            config["low_rank"]["shift"] = self.shifts
         schedule = self.resolved_schedule
         config["schedule"]["straight_through"] &= schedule.freeze_step > 0
         config["schedule"]["update_every"] = schedule.update_every if schedule.freeze_step else None

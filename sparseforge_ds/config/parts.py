@@ -100,13 +100,24 @@ class LowRankConfig:
 
     k: int = 16
     """Inputs that share one column of B; must divide the input axis of every prunable weight."""
+    shift: bool | None = None
+    """Before the first step every run of k weights gives up to its B the number that leaves the pattern the least to
+    remove, and the mask goes over the rest; the network computes what it did, with the branch on from the start. False:
+    as published, B starts from what the mask removes. Null: true for `sparseforge` and `naive_retrain` without `start`;
+    the other methods are as published."""
     start: float | None = None
-    """When the branch is switched on and B started from what the mask removes at that moment, as a fraction of
-    max_steps; null: when the mask is frozen, and all that it removes is known."""
+    """Without `shift`: when the branch is switched on and B started from what the mask removes at that moment, as a
+    fraction of max_steps; null: when the mask is frozen, and all that it removes is known."""
 
     def __post_init__(self) -> None:
         require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
         require(self.start is None or 0 <= self.start <= 1, "low_rank.start", self.start, "use null or 0 <= start <= 1")
+        require(
+            not self.shift or self.start is None,
+            "low_rank.start",
+            self.start,
+            'with "shift": true the branch is there from the first step; leave it out, or use "shift": false',
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ def completed(block: dict[str, Any]) -> dict[str, Any]:
 
     A release saves all keys that it has. What is missing was therefore not there, and the run did as is filled in here:
     without `schedule.straight_through`, W moved by the optimizer's whole step; without `curvature.factored`, scores
-    were made of single elements, and `hutchinson` probed weights whatever `per_token` said.
+    were made of single elements, and `hutchinson` probed weights whatever `per_token` said; without `low_rank.shift`, B
+    started from what the mask removed.
 
     Args:
         block: parsed JSON, as `SparseForgeConfig.to_dict` of this or an earlier release gave it; stays as it is.
@@ -21,6 +22,9 @@ def completed(block: dict[str, Any]) -> dict[str, Any]:
     schedule, curvature, importance = block.get("schedule", {}), block.get("curvature", {}), block.get("importance")
     if not isinstance(schedule, dict) or not isinstance(curvature, dict):
         return block  # damaged: whoever builds from it says where
+    low_rank = block.get("low_rank")
+    if isinstance(low_rank, dict) and "shift" not in low_rank:
+        block = {**block, "low_rank": {**low_rank, "shift": False}}
     whole_steps = "straight_through" not in schedule
     if "factored" not in curvature:
         curvature = {**curvature, "factored": False}

@@ -97,7 +97,8 @@ def _phases(plan: Outline) -> Iterator[Row]:
     saves = -(-steps // every) if every else 1
     yield "saves", f"{saves}, {f'every {every} steps and ' if every else ''}at the end"
     if plan.config.branch_step >= 0:
-        yield "SLoRB", f"branches come in at step {plan.config.branch_step:,}"
+        when = f"branches come in at step {plan.config.branch_step:,}"
+        yield "SLoRB", "weights are shifted into branches before the first step" if plan.config.shifts else when
 
 
 def _masked(plan: Outline, model: nn.Module) -> Iterator[Row]:

@@ -51,6 +51,7 @@ def save_runs(folder: str) -> dict[str, Tensor]:
         torch.distributed.barrier()
         model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
         engine, forge = build(case, model)
+        forge.start(probe_of(engine, case, 0))
         for step in range(case.steps):
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))

@@ -31,7 +31,7 @@ def test_given_keys_win_over_the_preset_and_leave_its_neighbours():
     config = build(preset="paper", schedule={"update_every": 7}, low_rank={"k": 32})
     assert config.schedule.update_every == 7
     assert config.schedule.hardening == tuple(PRESETS["paper"]["schedule"]["hardening"])
-    assert config.low_rank == LowRankConfig(k=32, start=0.1)
+    assert config.low_rank == LowRankConfig(k=32, shift=False, start=0.1)
     assert build(preset="paper", low_rank=None).low_rank is None
     assert build(preset="paper_no_low_rank").low_rank is None
     assert build(preset="paper").threshold == "nth"
@@ -205,8 +205,35 @@ def test_short_runs_update_more_often(max_steps: int, every: int) -> None:
     assert given.resolved_schedule.update_every == 3
 
 
-def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
+def test_branches_are_there_from_the_start_where_weights_are_shifted_into_them() -> None:
     block = {"max_steps": 100, "low_rank": {"k": 4}}
+    for more, shifts in [
+        ({}, True),
+        ({"method": "naive_retrain"}, True),
+        ({"method": "ast"}, False),
+        ({"method": "ast", "low_rank": {"k": 4, "shift": True}}, True),
+        ({"low_rank": {"k": 4, "shift": False}}, False),
+        ({"low_rank": {"k": 4, "start": 0.5}}, False),
+        ({"preset": "paper"}, False),
+        ({"low_rank": None}, False),
+    ]:
+        config = SparseForgeConfig.from_dict({**block, **more})
+        assert config.shifts == shifts, more
+        assert not shifts or config.branch_step == 0
+
+
+def test_a_shift_needs_runs_of_whole_groups() -> None:
+    block = {"max_steps": 100, "low_rank": {"k": 6}}
+    with pytest.raises(ValueError, match=r"low_rank.k = 6 .*whole groups.*2:4.*\"shift\": false"):
+        SparseForgeConfig.from_dict(block)
+    with pytest.raises(ValueError, match="whole groups of the pattern, here block16"):
+        SparseForgeConfig.from_dict({**block, "low_rank": {"k": 16}, "pattern": "block16"})
+    SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6, "shift": False}})
+    SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6}, "pattern": "1:2"})
+
+
+def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
+    block = {"max_steps": 100, "low_rank": {"k": 4, "shift": False}}
     assert SparseForgeConfig.from_dict(block).branch_step == 20
     assert SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "start": 0.5}}).branch_step == 50
     assert SparseForgeConfig.from_dict({"max_steps": 100}).branch_step == -1
@@ -214,3 +241,5 @@ def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
     assert SparseForgeConfig.from_dict(fixed).branch_step == 0
     with pytest.raises(ValueError, match="no mask has removed anything yet"):
         SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "start": 0.0}})
+    with pytest.raises(ValueError, match="low_rank.start.*the branch is there from the first step"):
+        SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "shift": True, "start": 0.5}})

@@ -120,8 +120,23 @@ WRITTEN_OUT: dict[str, Any] = {
             {**DEFAULT, "importance": "hutchinson", "curvature": {**DEFAULT["curvature"], "factored": None}},
             {**WRITTEN_OUT, "importance": "hutchinson", "curvature": {}},
         ),
+        (  # branches that were not there from the start
+            {**DEFAULT, "low_rank": {"k": 16, "start": None}},
+            {**WRITTEN_OUT, "low_rank": {"k": 16, "shift": False}},
+        ),
+        ({**AST, "low_rank": {"k": 16, "start": None}}, {"method": "ast", "max_steps": 100, "low_rank": {}}),
     ],
-    ids=["default", "paper", "ast", "hutchinson", "fixed_wanda", "between_fisher", "between_hutchinson"],
+    ids=[
+        "default",
+        "paper",
+        "ast",
+        "hutchinson",
+        "fixed_wanda",
+        "between_fisher",
+        "between_hutchinson",
+        "slorb",
+        "ast_slorb",
+    ],
 )
 def test_an_old_block_is_what_its_run_did(saved: dict[str, Any], block: dict[str, Any]) -> None:
     before = copy.deepcopy(saved)

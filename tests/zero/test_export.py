@@ -92,6 +92,7 @@ def save_runs(folder: str) -> dict[str, Any]:
             model.generation_config.save_pretrained(run / "model")
             (run / "sparseforge.json").write_text(json.dumps({"coverage": {"masked": 1}}))
         engine, forge = build(case, model)
+        forge.start(probe_of(engine, case, 0))
         for step in range(case.steps):
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))

@@ -304,7 +304,7 @@ def switch_on(case: Case) -> list[str]:
 
 LOW_RANK: dict[str, Case] = {
     f"stage {stage} {dtype} {model} {start}": Case(
-        stage=stage, dtype=dtype, model=model, config={"low_rank": {"k": 4, "start": start}}
+        stage=stage, dtype=dtype, model=model, config={"low_rank": {"k": 4, "shift": False, "start": start}}
     )
     for stage, dtype, model, start in (
         (0, "fp32", "llama", None),
@@ -322,7 +322,7 @@ def switch_on_all() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_low_rank_starts_from_what_the_mask_removes(world_size: int) -> None:
+def test_low_rank_without_a_shift_starts_from_what_the_mask_removes(world_size: int) -> None:
     for rank in run_distributed(switch_on_all, world_size):
         assert rank == {name: [] for name in LOW_RANK}
 

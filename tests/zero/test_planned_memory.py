@@ -91,6 +91,7 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
         assert case.sparseforge.distillation is not None
         teacher = Teacher(model_of(case), case.sparseforge.distillation, case.deepspeed())
         teacher(my_part(batch_at(0))["input_ids"])
+    forge.start(probe_of(engine, case, 0))
     for step in range(5):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))

@@ -174,6 +174,7 @@ def unbroken(names: list[str], folder: str) -> dict[str, Any]:
         engine, forge = build(saved.case, model_of(saved.case, fresh=False))
         for number, group in enumerate(engine.basic_optimizer.param_groups):
             group["lr"] *= 1 + number / 8  # a schedule may have moved them
+        forge.start(probe_of(engine, saved.case, 0))
         go_on(engine, forge, saved.case, 0, saved.save)
         engine.save_checkpoint(folder, tag=name, client_state={"sparseforge": forge.state_dict()})
         at_save = record(engine, forge)

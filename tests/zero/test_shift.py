@@ -1,0 +1,107 @@
+"""SLoRB by a shift, on real ranks: nothing changes until the mask moves, runs that shards cut included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import sparseforge_ds as sf
+from sparseforge_ds.mask.shift import best_shift
+from sparseforge_ds.model.low_rank import branches
+from tests.distributed import run_distributed
+from tests.reference import groups_of
+from tests.zero.case import Case, batch_at, build, gathered, my_part, probe_of, published, train_step
+
+HARDENED = {"hardening": [0.0, 0.0]}
+CASES: dict[str, Case] = {
+    "stage 0 llama": Case(stage=0, config={"low_rank": {"k": 4}}),
+    "stage 1 llama k=8": Case(stage=1, model="llama_24", config={"low_rank": {"k": 8}}),
+    "stage 2 bf16 llama": Case(stage=2, dtype="bf16", config={"low_rank": {"k": 4}}),
+    "stage 1 gpt2 k=20": Case(stage=1, model="gpt2", config={"low_rank": {"k": 20}}),
+    "stage 3 gpt2": Case(stage=3, model="gpt2", config={"low_rank": {"k": 4}}),
+    "stage 3 llama k=8": Case(stage=3, model="llama_24", config={"low_rank": {"k": 8}}),
+    "stage 3 bf16 gpt2 k=20": Case(stage=3, dtype="bf16", model="gpt2", config={"low_rank": {"k": 20}}),
+    "fixed stage 1": Case(stage=1, config={"method": "naive_retrain", "low_rank": {"k": 4}}),
+    "fixed wanda stage 3": Case(
+        stage=3, model="gpt2", config={"importance": "wanda", "schedule": HARDENED, "low_rank": {"k": 4}}
+    ),
+    "sparsegpt stage 2": Case(
+        stage=2, config={"method": "naive_retrain", "importance": "sparsegpt", "low_rank": {"k": 4}}
+    ),
+    "ast stage 3": Case(stage=3, config={"method": "ast", "distillation": None, "low_rank": {"k": 4, "shift": True}}),
+}
+
+
+def out_in(flat: torch.Tensor, weight: Any) -> torch.Tensor:
+    matrix = flat.view(weight.shape)
+    return matrix if weight.input_axis == -1 else matrix.t()
+
+
+def branch_of(engine: Any) -> dict[str, torch.Tensor]:
+    weights = published(engine)
+    return {name: weights[f"{name.removesuffix('weight')}low_rank_b"].float() for name in branches(engine.module)}
+
+
+def shift(case: Case) -> tuple[list[str], bool]:
+    engine, forge = build(case)
+    problems = []
+    whole = gathered(forge, "dense")
+    batch = my_part(batch_at(0))
+    before = engine(**batch).logits.detach().float()
+    told = ""
+    try:
+        train_step(engine, case, 0)
+        forge.step(probe_of(engine, case, 0))
+    except sf.ForgeError as error:
+        told = str(error)
+    if "forge.start(probe)" not in told:
+        problems.append(f"a first step without start: {told!r}")
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    if not all(branch.enabled for branch in branches(engine.module).values()):
+        problems.append("a branch is off")
+    rounding = 1e-6 if case.dtype == "fp32" else 2e-2
+    frozen = case.sparseforge.method != "sparseforge" or forge.schedule.freeze_step == 0
+    if not frozen:
+        after = engine(**batch).logits.detach().float()
+        if not torch.allclose(before, after, atol=10 * rounding):
+            problems.append(f"the network computes something else, by up to {(before - after).abs().max().item()}")
+    dense, b, kept = gathered(forge, "dense"), branch_of(engine), forge.pattern
+    for weight in forge.weights:
+        name, k = weight.name, case.sparseforge.low_rank.k
+        was = out_in(whole[name], weight)
+        expected = best_shift(was.reshape(-1, k).contiguous(), kept.kept, kept.members).view(len(was), -1)
+        if not torch.allclose(b[name], expected, atol=rounding / 4, rtol=1e-2 if case.dtype == "bf16" else 1e-5):
+            problems.append(f"B of {name} is not the best shift")
+        if not b[name].any():
+            problems.append(f"B of {name} is 0")
+        if case.sparseforge.importance == "sparsegpt":
+            continue  # which updates the shifted weights as well
+        rest = out_in(dense[name], weight) + b[name].repeat_interleave(k, 1)
+        if not torch.allclose(rest, was, atol=1e-6):
+            problems.append(f"{name} gave up something else than what B adds")
+    for step in range(case.sparseforge.max_steps):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+    forge.finish()
+    weights = published(engine)
+    for weight in forge.weights:
+        places = torch.tensor(groups_of(case.sparseforge.pattern, weight.shape, weight.input_axis))
+        if (weights[weight.name].flatten()[places] != 0).sum(1).unique().tolist() != [2]:
+            problems.append(f"{weight.name} is not 2:4")
+    if all(torch.equal(value, b[name]) for name, value in branch_of(engine).items()):
+        problems.append("no B trains")
+    return problems, forge._edges.any_cut
+
+
+def shift_all() -> dict[str, Any]:
+    return {name: shift(case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_weights_are_shifted_into_the_branches(world_size: int) -> None:
+    for rank in run_distributed(shift_all, world_size):
+        assert {name: problems for name, (problems, _) in rank.items()} == {name: [] for name in CASES}
+        assert world_size == 2 or any(cut for _, cut in rank.values())
