@@ -175,7 +175,7 @@ class SparseForgeConfig:
         if self.low_rank is None:
             return False
         if self.low_rank.shift is None:
-            return self.low_rank.start is None and self.method in ("sparseforge", "naive_retrain")
+            return self.low_rank.start is None and self.method in ("sparseforge", "naive_retrain", "oneshot")
         return self.low_rank.shift
 
     @property

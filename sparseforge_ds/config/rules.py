@@ -13,7 +13,7 @@ Method = Literal["sparseforge", "oneshot", "naive_retrain", "sr_ste", "ast", "ca
 
 USES: dict[str, set[str]] = {
     "sparseforge": {"schedule", "threshold", "low_rank", "distillation"},
-    "oneshot": {"reconstruction"},
+    "oneshot": {"low_rank", "reconstruction"},
     "naive_retrain": {"low_rank", "distillation", "reconstruction"},
     "sr_ste": {"refresh", "low_rank", "distillation", "reconstruction"},
     "ast": {"refresh", "low_rank", "distillation", "reconstruction"},
