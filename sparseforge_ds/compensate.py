@@ -64,7 +64,7 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
 
     Runs lie along the inputs as groups do, so that shards are completed to runs as they are to groups: only what a
     boundary cuts travels, and B, as in `switch_on_branches`. The masters of W are not written here: publish them, and
-    push, afterwards. Doing it again changes what the network computes as little as doing it once.
+    push, afterwards. W gives up what the forward will see B add, in its precision, also when B was not 0 before.
 
     Args:
         model: the engine's module.
@@ -75,6 +75,8 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
     shards = {name: on.shards[name] for name in added}
     run_of = {name: NM(1, branch.k) for name, branch in added.items()}
     spans = {name: run_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
+    for flat in {layout.shards[f"{on.weights[name].module}.low_rank_b"].flat for name in added}:
+        _forget_moments(layout.inner.state.get(layout.flats[flat], {}))
     edges = Edges(layout, shards, spans)
     missing = edges.exchange(on.reader(lambda shard: on.of(shard, "dense")))
     for name, branch in added.items():
@@ -82,7 +84,10 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
         inputs = weight.shape[weight.input_axis]
         outputs = weight.numel // inputs
         input_last = weight.input_axis == -1
-        b = torch.zeros(outputs * (inputs // k), device=layout.device)
+        own = layout.shards[f"{weight.module}.low_rank_b"]
+        master = own.of(layout.flats[own.flat].data)
+        b, before = torch.zeros(2, outputs * (inputs // k), device=layout.device)
+        before[own.start : own.stop] = master
         places = []
         for piece in edges.pieces[name]:
             dense = edges.widen(piece, on.of(piece, "dense"), missing)
@@ -97,13 +102,15 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
             places.append(place)
         if not layout.replicated:
             dist.all_reduce(b)
-        b = b.to(branch.low_rank_b.dtype).float()  # as the forward will see it: what W gives up is what B adds
+            dist.all_reduce(before)
+        b += before
+        master.copy_(b[own.start : own.stop])
+        seen = branch.low_rank_b.dtype
+        b = b.to(master.dtype).to(seen).float() - before.to(seen).float()
         for piece, place in zip(edges.pieces[name], places, strict=True):
             dense = on.of(piece, "dense")
             b_RK = b[place].to(dense.device)[:, None].expand(-1, k)
             dense -= edges.own(piece, run_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
-        own = layout.shards[f"{weight.module}.low_rank_b"]
-        own.of(layout.flats[own.flat].data).add_(b[own.start : own.stop])
         branch.enabled = True
 
 

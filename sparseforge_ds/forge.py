@@ -97,7 +97,7 @@ class SparseForge:
         the mask that the method starts from, if it does.
 
         Args:
-            probe: as in `step`; needed unless the importance is `magnitude`.
+            probe: as in `step`; needed where a mask is chosen now, unless by `magnitude`.
         """
         if self._ready or self.step_count:
             return

@@ -17,7 +17,7 @@ from sparseforge_ds.compare.settings import CompareConfig, Protocol
 from sparseforge_ds.compare.texts import Texts
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import measure
-from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.source import open_source
 from sparseforge_ds.export.verify import check_folder
@@ -109,9 +109,8 @@ class Assessor:
         return self._measure(self._load(folder), self.texts.test, self.texts.test_protocol)
 
     def _load(self, folder: Path) -> PreTrainedModel:
-        adapter = folder / "adapter"
         with self._loading:
-            return load_model(str(folder), self._dtype, str(adapter) if adapter.is_dir() else None)
+            return load_model(str(folder), self._dtype, adapter_of(str(folder), None))
 
     def _perplexities(self, model: PreTrainedModel) -> tuple[float, float]:
         texts = self.texts

@@ -52,6 +52,7 @@ from sparseforge_ds.compare.summary import summarize
 from sparseforge_ds.compare.table import markdown
 from sparseforge_ds.compare.texts import read_texts
 from sparseforge_ds.compare.training import DivergedError, StoppedError, Trainer, current_step
+from sparseforge_ds.config import SparseForgeConfig
 
 _BASELINES = "baselines"
 _EVERY = 1.0
@@ -221,7 +222,11 @@ class Study:
     def _wanted(self, run: Run) -> dict[str, Any]:
         config = self.config
         measured = {"dtype": self.baselines.dtype, "length": config.evaluation_length, "texts": self.texts.identity}
-        return {**run.flags(config), "json": run.deepspeed(config), "ranks": config.ranks, "measured": measured}
+        json_of_run = run.deepspeed(config)
+        # What the block means, too: defaults may change between two releases that go on with one study.
+        meant = json.loads(json.dumps(SparseForgeConfig.from_dict(json_of_run["sparseforge"]).comparable()))
+        flags = run.flags(config)
+        return {**flags, "json": json_of_run, "meant": meant, "ranks": config.ranks, "measured": measured}
 
     def _folder(self, run: Run) -> Path:
         return self.out / "runs" / run.name

@@ -116,7 +116,7 @@ class LowRankConfig:
             not self.shift or self.start is None,
             "low_rank.start",
             self.start,
-            'with "shift": true the branch is there from the first step; leave it out, or use "shift": false',
+            'with "shift": true the branch is there from the first step; set it to null, or use "shift": false',
         )
 
 

@@ -38,7 +38,14 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.pretrained import DTYPES, load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.pretrained import (
+    ADAPTER_HELP,
+    DTYPES,
+    adapter_of,
+    load_model,
+    load_tokenizer,
+    prune_by_magnitude,
+)
 from sparseforge_ds.evaluate.shares import Shares
 from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
@@ -211,7 +218,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--keep_tail", action="store_true", help="also score what does not fill the last window")
     result.add_argument("--limit", type=int, help="score only the first so many documents")
     result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
-    result.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter to put on the model (needs peft)")
+    result.add_argument("--adapter", metavar="FOLDER", help=ADAPTER_HELP)
     result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
     result.add_argument("--batch_size", type=int, default=8, help="passages of one forward (default: 8)")
     result.add_argument("--json", metavar="FILE", help="also write the result to a file")
@@ -237,11 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
     """The result, on the first rank; None on the others."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
+    adapter = adapter_of(args.model, args.adapter)
 
     def load() -> tuple[list[str], PreTrainedModel, PreTrainedTokenizerBase]:
         documents = _read(args)
         tokenizer = load_tokenizer(args.model)
-        model = load_model(args.model, args.dtype, args.adapter)
+        model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
             prune_by_magnitude(model, pattern)
         return documents, model, tokenizer
@@ -275,7 +283,12 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
     ranks = f", {shares.count} ranks" if shares.count > 1 else ""
     print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{ranks}")
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
-    result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": args.adapter}
+    result |= {
+        "stride": args.stride,
+        "keep_tail": args.keep_tail,
+        "one_shot": args.one_shot,
+        "adapter": adapter,
+    }
     result |= {"dtype": dtype, "seconds": seconds, "ranks": shares.count}
     if args.json:
         try:

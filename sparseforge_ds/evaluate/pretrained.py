@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -12,6 +14,29 @@ from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 from sparseforge_ds.registration import register_families
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+NO_ADAPTER = "none"
+"""In place of an adapter's folder: without any."""
+
+
+ADAPTER_HELP = (
+    "PEFT adapter to put on the model (needs peft); default: the low-rank branch in the model's own folder, where "
+    f"export wrote one; {NO_ADAPTER}: without"
+)
+
+
+def adapter_of(name: str, given: str | None) -> str | None:
+    """The adapter to measure a model with: what was given, else the one in the model's own folder, as export writes it.
+
+    Args:
+        name: folder or hub id of the model.
+        given: a folder, `NO_ADAPTER`, or None when nothing was said.
+    """
+    own = Path(name) / "adapter"
+    if given is None:
+        return str(own) if (own / "adapter_config.json").is_file() else None
+    return None if given == NO_ADAPTER else given
 
 
 def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> PreTrainedModel:

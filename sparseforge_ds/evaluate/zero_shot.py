@@ -26,7 +26,14 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
-from sparseforge_ds.evaluate.pretrained import DTYPES, load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.pretrained import (
+    ADAPTER_HELP,
+    DTYPES,
+    adapter_of,
+    load_model,
+    load_tokenizer,
+    prune_by_magnitude,
+)
 from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES
 from sparseforge_ds.evaluate.task_data import BUILDERS, find_data, is_prepared
 from sparseforge_ds.mask.pattern import parse_pattern
@@ -144,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
     result.add_argument("--limit", type=int, help="items of each task")
     result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
-    result.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter to put on the model (needs peft)")
+    result.add_argument("--adapter", metavar="FOLDER", help=ADAPTER_HELP)
     result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
     result.add_argument("--batch_size", type=int, default=8)
     result.add_argument("--json", metavar="FILE", help="also write the result to a file")
@@ -183,7 +190,8 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     data = find_data(tasks, args.data)
     tokenizer = load_tokenizer(args.model)
     dense_tokenizer = None if args.dense is None else load_tokenizer(args.dense)
-    model = load_model(args.model, args.dtype, args.adapter)
+    adapter = adapter_of(args.model, args.adapter)
+    model = load_model(args.model, args.dtype, adapter)
     dtype = str(model.dtype).removeprefix("torch.")
     if pattern is not None:
         prune_by_magnitude(model, pattern)
@@ -195,7 +203,12 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     result: dict[str, Any] = {"model": args.model, "tasks": found["this"], "means": _means(found["this"])}
     if "dense" in found:
         result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}
-    result |= {"one_shot": args.one_shot, "adapter": args.adapter, "dtype": dtype, "limit": args.limit}
+    result |= {
+        "one_shot": args.one_shot,
+        "adapter": adapter,
+        "dtype": dtype,
+        "limit": args.limit,
+    }
     return result, accuracy_table(found, args.paper)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from sparseforge_ds.checkpoint.disk import sync, sync_tree
 from sparseforge_ds.checkpoint.tensors import parse_size
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import write_branches
 from sparseforge_ds.export.consolidate import consolidate
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
@@ -66,6 +67,8 @@ def export(
         raise ValueError(f"--base is the dense model that a mask is proved on; --format {format} needs none")
     if format == "adapter" and not source.branches:
         raise ValueError(f"{source.opened[0]}: has no low-rank branch, so there is no adapter; use --format hf")
+    if format == "mask":
+        _require_mask_alone(source)
     if format == "packed24":
         require_24(source)
     if format != "mask" and not skip_proof:
@@ -89,6 +92,17 @@ def export(
             write_branches(source, folder)
             record = {**source.record, "proof": None if skip_proof else prove_adapter(source, folder)}
     return record
+
+
+def _require_mask_alone(source: Source) -> None:
+    """Refuse the mask of weights that were shifted into branches before it was chosen: on W it fits nothing."""
+    config = source.record.get("config")
+    if isinstance(config, dict) and SparseForgeConfig.from_saved(config).shifts:
+        raise ValueError(
+            f"{source.opened[0]}: its mask was made for weights that had given up a shift to their low-rank branches "
+            "(low_rank.shift), and no mask of the dense model's own weights; use --format hf, or train with "
+            '"shift": false'
+        )
 
 
 @contextmanager

@@ -59,7 +59,8 @@ def removed_by(run_RK: Tensor, shift_R: Tensor, removed: int, members: int) -> t
 
 def _search(run_RK: Tensor, removed: int, members: int) -> Tensor:
     ordered_RK = run_RK.sort(dim=1).values
-    middle_R = (ordered_RK[:, 1:] + ordered_RK[:, :-1]) / 2  # between neighbours: for K = 4 the best b is among them
+    # Between neighbours: for 2:4 and K = 4 the best b is among them.
+    middle_R = (ordered_RK[:, 1:] + ordered_RK[:, :-1]) / 2
     places = torch.linspace(0, middle_R.shape[1] - 1, min(STARTS, middle_R.shape[1])).round().long().tolist()
     best_R = torch.zeros_like(middle_R[:, 0])
     least_R, _ = removed_by(run_RK, best_R, removed, members)

@@ -19,7 +19,7 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
 
     Four groups, in this order, empty ones left out: `prunable` (marked with the key `sparseforge`, which travels
     through every ZeRO stage) and `matrix` with `weight_decay`; `vector` (norms, biases) and `low_rank` (SLoRB's B,
-    whose moments start when it is switched on) without. Only parameters that require a gradient; tied ones once.
+    whose moments start when its branch does) without. Only parameters that require a gradient; tied ones once.
 
     Args:
         model: after `prepare`, before `deepspeed.initialize`; its parameters may be partitioned by ZeRO-3.

@@ -3,8 +3,8 @@
     y = x (w^T + P^T B^T)
 
 P is a fixed sum over runs of `k` neighbouring inputs: no parameters and no matmul, a reshape and a sum. B, of shape
-(out, in / k), is learned. It starts at zero and switched off; the forge switches it on at its time, with B set by
-the rule of `low_rank_start` from what the mask removes at that moment, so that the output hardly moves.
+(out, in / k), is learned. It is zero and switched off until the forge starts it (`compensate`): before the first step
+from a shift of the weights, or as published by the rule of `low_rank_start` from what a mask removes.
 
 The layers here reuse the weight and bias `Parameter` objects of the layers they replace: parameter names, ZeRO-3
 partitions and masks do not notice. Shape suffixes: O outputs, I inputs, K runs of inputs.
@@ -193,6 +193,11 @@ def _check_layer(weight: PrunableWeight, layer: nn.Module, k: int) -> None:
         raise ValueError(
             f"{weight.name} belongs to a {type(layer).__name__}, which has no low-rank branch; set "
             f'"low_rank": null, or keep it dense with "exclude": ["{weight.name}"] in the sparseforge block'
+        )
+    if weight.experts:
+        raise ValueError(
+            f"{weight.name} belongs to a routed expert, which low_rank does not cover; set "
+            '"low_rank": null, or keep experts dense with "exclude": ["*.experts.*"] in the sparseforge block'
         )
     inputs = weight.shape[weight.input_axis]
     if inputs % k:

@@ -6,6 +6,7 @@ two files: `<key>.bin`, the token ids as uint16 or uint32, and `<key>.json`, whi
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -88,10 +89,12 @@ def pack(
     if record.exists():
         return Packed(**{**json.loads(record.read_text()), "path": str(path)})
     folder.mkdir(parents=True, exist_ok=True)
-    # a name of its own: two runs may fill one folder at once (sparseforge compare), with equal bytes
+    _sweep(folder, key)
+    # A name of its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
     temporary = path.with_name(f"{key}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
             counts = _write(documents, tokenizer, frame, file)
         packed = Packed(str(path), key, *counts)
         os.replace(temporary, path)
@@ -100,6 +103,17 @@ def pack(
     finally:
         temporary.unlink(missing_ok=True)
     return packed
+
+
+def _sweep(folder: Path, key: str) -> None:
+    """Remove what a killed run was writing: nobody holds a lock on it."""
+    for leftover in folder.glob(f"{key}.*.tmp"):
+        try:
+            with leftover.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink()
+        except (BlockingIOError, FileNotFoundError):
+            continue
 
 
 def frame_tokens(

@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate.pretrained import adapter_of, load_model
+from sparseforge_ds.export import formats
+from sparseforge_ds.export.source import open_source
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.sparse_folders import bits
@@ -134,6 +137,20 @@ def test_hf_with_a_branch_is_proved_with_its_adapter(runs: dict[str, Run], tmp_p
     base = AutoModelForCausalLM.from_pretrained(out)
     adapted = logits(PeftModel.from_pretrained(base, out / "adapter").eval())
     torch.testing.assert_close(adapted, runs["llama-branch"].logits, rtol=0, atol=1e-5)
+    # our evaluations take it along, and do without it when told to
+    measured = load_model(str(out), adapter=adapter_of(str(out), None))
+    torch.testing.assert_close(logits(measured), adapted, rtol=0, atol=1e-5)
+    bare = load_model(str(out), adapter=adapter_of(str(out), "none"))
+    torch.testing.assert_close(logits(bare), logits(AutoModelForCausalLM.from_pretrained(out)), rtol=0, atol=0)
+    assert adapter_of("gpt2", None) is None and adapter_of(str(out), "elsewhere") == "elsewhere"
+
+
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_the_mask_of_shifted_weights_is_refused(from_folder: bool, runs: dict[str, Run], tmp_path: Path) -> None:
+    source = export(runs["llama-branch"], tmp_path / "hf") if from_folder else runs["llama-branch"].folder
+    with pytest.raises(ValueError, match=r"low_rank\.shift.*use --format hf, or train with \"shift\": false"):
+        formats.export(open_source(source), tmp_path / "out", "mask")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_alone(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage2_fp32": {"stage": 2},
     "stage3_fp32": {"stage": 3},
     "stage3_bf16_low_rank": {"stage": 3, "more": BF16, "block": {"low_rank": {"k": 8}}},
-    "stage2_low_rank": {"stage": 2, "block": {"low_rank": {"k": 8}}},
+    "stage2_low_rank": {"stage": 2, "block": {"low_rank": {"k": 8, "shift": False}}},
 }
 """The runs whose folders are damaged: six steps on two ranks, saved at step 3 (unfinished) and at step 6."""
 DONORS: dict[str, dict[str, Any]] = {

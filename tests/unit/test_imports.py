@@ -20,7 +20,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registration": {"model.packed24", "model.deepseek_moe"},
     "estimate": {"torch", "config", "mask", "zero"},
     "health": {"torch", "mask", "zero", "model.families"},
-    "compensate": {"torch", "model", "zero"},
     "methods": {
         "torch",
         "transformers.pytorch_utils",
@@ -32,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "estimate",
         "health",
     },
+    "compensate": {"torch", "mask", "model", "zero", "methods.ground"},
     "saved_state": {"config"},
     "forge": {
         "torch",

@@ -32,6 +32,7 @@ LOW_SHARE, LOW_DENSE = 1e-2, 1e-3
 UNSCALED_DENSE = 5e-3
 STEPS = 10
 LOW_RANK = {"low_rank": {"k": 4}}
+PUBLISHED_START = {"low_rank": {**LOW_RANK["low_rank"], "shift": False}}
 RAGGED = {"exclude": ["*.k_proj.weight"]}  # so that shards cut groups
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
@@ -60,7 +61,7 @@ SAVED: dict[str, Saved] = {
     "1 on 2": Saved(2, Case(stage=1, config={**RAGGED, "importance": "wanda"}), save=3),
     "2 on 2": Saved(2, Case(stage=2, dtype="fp16", more=DYNAMIC_SCALE, config=RAGGED)),
     "3 on 2": Saved(2, Case(stage=3, zero={**OFFLOAD, **NOTHING_PERSISTENT}, more=TORCH_ADAM)),
-    "0 on 3": Saved(3, Case(stage=0, model="gpt2", config=LOW_RANK), save=2),  # branches have no moments yet
+    "0 on 3": Saved(3, Case(stage=0, model="gpt2", config=PUBLISHED_START), save=2),  # branches have no moments yet
     "1 on 3": Saved(3, Case(stage=1, dtype="fp16", more=DYNAMIC_SCALE)),
     "2 on 3": Saved(
         3, Case(stage=2, config=LOW_RANK, zero={**OFFLOAD, "round_robin_gradients": True}, more=TORCH_ADAM)

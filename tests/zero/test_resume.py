@@ -23,7 +23,7 @@ CASES: dict[str, Case] = {
 }
 CASES["2-fp16"] = Case(stage=2, dtype="fp16")
 CASES["3-low-rank"] = Case(stage=3, config=LOW_RANK)
-CASES["1-low-rank-bf16"] = Case(stage=1, dtype="bf16", config=LOW_RANK)
+CASES["1-low-rank-bf16"] = Case(stage=1, dtype="bf16", config={"low_rank": {"k": 4, "shift": False}})
 CASES["0-low-rank-conv1d"] = Case(stage=0, model="gpt2", config=LOW_RANK)
 CASES["2-ragged-hutchinson"] = Case(stage=2, config={"exclude": ["*.k_proj.weight"], "importance": "hutchinson"})
 CASES["3-hutchinson-weights"] = Case(stage=3, config={"importance": "hutchinson", "curvature": {"per_token": False}})

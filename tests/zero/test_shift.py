@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sparseforge_ds as sf
+from sparseforge_ds.compensate import shift_into_branches
 from sparseforge_ds.mask.shift import best_shift
 from sparseforge_ds.model.low_rank import branches
 from tests.distributed import run_distributed
@@ -82,6 +83,17 @@ def shift(case: Case) -> tuple[list[str], bool]:
         rest = out_in(dense[name], weight) + b[name].repeat_interleave(k, 1)
         if not torch.allclose(rest, was, atol=1e-6):
             problems.append(f"{name} gave up something else than what B adds")
+    if not frozen:  # nothing happens that the network would notice, whatever B held before
+        for name in branches(engine.module):
+            shard = forge._layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
+            shard.of(forge._layout.flats[shard.flat].data).mul_(0.7)
+        forge._republish()
+        expected = engine(**batch).logits.detach().float()
+        shift_into_branches(engine.module, forge._ground)
+        forge._republish()
+        again = engine(**batch).logits.detach().float()
+        if not torch.allclose(expected, again, atol=10 * rounding):
+            problems.append("a second shift changes the network")
     for step in range(case.sparseforge.max_steps):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))

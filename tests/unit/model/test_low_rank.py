@@ -89,6 +89,19 @@ def test_fused_experts_have_no_branch(family: str) -> None:
         prepare(BUILDERS[family](), CONFIG)
 
 
+def test_listed_experts_have_no_branch() -> None:
+    model = BUILDERS["mixtral"]()
+    for layer in model.model.layers:
+        del layer.mlp
+        layer.block_sparse_moe = nn.Module()
+        layer.block_sparse_moe.experts = nn.ModuleList([nn.Module(), nn.Module()])
+        for expert in layer.block_sparse_moe.experts:
+            expert.w1 = nn.Linear(32, 16, bias=False)
+    with pytest.raises(ValueError, match=r"experts.0.w1.weight belongs to a routed expert, which low_rank does not"):
+        prepare(model, CONFIG)
+    assert "model.layers.0.self_attn.q_proj.weight" in branches(prepare(model, EXPERTS_DENSE))
+
+
 def test_only_what_is_masked_has_a_branch() -> None:
     config = SparseForgeConfig(low_rank=LowRankConfig(k=4), include=("*.q_proj.*",))
     model = prepare(tiny_llama(), config)

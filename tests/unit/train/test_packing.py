@@ -153,6 +153,15 @@ def test_two_runs_fill_one_folder_at_once(tmp_path):
         yield from TEXTS
 
     packed = pack(Documents("test", "test", read), byte_tokenizer(), tmp_path)
-    assert packed == inner[0]
+    assert packed == inner[0]  # which did not take the other's file for a dead run's
     assert packed.open().tolist() == [256, *ids("abc"), 256, *ids("de")]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".json"]
+
+
+def test_what_a_killed_run_left_is_swept(tmp_path):
+    key = pack(documents(), byte_tokenizer(), tmp_path).key
+    (tmp_path / f"{key}.json").unlink()
+    for name in (f"{key}.0123abcd.tmp", "another.0123abcd.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    pack(documents(), byte_tokenizer(), tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == ["another.0123abcd.tmp"]
