@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,10 @@ from sparseforge_ds.compare.summary import Line, Row
 
 History = Mapping[str, Any]
 """What `history.read_history` gives."""
+Style = Mapping[str, Any]
+"""Colour, line and marker of a method, the same in every figure."""
+FAR = 1.5
+"""Methods above so many times the median are named with their perplexity, not drawn: they would squeeze the others."""
 
 
 @dataclass(frozen=True)
@@ -40,54 +46,58 @@ def draw(lines: Sequence[Line], rows: Sequence[Row], histories: Mapping[str, His
     """
     folder.mkdir(exist_ok=True)
     methods = list(dict.fromkeys(line.method for line in lines if line.kind == "result"))
-    colours = {method: colormaps["tab10"](i % 10) for i, method in enumerate(methods)}
+    styles = {method: _style(number) for number, method in enumerate(methods)}
     longest = max(line.steps for line in lines if line.kind == "result")
     runs = [row for row in rows if row["kind"] == "result" and row["steps"] == longest and row["run"] in histories]
-    drawn = [_tokens(lines, colours, folder)]
+    drawn = [_tokens(lines, styles, folder)]
     curves = (
         ("undecided", "Undecided mass", "mean of m (1 - m) over all mask values: 0 when every one is 0 or 1"),
         ("flip_rate", "Flip rate", "share of weights whose place in the hard mask changed since the update before"),
         ("gap", "Soft-to-hard gap", "loss with the mask hardened at this moment, minus the loss with the soft mask"),
     )
     for name, title, caption in curves:
-        drawn += _curve(name, title, caption, runs, histories, colours, folder)
+        drawn += _curve(name, title, caption, runs, histories, styles, folder)
     drawn += _mask_values(runs, histories, folder)
-    drawn += _agreement([row for row in rows if row["kind"] == "result" and row["steps"] == longest], colours, folder)
+    drawn += _agreement([row for row in rows if row["kind"] == "result" and row["steps"] == longest], styles, folder)
     return drawn
 
 
-def _tokens(lines: Sequence[Line], colours: Mapping[str, Any], folder: Path) -> Drawn:
-    figure = Figure(figsize=(8, 5), layout="constrained")
+def _style(number: int) -> Style:
+    line, marker = (("-", "o"), ("--", "s"), (":", "^"))[number // 10 % 3]
+    return {"color": colormaps["tab10"](number % 10), "linestyle": line, "marker": marker, "markersize": 4}
+
+
+def _tokens(lines: Sequence[Line], styles: Mapping[str, Style], folder: Path) -> Drawn:
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for method, colour in colours.items():
+    means = [line.test.mean for line in lines if line.kind == "result" and math.isfinite(line.test.mean)]
+    far = FAR * statistics.median(means) if means else math.inf
+    for method, style in styles.items():
         mine = [line for line in lines if (line.method, line.kind) == (method, "result")]
         known = sorted((line for line in mine if math.isfinite(line.test.mean)), key=lambda line: line.tokens)
+        if known and min(line.test.mean for line in known) > far:
+            values = ", ".join(f"{line.test.mean:.4g}" for line in known)
+            axes.plot([], [], **style, label=f"{method}: {values} (not drawn)")
+            continue
         axes.errorbar(
             [line.tokens for line in known],
             [line.test.mean for line in known],
             yerr=[line.test.deviation or 0.0 for line in known],
-            color=colour,
-            marker="o",
             capsize=3,
             label=method,
+            **style,
         )
-    highest = max(
-        (line.test.mean for line in lines if line.kind == "result" and math.isfinite(line.test.mean)), default=1
-    )
-    styles = iter(["-", "--", ":", "-."] * len(lines))
-    for line in lines:
-        if line.kind == "result":
-            continue
-        style = next(styles)
+    untrained = [line for line in lines if line.kind != "result"]
+    for line, dashes in zip(untrained, itertools.cycle(["-", "--", ":", "-."]), strict=False):
         label = f"{line.method}: {line.test.mean:.4g}"
-        if line.test.mean > 3 * highest:  # far above: it would squeeze everything else
-            axes.plot([], [], color="grey", linestyle=style, label=f"{label} (not drawn)")
+        if line.test.mean > far:
+            axes.plot([], [], color="grey", linestyle=dashes, label=f"{label} (not drawn)")
         else:
-            axes.axhline(line.test.mean, color="grey", linestyle=style, label=label)
+            axes.axhline(line.test.mean, color="grey", linestyle=dashes, label=label)
     axes.set_xscale("log")
     axes.set_xlabel("training tokens")
     axes.set_ylabel("test perplexity")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     caption = "mean over seeds; bars are one sample standard deviation"
     return _save(figure, folder, "perplexity", "Perplexity against tokens", caption)
 
@@ -98,10 +108,10 @@ def _curve(
     caption: str,
     runs: Sequence[Row],
     histories: Mapping[str, History],
-    colours: Mapping[str, Any],
+    styles: Mapping[str, Style],
     folder: Path,
 ) -> list[Drawn]:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     labelled = set()
     for row in runs:
@@ -109,12 +119,13 @@ def _curve(
         if curve and any(curve["values"]):  # a fixed mask has zeros only
             label = None if row["method"] in labelled else row["method"]
             labelled.add(row["method"])
-            axes.plot(curve["steps"], curve["values"], color=colours[row["method"]], alpha=0.7, label=label)
+            style = {**styles[row["method"]], "marker": "", "alpha": 0.7}
+            axes.plot(curve["steps"], curve["values"], **style, label=label)
     if not labelled:
         return []
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(title.lower())
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     return [_save(figure, folder, name, title, f"{caption}; a line for each seed, at the largest budget")]
 
 
@@ -153,21 +164,21 @@ def _density(axes: Axes, values: Mapping[str, Any]) -> Any:
     return axes.pcolormesh(edges, bins, masked, norm=LogNorm(1e-4, 1.0), cmap="viridis")
 
 
-def _agreement(runs: Sequence[Row], colours: Mapping[str, Any], folder: Path) -> list[Drawn]:
-    figure = Figure(figsize=(10, 5), layout="constrained")
+def _agreement(runs: Sequence[Row], styles: Mapping[str, Style], folder: Path) -> list[Drawn]:
+    figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     labels: list[str] = []
-    for method, colour in colours.items():
+    for method, style in styles.items():
         found = [row["agreement"] for row in runs if row["method"] == method and row.get("agreement")]
         if found:
             labels = list(found[0])
             mean = [sum(each[name] for each in found) / len(found) for name in labels]
-            axes.plot(range(len(labels)), mean, color=colour, marker=".", label=method)
+            axes.plot(range(len(labels)), mean, **style, label=method)
     if not labels:
         return []
     axes.set_xticks(range(len(labels)), [_short(name) for name in labels], rotation=90, fontsize="x-small")
     axes.set_ylabel("share kept by both")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     title = "Agreement with magnitude"
     caption = "share of what magnitude keeps in the dense model that the final mask keeps too; mean over seeds"
     return [_save(figure, folder, "agreement", title, f"{caption}, at the largest budget")]
