@@ -1,0 +1,83 @@
+"""What docs/results says is what its own results.jsonl gives, and what measuring again gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from sparseforge_ds.compare.assessment import Assessor
+from sparseforge_ds.compare.settings import CompareConfig, read_config
+from sparseforge_ds.compare.summary import Line, summarize
+from sparseforge_ds.compare.table import markdown
+from sparseforge_ds.compare.texts import read_texts
+from tests.distributed import ROOT
+from tests.unit.compare.test_figures import distinct_colours
+
+RESULTS = ROOT / "docs" / "results"
+STUDIES = sorted(path.parent for path in RESULTS.glob("*/results.jsonl"))
+NAMES = [study.name for study in STUDIES]
+
+
+@pytest.fixture(params=STUDIES, ids=NAMES)
+def study(request: pytest.FixtureRequest, assets: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPARSEFORGE_ASSETS", str(assets))
+    monkeypatch.chdir(ROOT)
+    found: Path = request.param
+    return found
+
+
+def read(study: Path) -> tuple[CompareConfig, list[dict[str, Any]], list[Line]]:
+    config = read_config(str(study / "config.json"))
+    rows = [json.loads(line) for line in (study / "results.jsonl").read_text().splitlines()]
+    return config, rows, summarize(rows, config.compared_with)
+
+
+def test_the_shipped_config_is_the_one_that_was_run(study: Path) -> None:
+    assert (study / "config.json").read_text() == (ROOT / "launch" / f"compare_{study.name}.json").read_text()
+
+
+def test_the_table_is_made_of_the_rows(study: Path) -> None:
+    config, rows, lines = read(study)
+    complete = {(m, s, b) for m in config.methods for s in config.seeds for b in config.budgets}
+    assert {(r["method"], r["seed"], r["steps"]) for r in rows if r["kind"] == "result"} == complete
+    table = markdown(lines, rows, config, read_texts(config).notes)
+    assert (study / "table.md").read_text() == table
+    page = (RESULTS / "README.md").read_text()
+    assert table.split("\n\n")[0] in page, "docs/results/README.md has another table"
+
+
+def test_what_needs_no_training_measures_the_same_again(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense and one-shot magnitude, which all studies share."""
+    monkeypatch.setenv("SPARSEFORGE_ASSETS", str(assets))
+    monkeypatch.chdir(ROOT)
+    config, rows, _ = read(RESULTS / "stories")
+    found = Assessor(config, read_texts(config)).baselines({})
+    for kind, dense in (("dense", found.dense_validation), ("one_shot", found.magnitude_validation)):
+        published = next(row for row in rows if row["kind"] == kind and row["run"] is None)
+        assert dense == pytest.approx(published["validation_perplexity"], rel=1e-4)
+
+
+def test_the_readme_has_these_numbers() -> None:
+    section = (ROOT / "README.md").read_text().split("**Against other methods**")[1].split("\n**")[0]
+    shown = re.findall(r"^\| `([a-z_.0-9]+)` \| ([0-9.± e-]+) \| ([0-9.± e-]+) \|$", section, flags=re.MULTILINE)
+    rows = [json.loads(line) for line in (RESULTS / "stories" / "results.jsonl").read_text().splitlines()]
+    lines = [line for line in summarize(rows, "sparseforge") if line.kind == "result"]
+    budgets = sorted({line.steps for line in lines})
+    tested = {(line.method, line.steps): str(line.test) for line in lines}
+    assert {(name, steps): value for name, *values in shown for steps, value in zip(budgets, values, strict=True)} == (
+        tested
+    )
+
+
+def test_figures_show_something(study: Path) -> None:
+    figures = sorted((study / "figures").glob("*.png"))
+    assert figures
+    for figure in figures:
+        assert distinct_colours(figure) > 20, f"{figure} is blank"
+        assert f"{study.name}/figures/{figure.name}" in (RESULTS / "README.md").read_text()
