@@ -169,7 +169,7 @@ def unbroken(request, tmp_path_factory) -> tuple[int, dict[int, str], dict[str, 
     return request.param, contents, seconds
 
 
-KILLS = 24
+KILLS = int(os.environ.get("SPARSEFORGE_KILLS", "12"))
 """For each stage."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import sparseforge_ds as sf
@@ -112,11 +111,10 @@ def shift_all() -> dict[str, Any]:
     return {name: shift(case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_weights_are_shifted_into_the_branches(world_size: int) -> None:
-    for rank in run_distributed(shift_all, world_size):
+def test_weights_are_shifted_into_the_branches() -> None:
+    for rank in run_distributed(shift_all, 3):
         assert {name: problems for name, (problems, _) in rank.items()} == {name: [] for name in CASES}
-        assert world_size == 2 or any(cut for _, cut in rank.values())
+        assert any(cut for _, cut in rank.values())
 
 
 def one_shot(low_rank: dict[str, Any] | None) -> float:
