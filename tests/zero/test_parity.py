@@ -222,7 +222,7 @@ def test_fp32_is_the_reference(world_size: int) -> None:
         assert {("2:4-ragged", 1), ("2:4-ragged", 2), ("2:4-ragged", 3), ("block16", 3), ("conv1d", 3)} <= cut
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bf16_is_the_reference_up_to_rounding(world_size: int) -> None:
     stages = {1: [1, 3], 2: [0, 1, 2, 3], 3: [2, 3]}[world_size]
     names = [(name, stage) for name in BF16 for stage in stages]
