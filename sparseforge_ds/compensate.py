@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ def switch_on_branches(
         removed: gives (numel of the shard,) fp32 (1 - m_eff) W.
     """
     added = branches(model)
-    for flat in {layout.shards[f"{weights[name].module}.low_rank_b"].flat for name in added}:
-        _forget_moments(layout.inner.state.get(layout.flats[flat], {}))
+    _forget_moments(layout, [weights[name] for name in added])
     for name, branch in added.items():
         weight, shard = weights[name], layout.shards[name]
         inputs = weight.shape[weight.input_axis]
@@ -53,8 +52,8 @@ def switch_on_branches(
         b = b.to(layout.device)
         if not layout.replicated:
             dist.all_reduce(b)
-        own = layout.shards[f"{weight.module}.low_rank_b"]
-        own.of(layout.flats[own.flat].data).copy_(b[own.start : own.stop])
+        own, master = _master_of(layout, weight)
+        master.copy_(b[own.start : own.stop])
         branch.enabled = True
 
 
@@ -75,8 +74,7 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
     shards = {name: on.shards[name] for name in added}
     run_of = {name: NM(1, branch.k) for name, branch in added.items()}
     spans = {name: run_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
-    for flat in {layout.shards[f"{on.weights[name].module}.low_rank_b"].flat for name in added}:
-        _forget_moments(layout.inner.state.get(layout.flats[flat], {}))
+    _forget_moments(layout, [on.weights[name] for name in added])
     edges = Edges(layout, shards, spans)
     missing = edges.exchange(on.reader(lambda shard: on.of(shard, "dense")))
     for name, branch in added.items():
@@ -84,8 +82,7 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
         inputs = weight.shape[weight.input_axis]
         outputs = weight.numel // inputs
         input_last = weight.input_axis == -1
-        own = layout.shards[f"{weight.module}.low_rank_b"]
-        master = own.of(layout.flats[own.flat].data)
+        own, master = _master_of(layout, weight)
         b, before = torch.zeros(2, outputs * (inputs // k), device=layout.device)
         before[own.start : own.stop] = master
         places = []
@@ -114,10 +111,18 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
         branch.enabled = True
 
 
-def _forget_moments(state: dict[str, Any]) -> None:
+def _master_of(layout: Layout, weight: PrunableWeight) -> tuple[Shard, Tensor]:
+    """What this rank holds of the B of a weight, and its master."""
+    shard = layout.shards[f"{weight.module}.low_rank_b"]
+    return shard, shard.of(layout.flats[shard.flat].data)
+
+
+def _forget_moments(layout: Layout, weights: Iterable[PrunableWeight]) -> None:
     """Let Adam begin anew: it has counted steps in which B had no gradient, and would take several times the rate."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            value.zero_()
-        elif key == "step":
-            state[key] = 0
+    for flat in {_master_of(layout, weight)[0].flat for weight in weights}:
+        state: dict[str, Any] = layout.inner.state.get(layout.flats[flat], {})
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif key == "step":
+                state[key] = 0

@@ -68,7 +68,7 @@ class SparseForge:
         self._ranking = Ranking(on, self._probe)
         self._rule = self._publication.rule = rule(on, self._ranking)
         self._hard_now = False
-        self._ready = not (self._rule.starts or config.shifts)
+        self._ready = not self._starts
         self._rule.resume()
 
     @property
@@ -89,6 +89,10 @@ class SparseForge:
     @property
     def _estimator(self) -> Any:
         return self._ranking.estimator
+
+    @property
+    def _starts(self) -> bool:
+        return self._rule.starts or self.config.shifts
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -271,7 +275,7 @@ class SparseForge:
         if self._load.names:
             self._load.load_state_dict(state["experts"])
         self._publication.steps_begun = 0
-        self._ready = self.step_count > 0 or not (self._rule.starts or self.config.shifts)
+        self._ready = self.step_count > 0 or not self._starts
         self._health.forget_targets()
         for name, branch in branches(self.engine.module).items():
             branch.enabled = self.step_count >= self.config.branch_step and name in self._shards

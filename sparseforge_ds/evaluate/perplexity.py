@@ -283,12 +283,7 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
     ranks = f", {shares.count} ranks" if shares.count > 1 else ""
     print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{ranks}")
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
-    result |= {
-        "stride": args.stride,
-        "keep_tail": args.keep_tail,
-        "one_shot": args.one_shot,
-        "adapter": adapter,
-    }
+    result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
     result |= {"dtype": dtype, "seconds": seconds, "ranks": shares.count}
     if args.json:
         try:

@@ -203,12 +203,7 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     result: dict[str, Any] = {"model": args.model, "tasks": found["this"], "means": _means(found["this"])}
     if "dense" in found:
         result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}
-    result |= {
-        "one_shot": args.one_shot,
-        "adapter": adapter,
-        "dtype": dtype,
-        "limit": args.limit,
-    }
+    result |= {"one_shot": args.one_shot, "adapter": adapter, "dtype": dtype, "limit": args.limit}
     return result, accuracy_table(found, args.paper)
 
 

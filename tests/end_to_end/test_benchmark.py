@@ -72,9 +72,8 @@ def test_a_mask_update_sends_statistics_only(cost: tuple[str, dict[str, Any]]) -
     _, result = cost
     sent = result["collective_bytes_per_update"]
     assert set(sent) == {"probe", "gate", "push"}
-    assert (
-        sent["gate"] < result["weights"]["masked"] / 4
-    )  # no score travels; tests/zero/test_communication.py counts exactly
+    # No mask and no score travels, only sums of rows and columns; tests/zero/test_communication.py counts exactly.
+    assert sent["gate"] < result["weights"]["masked"] / 4
 
 
 def test_report_says_which_goals_are_met(cost: tuple[str, dict[str, Any]]) -> None:
