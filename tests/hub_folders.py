@@ -59,7 +59,7 @@ def write_dolmino(folder: Path) -> dict[str, list[str]]:
         _write(folder / path, records)
     _write(folder / "held_out" / "x.jsonl", [{"text": "not for training"}])
     (folder / "tables").mkdir()
-    (folder / "tables" / "t.csv").write_text("text\nx\n")
+    (folder / "tables" / "t.pdf").write_text("no text")
     _write_card(
         folder,
         [

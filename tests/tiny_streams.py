@@ -7,7 +7,8 @@ from pathlib import Path
 
 from sparseforge_ds.train.chunks import Sizes
 from sparseforge_ds.train.producer import Job, Maker
-from sparseforge_ds.train.text_files import FileStream, find_files
+from sparseforge_ds.train.splits import find_files
+from sparseforge_ds.train.text_files import FileStream
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 
 SIZES = Sizes(seq_length=5, smallest=20, largest=80)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,9 @@ EMBEDDED_TEXT = "stdlib"
 
 DocumentFrame = Literal["auto", "bos", "eos", "both"]
 """Which of the tokenizer's BOS and EOS tokens stand around every document."""
+
+SampleBy = Literal["document", "paragraph", "line"]
+"""What is a document of a .txt file; the words are those of `datasets`."""
 
 _EXAMPLES = """\
 examples:
@@ -65,14 +69,22 @@ class RunArguments:
         metadata={
             "metavar": "SOURCE[=WEIGHT]",
             "action": "extend",
-            "help": "training text: .txt, .jsonl (also .gz or .zst), .parquet or .arrow file, a folder of them, a hub "
-            "id (owner/name, owner/name:config or owner/name:folder/subfolder, split train), or stdlib, the "
-            "documentation of Python's standard library (default: stdlib). A hub id, or stream: before a path, is "
-            "tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a source's share "
-            "of the tokens, relative to the others; without weights all have the same",
+            "help": "training text: .txt, .jsonl, .json, .csv or .tsv (also with .gz, .zst, .bz2 or .xz), .parquet or "
+            ".arrow file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), "
+            "or stdlib, the documentation of Python's standard library (default: stdlib). A hub id, or stream: before "
+            "a path, is tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a "
+            "source's share of the tokens, relative to the others; without weights all have the same",
         },
     )
-    text_field: str = _flag("text", "field of a record that holds the text", "NAME")
+    split: str = _flag(
+        "train",
+        "split of a hub dataset or of a folder that is read, or several, like train+validation. A folder's files are "
+        "of the split that their names, or those of the folders below it, speak of, as in datasets; without such names "
+        "they are of train. The start says which files are read",
+        "NAME",
+    )
+    text_field: str = _flag("text", "field of a record that holds the text; null or empty records are skipped", "NAME")
+    sample_by: SampleBy = _flag("document", "what is a document of a .txt file: all of it, a paragraph or a line")
     document_frame: DocumentFrame = _flag(
         "auto",
         "tokens around every document: the tokenizer's BOS in front (bos), its EOS behind (eos), or both, from which a "
@@ -114,6 +126,13 @@ class RunArguments:
             "help": "continue from the newest complete checkpoint of the run folder; --resume auto starts the run "
             "where there is none yet, so that one command serves the first start and every later one",
         },
+    )
+    resume_other_data: bool = _flag(
+        False,
+        "with --resume: go on although the text is not the one that the checkpoint was trained on (it is known by "
+        "content, so moved or touched files are the same), or is divided into tokens in another way. What differs is "
+        "said. The run reads the new text from its present position on; a stream that merely got files behind those "
+        "that it has read goes on where it was, any other is first tokenised up to that position",
     )
     allow_dense: list[str] = field(
         default_factory=list,
@@ -160,6 +179,12 @@ class RunArguments:
         _require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
         for name, values in (("model", [self.model]), ("output_dir", [self.output_dir]), ("dataset", self.dataset)):
             _require(all(values), name, "", "give a value or leave the flag out")
+        _require(
+            all(re.fullmatch(r"[\w.-]+", name) for name in self.split.split("+")),
+            "split",
+            self.split,
+            "use the name of a split, or several joined by +, like train+validation",
+        )
         if not self.dataset:
             object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
 
@@ -206,6 +231,9 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
         args=None if command_line is None else list(command_line), look_for_args_file=False
     )
     assert isinstance(arguments, RunArguments)
+    _require(
+        not arguments.resume_other_data or bool(arguments.resume), "resume_other_data", "", "it belongs to --resume"
+    )
     return arguments
 
 

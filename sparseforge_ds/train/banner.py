@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from sparseforge_ds.planning.states import lasting
 from sparseforge_ds.train.mixed_windows import Mixed
+from sparseforge_ds.train.mixture import Mixture, file_lines
 from sparseforge_ds.train.packing import Packed, frame_tokens
 from sparseforge_ds.train.plan import Outline, Plan
 from sparseforge_ds.train.streaming import Streamed
@@ -18,6 +19,10 @@ def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
     read = plan.config.max_steps * plan.tokens_per_step
     rows = outline_rows(plan)
     rows.insert(-1, ("text", f"{plan.documents.name}: {text.summary(read)}"))
+    texts = plan.documents.sources if isinstance(plan.documents, Mixture) else (plan.documents,)
+    for source in texts:
+        if lines := file_lines(source):
+            rows.insert(-1, ("files" if len(texts) == 1 else f"of {source.name}", "\n".join(lines)))
     front, behind = (
         plan.tokenizer.convert_ids_to_tokens(list(ids))
         for ids in frame_tokens(plan.tokenizer, plan.arguments.document_frame)

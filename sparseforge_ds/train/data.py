@@ -8,12 +8,16 @@ stream (streaming.py). Legend of shape suffixes: B sequences, S tokens of a sequ
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_SHOWN = 8
+"""Differences that are named in one line."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Reading:
     """Consumed by the run, over all ranks."""
     epochs: float
     """How often its end has been passed; of a text that is there whole, with the part of the present one."""
+    skipped: int = 0
+    """Documents without text that were passed while a stream was read."""
 
 
 class Windows(Protocol):
@@ -69,7 +75,11 @@ class Windows(Protocol):
         ...
 
     def load(self, state: dict[str, Any], position: int) -> None:
-        """Continue at `position`, with what `state` returned. Does not communicate."""
+        """Continue at `position`, with what `state` returned, here or of another text. Does not communicate."""
+        ...
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """What the text has otherwise whose `state` this is, as lines for people."""
         ...
 
     def reading(self, position: int) -> list[Reading]:
@@ -87,13 +97,21 @@ class PackedWindows:
         seed: seed of the order.
         at_least: windows that the text must have.
         name: what users call it.
+        facts: what the key stands for.
 
     Raises:
         ValueError: the text is shorter than `at_least` windows.
     """
 
     def __init__(
-        self, token: np.ndarray, key: str, seq_length: int, seed: int, at_least: int, name: str = "text"
+        self,
+        token: np.ndarray,
+        key: str,
+        seq_length: int,
+        seed: int,
+        at_least: int,
+        name: str = "text",
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.windows = len(token) // seq_length
         if self.windows < at_least:
@@ -106,6 +124,7 @@ class PackedWindows:
         self.seq_length = seq_length
         self.seed = seed
         self.name = name
+        self.facts = dict(facts or {})
         self._orders: dict[int, np.ndarray] = {}
 
     def prepare(self, first: int, stop: int) -> None:
@@ -125,11 +144,15 @@ class PackedWindows:
         """Nothing: the text stays."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing: key and position say it all."""
-        return {}
+        """What the text is; key and position are enough to find a position again."""
+        return {"facts": self.facts}
 
     def load(self, state: dict[str, Any], position: int) -> None:
         """Nothing."""
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """What the text of `state` has otherwise, as lines for people."""
+        return differences(state.get("facts"), self.facts)
 
     def reading(self, position: int) -> list[Reading]:
         """How far the text has been read when the run has consumed `position` windows."""
@@ -142,14 +165,16 @@ class Batches:
     Args:
         windows: the windows of the text, in their order.
         layout: how a global batch is divided.
+        takes_other_data: whether a state of another text is accepted, which is then said.
     """
 
-    def __init__(self, windows: Windows, layout: Layout) -> None:
+    def __init__(self, windows: Windows, layout: Layout, takes_other_data: bool = False) -> None:
         self.windows = windows
         self.layout = layout
+        self.takes_other_data = takes_other_data
         self.position = 0
         """Sequences that the run has consumed, over all ranks."""
-        self._epochs: dict[str, int] | None = None
+        self._before: dict[str, Reading] | None = None
 
     def __iter__(self) -> Batches:
         return self
@@ -199,14 +224,20 @@ class Batches:
         return result
 
     def news(self) -> list[str]:
-        """Lines about the sources that have begun again since the last call, for the 1st, 2nd, 4th, 8th, ... time."""
-        epochs = {reading.name: int(reading.epochs) for reading in self.reading()}
-        before, self._epochs = self._epochs, epochs
-        return [
-            f"--dataset {name}: read {now} time{'s' * (now > 1)}, begins again"
-            for name, now in epochs.items()
-            if before is not None and now.bit_length() > before[name].bit_length()
-        ]
+        """Lines about the sources that have begun again since the last call, for the 1st, 2nd, 4th, 8th, ... time.
+
+        And of streams, when the documents without text that were skipped have become twice as many.
+        """
+        now = {reading.name: reading for reading in self.reading()}
+        before, self._before = self._before or now, now
+        lines = []
+        for name, reading in now.items():
+            times, skipped = int(reading.epochs), reading.skipped
+            if times.bit_length() > int(before[name].epochs).bit_length():
+                lines.append(f"--dataset {name}: read {times} time{'s' * (times > 1)}, begins again")
+            if skipped.bit_length() > before[name].skipped.bit_length():
+                lines.append(f"--dataset {name}: {skipped:,} documents without text were skipped so far")
+        return lines
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""
@@ -218,21 +249,48 @@ class Batches:
         """Continue where `state` was taken. Does not communicate.
 
         Raises:
-            ValueError: the state belongs to another text, another sequence length or another order.
+            ValueError: the state belongs to another text, which is not accepted, another sequence length or order.
         """
-        for name, here, cure in (
-            (
-                "key",
-                self.windows.key,
-                "--dataset (its weights too), --text_field and --document_frame, with unchanged files",
-            ),
-            ("seq_length", self.windows.seq_length, "--seq_length"),
-            ("seed", self.windows.seed, "--seed"),
-        ):
+        for name, here in (("seq_length", self.windows.seq_length), ("seed", self.windows.seed)):
             if state[name] != here:
                 raise ValueError(
                     f"the checkpoint was trained on other data ({name} {state[name]}, here {here}); "
-                    f"resume with the same {cure}"
+                    f"resume with the same --{name}"
                 )
+        if state["key"] != self.windows.key:
+            self._take_other_data(state)
+            state = {"chunks": {}, **state}
         self.position = int(state["position"])
         self.windows.load(state, self.position)
+
+    def _take_other_data(self, state: Mapping[str, Any]) -> None:
+        unlike = self.windows.differences(state) or [f"key {state['key']}, here {self.windows.key}"]
+        what = "; ".join([*unlike[:_SHOWN], *([f"and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else [])])
+        if not self.takes_other_data:
+            raise ValueError(
+                f"the checkpoint was trained on other data ({what}); resume with the same --dataset and flags, or go "
+                "on with this text by --resume_other_data"
+            )
+        if self.layout.rank == 0:
+            print(f"--resume_other_data: goes on with another text than the checkpoint's: {what}", flush=True)
+
+
+def differences(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """What two texts have otherwise, as lines for people.
+
+    Args:
+        before: facts of the one; None where they were not written down.
+        now: facts of the other.
+    """
+    if before is None:
+        return ["it was saved by a version that knew files by place and time, so what differs cannot be said"]
+    lines = []
+    for name in {**before, **now}:
+        was, is_now = before.get(name), now.get(name)
+        if name == "files":
+            for file in {**(was or {}), **(is_now or {})}:
+                old, new = (str((files or {}).get(file, "not there")) for files in (was, is_now))
+                lines += [f"file {file} was {old}, is {new}"] if old != new else []
+        elif was != is_now:
+            lines.append(f"{name} was {was}, is {is_now}")
+    return lines

@@ -26,7 +26,7 @@ from sparseforge_ds.planning.study import GIB, estimators
 from sparseforge_ds.train.arguments import DocumentFrame, RunArguments
 from sparseforge_ds.train.banner import Row, outline_rows, readable_bytes, table
 from sparseforge_ds.train.hub import HubStream
-from sparseforge_ds.train.mixture import Mixture, find_text
+from sparseforge_ds.train.mixture import Mixture, file_lines, find_text
 from sparseforge_ds.train.packing import frame_tokens
 from sparseforge_ds.train.plan import Hardware, Outline, make_outline
 from sparseforge_ds.train.pretrained import Pretrained, find_model, read_tokenizer
@@ -130,11 +130,11 @@ def _dense(plan: Outline, model: nn.Module) -> Iterator[Row]:
 
 
 def _text(arguments: RunArguments, plan: Outline, unchecked: list[str]) -> Iterator[Row]:
-    text = find_text(arguments.dataset, arguments.text_field)
+    text = find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by)
     read = plan.config.max_steps * plan.tokens_per_step
     sources, shares = (text.sources, text.shares) if isinstance(text, Mixture) else ((text,), (1.0,))
     for source, share in zip(sources, shares, strict=True):
-        yield source.name, f"{share * read:,.0f} tokens, {share:.1%}"
+        yield source.name, "\n".join([f"{share * read:,.0f} tokens, {share:.1%}", *file_lines(source)])
         if isinstance(source, HubStream):
             unchecked.append(f"--dataset {source.name}: it is read from the hub, field {arguments.text_field!r}")
 

@@ -7,17 +7,19 @@ first shard, and fail), and every kind of compression that local files have is r
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.train.text_files import SUFFIXES, FileReader, documents_of
+from sparseforge_ds.train.arguments import SampleBy
+from sparseforge_ds.train.formats import DAMAGED, KINDS, documents_of, is_readable
+from sparseforge_ds.train.splits import choose, split_of
+from sparseforge_ds.train.text_files import FileReader
 
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt at a file, after the attempts that huggingface_hub makes by itself."""
@@ -25,15 +27,25 @@ _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
 
 @dataclass(frozen=True)
 class HubStream:
-    """The train split of `owner/name`, `owner/name:config` or `owner/name:folder/of/it`."""
+    """A split of `owner/name`, `owner/name:config` or `owner/name:folder/of/it`."""
 
     name: str
     text_field: str
+    split: str = "train"
+    sample_by: SampleBy = "document"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides the documents, besides the revision."""
+        how = {"--text_field": self.text_field, "--split": self.split, "--sample_by": self.sample_by}
+        return {"hub dataset": self.name, **how}
 
     @property
     def identity(self) -> str:
         """Two streams with equal identity give the same documents, at the same revision."""
-        return json.dumps(["hub files", self.name, self.text_field])
+        # Streams once had no other split and division, and are named without these.
+        unusual = [self.split, self.sample_by] if (self.split, self.sample_by) != ("train", "document") else []
+        return json.dumps(["hub files", self.name, self.text_field, *unusual])
 
     def read(self, state: dict[str, Any] | None = None) -> HubReader:
         """The documents of today's revision from the start, or from where a reader's `state` was taken.
@@ -52,9 +64,13 @@ class HubReader:
         self._revision = self._latest_revision() if state is None else state["revision"]
 
         def read(file: str) -> Iterator[str]:
-            return read_url(file, stream.text_field, f"--dataset {stream.name}")
+            open_documents = partial(documents_of, sample_by=stream.sample_by)
+            return read_url(file, stream.text_field, f"--dataset {stream.name}", open_documents)
 
-        self._documents = FileReader(self._find_files(), read, state)
+        files = self._find_files()
+        first_and_last = files[0] if len(files) == 1 else f"{files[0]} to {files[-1]}"
+        print(f"--dataset {stream.name}: {len(files):,} files of split {stream.split}: {first_and_last}", flush=True)
+        self._documents = FileReader(files, read, state)
 
     def __iter__(self) -> HubReader:
         return self
@@ -71,9 +87,10 @@ class HubReader:
         self._documents.rewind()
 
     def _find_files(self) -> tuple[str, ...]:
-        """Addresses of the train split's files, in the order of their names."""
+        """Addresses of the split's files, in the order of their names."""
         import datasets  # heavy, and needed for the hub only
 
+        who = f"--dataset {self._stream.name}"
         name, _, part = self._stream.name.partition(":")
         is_folder = "/" in part  # all of it: by names of files, `datasets` would guess at splits and leave some out
         which: dict[str, Any] = {"data_files": {"train": f"{part}/**"}} if is_folder else {"name": part or None}
@@ -81,22 +98,24 @@ class HubReader:
             builder = datasets.load_dataset_builder(name, **which, revision=self._revision)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise self._unreachable(error) from error
-        splits = builder.config.data_files or {}
-        if "train" not in splits:
-            raise ValueError(
-                f"--dataset {self._stream.name}: has no split train (there are: {', '.join(map(str, splits)) or 'none'}"
-                "); download what you want of it and give the files"
-            )
-        files = tuple(sorted(map(str, splits["train"])))
+        splits: dict[str, frozenset[str]]
+        found = {str(split): list(map(str, files)) for split, files in (builder.config.data_files or {}).items()}
         if is_folder:
-            files = tuple(file for file in files if file.endswith(SUFFIXES)) or files
+            everything = found.get("train", [])
+            readable = [file for file in everything if is_readable(file)] or everything
+            splits = {file: split_of(file.partition(f"/{part}/")[2]) for file in readable}
+        else:
+            splits = {}
+            for split, file in ((split, file) for split, own in found.items() for file in own):
+                splits[file] = splits.get(file, frozenset()) | {split}
+        files, _ = choose(splits, self._stream.split, who)
         for file in files:
-            if not file.endswith((*SUFFIXES, ".json")):
+            if not is_readable(file):
                 raise ValueError(
-                    f"--dataset {self._stream.name}: {file} is none of {', '.join(SUFFIXES)}; name a configuration or "
-                    "folder without such files as owner/name:config or owner/name:folder/subfolder"
+                    f"{who}: {file} is none of {KINDS}; name a configuration or folder without such files as "
+                    "owner/name:config or owner/name:folder/subfolder"
                 )
-        return files
+        return tuple(files)
 
     def _latest_revision(self) -> str | None:
         import huggingface_hub
@@ -134,7 +153,7 @@ def read_url(
                 yield text
                 done, failures = done + 1, 0
             return
-        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        except DAMAGED as error:
             raise ValueError(
                 f"{who}: {file}, document {done}: not readable ({error}); the file is damaged on the hub, or was cut "
                 "off on the way: continue with --resume"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sparseforge_ds.train.data import Reading, Windows
+from sparseforge_ds.train.data import Reading, Windows, differences
 from sparseforge_ds.train.packing import Packed
 from sparseforge_ds.train.streaming import Streamed
 
@@ -120,16 +120,22 @@ class MixedWindows:
             source.passed(int(begun))
 
     def state(self) -> dict[str, Any]:
-        """What the sources need to find a position again."""
-        return {"sources": [source.state() for source in self.sources]}
+        """What the sources need to find a position again, and what they are."""
+        return {"parts": self._parts.tolist(), "sources": [source.state() for source in self.sources]}
 
     def load(self, state: dict[str, Any], position: int) -> None:
         """Continue at `position`, with what `state` returned. Does not communicate.
 
+        Of another mixture's state each source takes over what it can, where there are as many.
+
         Raises:
-            ValueError: `state` is not one of this mixture.
+            ValueError: `state` is not one of a mixture.
         """
         states = state.get("sources")
+        if state.get("key", self.key) != self.key:
+            if not isinstance(states, list) or len(states) != len(self.sources):
+                states = [{} for _ in self.sources]
+            states = [{"chunks": {}, **own} for own in states]
         if not isinstance(states, list) or len(states) != len(self.sources):
             raise ValueError("the checkpoint's position in the mixture is damaged; resume from another checkpoint")
         for source, own, begun in zip(self.sources, states, self._begun(position), strict=True):
@@ -145,6 +151,15 @@ class MixedWindows:
             for source, windows in zip(self.sources, count, strict=True)
             for reading in source.reading(int(windows))
         ]
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """What the text of `state` has otherwise, as lines for people."""
+        states = state.get("sources", [])
+        if len(states) != len(self.sources):
+            return [f"{len(states) or 1} sources became {len(self.sources)}"]
+        pairs = list(zip(self.sources, states, strict=True))
+        lines = [f"{source.reading(0)[0].name}: {line}" for source, own in pairs for line in source.differences(own)]
+        return [*differences({"shares": state.get("parts")}, {"shares": self._parts.tolist()}), *lines]
 
     def _begun(self, position: int) -> np.ndarray:
         """(sources,) windows that each source has before the block of turns of `position`."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from sparseforge_ds.train.arguments import SampleBy
 from sparseforge_ds.train.documents import STREAM, Documents, Stream, find_documents
+from sparseforge_ds.train.formats import is_plain_text
 
 _ROUND = 2**16
 """Windows of a round, at most: shares are kept to one in so many."""
@@ -36,15 +38,19 @@ class Mixture:
         return tuple(part / sum(self.parts) for part in self.parts)
 
 
-def find_text(dataset: Sequence[str], text_field: str) -> Documents | Stream | Mixture:
+def find_text(
+    dataset: Sequence[str], text_field: str, split: str = "train", sample_by: SampleBy = "document"
+) -> Documents | Stream | Mixture:
     """The text of a run: one source, or a mixture of several.
 
     Args:
         dataset: the values of `--dataset`, each a source or source=weight.
         text_field: field of a record that holds the text.
+        split: split of a folder or hub dataset, or several, joined by +.
+        sample_by: what is a document of a .txt file.
 
     Raises:
-        ValueError: a source cannot be used, comes twice, or a weight is missing or no number above 0.
+        ValueError: a source or file cannot be used, comes twice, or a weight is missing or no number above 0.
     """
     pairs = [_split(value) for value in dataset]
     names = [name for name, _ in pairs]
@@ -58,8 +64,20 @@ def find_text(dataset: Sequence[str], text_field: str) -> Documents | Stream | M
             "(without any, all have the same)"
         )
     parts = whole_parts(names, [Fraction(1) if weight is None else weight for _, weight in pairs])
-    sources = tuple(find_documents(name, text_field) for name in names)
+    sources = tuple(find_documents(name, text_field, split, sample_by) for name in names)
+    _check_files(sources)
     return sources[0] if len(sources) == 1 else Mixture(sources, parts)
+
+
+def file_lines(source: Documents | Stream) -> list[str]:
+    """Which files a source reads, and what a .txt file is to it; nothing of one that has no files here."""
+    files = getattr(source, "files", None)
+    if files is None:
+        return []
+    lines = [f"files: {files.line()}"]
+    if source.facts["--sample_by"] == "document" and any(map(is_plain_text, files.names)):
+        lines.append("a .txt file is one document; --sample_by paragraph or line divides it")
+    return lines
 
 
 def whole_parts(names: Sequence[str], weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -85,6 +103,18 @@ def whole_parts(names: Sequence[str], weights: Sequence[Fraction]) -> tuple[int,
             "give it more"
         )
     return tuple(parts)
+
+
+def _check_files(sources: Sequence[Documents | Stream]) -> None:
+    owners: dict[Path, str] = {}
+    for source in sources:
+        files = getattr(source, "files", None)  # a hub dataset has none here
+        for path in {path.resolve() for path in files.paths} if files is not None else ():
+            if path in owners:
+                raise ValueError(
+                    f"--dataset {owners[path]} and {source.name}: both read {path}; name it once, with one weight"
+                )
+            owners[path] = source.name
 
 
 def _split(value: str) -> tuple[str, Fraction | None]:

@@ -12,10 +12,10 @@ import itertools
 import json
 import os
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +37,10 @@ class Packed:
     tokens: int
     documents: int
     largest_id: int
+    skipped: int = 0
+    """Documents without any text."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the key stands for."""
 
     def open(self) -> np.memmap:
         """(tokens,) ids, read only.
@@ -48,8 +52,9 @@ class Packed:
 
     def summary(self, wanted: int) -> str:
         """What a run of `wanted` tokens reads, for its banner."""
+        skipped = f" ({self.skipped:,} without text were skipped)" if self.skipped else ""
         return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens; the run reads {wanted:,} "
+            f"{self.documents:,} documents{skipped}, {self.tokens:,} tokens; the run reads {wanted:,} "
             f"({wanted / self.tokens:.2f} epochs)"
         )
 
@@ -81,13 +86,14 @@ def pack(
         frame: which of its tokens stand around every document.
 
     Raises:
-        ValueError: the text cannot be read, or the tokenizer cannot frame documents so.
+        ValueError: the text cannot be read or is empty, or the tokenizer cannot frame documents so.
         OSError: the disk is full.
     """
     key = hashlib.sha256(json.dumps(fingerprint(documents, tokenizer, frame)).encode()).hexdigest()[:16]
     record, path = folder / f"{key}.json", folder / f"{key}.bin"
-    if record.exists():
-        return Packed(**{**json.loads(record.read_text()), "path": str(path)})
+    known = facts(documents, tokenizer, frame)
+    if record.exists():  # the files may have other names now
+        return Packed(**{**json.loads(record.read_text()), "path": str(path), "facts": known})
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder, key)
     # A name of its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
@@ -96,7 +102,7 @@ def pack(
         with temporary.open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
             counts = _write(documents, tokenizer, frame, file)
-        packed = Packed(str(path), key, *counts)
+        packed = Packed(str(path), key, *counts, known)
         os.replace(temporary, path)
         temporary.write_text(json.dumps(asdict(packed)))
         os.replace(temporary, record)
@@ -179,14 +185,32 @@ def fingerprint(
     return [*parts, tokenizer.eos_token_id, type(tokenizer).__name__, vocabulary, *framed]
 
 
+def facts(
+    documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+) -> dict[str, Any]:
+    """What `fingerprint` stands for, as JSON types by names that users know, to say what differs from another text."""
+    *_, bos, eos, kind, vocabulary = fingerprint(documents, tokenizer)
+    front, behind = (" ".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in frame_tokens(tokenizer, frame))
+    digest = hashlib.sha256(json.dumps([bos, eos, kind, vocabulary]).encode()).hexdigest()[:16]
+    how = {"--document_frame": f"{front} ... {behind}".strip(), "tokenizer": f"{kind}, hash {digest}"}
+    return {**documents.facts, **how}
+
+
 def _write(
     documents: Documents, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame, file: IO[bytes]
-) -> tuple[str, int, int, int]:
+) -> tuple[str, int, int, int, int]:
     dtype = token_dtype(tokenizer)
-    tokens, count, largest = 0, 0, 0
-    texts = (text for text in documents if text.strip())
+    tokens, count, largest, skipped = 0, 0, 0, 0
+    texts = iter(documents)
     while batch := list(itertools.islice(texts, _DOCUMENTS_AT_A_TIME)):
-        for ids in encode(batch, tokenizer, frame):
+        used = [text for text in batch if text.strip()]
+        skipped += len(batch) - len(used)
+        for ids in encode(used, tokenizer, frame) if used else ():
             file.write(np.asarray(ids, dtype=dtype).tobytes())
             tokens, count, largest = tokens + len(ids), count + 1, max(largest, *ids)
-    return dtype, tokens, count, largest
+    if not tokens:
+        raise ValueError(
+            f"--dataset {documents.name}: there is no text in it ({skipped:,} documents, all of them null or blank); "
+            "give another text, or name the field that holds it with --text_field"
+        )
+    return dtype, tokens, count, largest, skipped

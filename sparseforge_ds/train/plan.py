@@ -152,7 +152,7 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
     return Plan(
         **vars(outline),
         tokenizer=tokenizer,
-        documents=find_text(arguments.dataset, arguments.text_field),
+        documents=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.train.arguments import DocumentFrame
 from sparseforge_ds.train.chunks import Chunks, Record, Sizes
-from sparseforge_ds.train.data import Reading
+from sparseforge_ds.train.data import Reading, differences
 from sparseforge_ds.train.documents import Stream
-from sparseforge_ds.train.packing import fingerprint, token_dtype
+from sparseforge_ds.train.packing import facts, fingerprint, token_dtype
 from sparseforge_ds.train.producer import KEEP, Job, Producer
+from sparseforge_ds.train.token_row import Cursor
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class Streamed:
     dtype: str
     sizes: Sizes
     frame: DocumentFrame
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the key stands for."""
 
     def summary(self, wanted: int) -> str:
         """What a run of `wanted` tokens reads, for its banner."""
@@ -71,7 +74,8 @@ def plan_stream(
     """
     parts = [*fingerprint(stream, tokenizer, frame), asdict(sizes)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    return Streamed(str(folder / key), key, token_dtype(tokenizer), sizes, frame)
+    known = facts(stream, tokenizer, frame)
+    return Streamed(str(folder / key), key, token_dtype(tokenizer), sizes, frame, known)
 
 
 class StreamedWindows:
@@ -90,6 +94,7 @@ class StreamedWindows:
     ) -> None:
         assert (producer is not None) == ranks.first
         self.key = streamed.key
+        self.facts = streamed.facts
         self.seq_length = streamed.sizes.seq_length
         self.seed = seed
         self.name = name
@@ -131,16 +136,27 @@ class StreamedWindows:
 
     def state(self) -> dict[str, Any]:
         """The records of the chunks around the position, so that it can be found again without those before."""
-        return {"chunks": {str(chunk): record for chunk, record in sorted(self._records.items())}}
+        return {
+            "facts": dict(self.facts),
+            "chunks": {str(chunk): record for chunk, record in sorted(self._records.items())},
+        }
 
     def load(self, state: dict[str, Any], position: int) -> None:
         """Continue at `position`: have its chunk made, and do not wait for it.
 
+        Of another stream's state it takes over what lies in files that both begin with. Without that the stream is
+        tokenised from its first document up to the position.
+
         Raises:
             ValueError: `state` is not one of a stream.
         """
+        before = state.get("facts", self.facts)
         try:
-            self._records = {int(chunk): dict(record) for chunk, record in state["chunks"].items()}
+            self._records = {
+                int(chunk): dict(record)
+                for chunk, record in state["chunks"].items()
+                if before == self.facts or _lies_in_common_files(record["end"], before, self.facts)
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"the checkpoint's position in the stream is damaged ({error!r}); resume from another checkpoint"
@@ -159,7 +175,12 @@ class StreamedWindows:
         # The chunk that comes next may not have been made yet; it starts where the one before it ends.
         newest = max(known, default=None)
         epochs = 0 if newest is None else self._records[newest]["start" if newest == chunk else "end"]["epoch"]
-        return [Reading(self.name, position, float(epochs))]
+        skipped = 0 if newest is None else self._records[newest]["end"].get("skipped", 0)
+        return [Reading(self.name, position, float(epochs), skipped)]
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """What the text of `state` has otherwise, as lines for people."""
+        return differences(state.get("facts"), self.facts)
 
     def _wait(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         producer = self._producer
@@ -167,6 +188,14 @@ class StreamedWindows:
         token = self._ranks.everywhere(lambda: self._chunks.open(chunk))
         order = np.random.default_rng([self.seed, chunk]).permutation(self._sizes.windows(chunk))
         return token, order
+
+
+def _lies_in_common_files(end: Cursor, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a cursor of one stream is one of another, because all files up to there are the same."""
+    files, others = (list(facts.get("files", {}).values()) for facts in (before, now))
+    how, other_how = ({name: fact for name, fact in facts.items() if name != "files"} for facts in (before, now))
+    passed = end["reader"].get("file", len(files)) + 1
+    return how == other_how and end["epoch"] == 0 and passed <= len(files) and files[:passed] == others[:passed]
 
 
 def open_stream(

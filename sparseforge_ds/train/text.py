@@ -42,7 +42,7 @@ def make_batches(plan: Plan, ranks: Ranks, text: Packed | Streamed | Mixed) -> B
     else:
         assert not isinstance(text, Mixed)
         windows = _windows(plan, ranks, documents, text, layout.global_batch)
-    return Batches(windows, layout)
+    return Batches(windows, layout, plan.arguments.resume_other_data)
 
 
 def _pack_source(plan: Plan, ranks: Ranks, source: Documents | Stream, at_least: int) -> Packed | Streamed:
@@ -68,7 +68,8 @@ def _pack_source(plan: Plan, ranks: Ranks, source: Documents | Stream, at_least:
 def _windows(plan: Plan, ranks: Ranks, source: Documents | Stream, text: Packed | Streamed, at_least: int) -> Windows:
     arguments = plan.arguments
     if isinstance(text, Packed):
-        return PackedWindows(text.open(), text.key, arguments.seq_length, arguments.seed, at_least, source.name)
+        order = (arguments.seq_length, arguments.seed)
+        return PackedWindows(text.open(), text.key, *order, at_least, source.name, text.facts)
     assert not isinstance(source, Documents)
     return open_stream(text, source, plan.tokenizer, _vocabulary(plan), arguments.seed, ranks)
 

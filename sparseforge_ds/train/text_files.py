@@ -1,75 +1,35 @@
-"""Files of text, local or behind an address: what is readable, one document after another, from any record on."""
+"""Files of text that are read while the run goes on, and a reader that continues from any of their records."""
 
 from __future__ import annotations
 
-import gzip
-import io
 import itertools
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from sparseforge_ds.train.arguments import SampleBy
+from sparseforge_ds.train.formats import DAMAGED, documents_of
+from sparseforge_ds.train.splits import Files
 
 File = TypeVar("File")
 
-SUFFIXES = (".txt", ".jsonl", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-"""What can be read. A compressed .json file is one JSON object a line, as C4 and Dolmino have it."""
 
-
-def find_files(path: Path) -> tuple[Path, ...]:
-    """The usable files of a file or folder, in order.
+def read_file(file: Path, text_field: str, sample_by: SampleBy = "document") -> Iterator[str]:
+    """The documents of one local file, "" for each without text.
 
     Raises:
-        ValueError: there is none.
-    """
-    if path.is_dir():
-        files = tuple(sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file()))
-        if not files:
-            raise ValueError(f"--dataset {path}: the folder holds no {', '.join(SUFFIXES)} file")
-        return files
-    if not path.name.endswith(SUFFIXES):
-        raise ValueError(f"--dataset {path}: unknown kind of file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
-    return (path,)
-
-
-def stamps(files: tuple[Path, ...]) -> list[tuple[str, int, int]]:
-    """Name, size and time of every file: files with equal stamps hold the same text."""
-    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def read_file(file: Path, text_field: str) -> Iterator[str]:
-    """The documents of one local file; a .txt file is one document.
-
-    Raises:
-        ValueError: it cannot be read or has a record without text; the message names the line or row.
+        ValueError: it cannot be read or has a record with something else than text; the message names the line or row.
     """
     try:
-        yield from documents_of(str(file), text_field)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        yield from documents_of(str(file), text_field, sample_by)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--dataset {file}: not readable ({error}); save it as UTF-8 (iconv -f OLD -t UTF-8), or leave it out"
+        ) from error
+    except (OSError, *DAMAGED) as error:
         raise ValueError(f"--dataset {file}: not readable ({error}); repair the file or leave it out") from error
-
-
-def documents_of(file: str, text_field: str) -> Iterator[str]:
-    """The documents of one file; of a record nothing but its text is looked at.
-
-    Args:
-        file: a path, or an address that fsspec knows, like hf://datasets/owner/name@revision/file.
-        text_field: field of a record that holds the text.
-
-    Raises:
-        ValueError: it is damaged or has a record without text; the message names the line or row.
-        OSError, EOFError, zlib.error, UnicodeDecodeError: it cannot be read.
-    """
-    with _open(file) as content:
-        if file.endswith((".parquet", ".arrow")):
-            yield from _read_columns(content, file, text_field)
-        elif file.endswith(".txt"):
-            yield content.read().decode("utf-8")
-        else:
-            with _lines(content, file) as lines:
-                yield from _read_lines(lines, file, text_field)
 
 
 @dataclass(frozen=True)
@@ -77,17 +37,23 @@ class FileStream:
     """Local files that are read while the run goes on."""
 
     name: str
-    files: tuple[Path, ...]
+    files: Files
     text_field: str
+    sample_by: SampleBy = "document"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the identity stands for, with the files by name."""
+        return {"--text_field": self.text_field, "--sample_by": self.sample_by, "files": self.files.contents}
 
     @property
     def identity(self) -> str:
         """Two streams with equal identity give the same documents."""
-        return json.dumps(["file stream", stamps(self.files), self.text_field])
+        return json.dumps(["file stream", self.files.identity, self.text_field, self.sample_by])
 
     def read(self, state: dict[str, Any] | None = None) -> FileReader[Path]:
         """The documents from the start, or from where a reader's `state` was taken."""
-        return FileReader(self.files, lambda file: read_file(file, self.text_field), state)
+        return FileReader(self.files.paths, lambda file: read_file(file, self.text_field, self.sample_by), state)
 
 
 class FileReader(Generic[File]):
@@ -130,80 +96,3 @@ class FileReader(Generic[File]):
         self._file, self._record = file, record
         texts = self._read(self._files[file]) if file < len(self._files) else iter(())
         self._texts = itertools.islice(texts, record, None)
-
-
-def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
-    """The text of a record.
-
-    Raises:
-        ValueError: there is no such field, or it is not text.
-    """
-    if text_field not in record:
-        raise ValueError(
-            f"--dataset {where}: no field {text_field!r}; name the one that holds the text with --text_field "
-            f"(there are: {', '.join(map(str, record))})"
-        )
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise ValueError(
-            f"--dataset {where}: field {text_field!r} is {type(text).__name__}, not text; use --text_field"
-        )
-    return text
-
-
-def _open(file: str) -> IO[bytes]:
-    if "://" not in file:
-        return open(file, "rb")
-    import fsspec  # what datasets and huggingface_hub open their files with
-
-    content: IO[bytes] = fsspec.open(file, "rb").open()
-    return content
-
-
-def _lines(content: IO[bytes], file: str) -> IO[str]:
-    if file.endswith(".gz"):
-        return gzip.open(content, "rt", encoding="utf-8")
-    if file.endswith(".zst"):
-        import pyarrow  # type: ignore[import-untyped]
-
-        return io.TextIOWrapper(pyarrow.input_stream(content, compression="zstd"), encoding="utf-8")
-    return io.TextIOWrapper(content, encoding="utf-8")
-
-
-def _read_lines(lines: IO[str], file: str, text_field: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--dataset {file}, line {number}: not JSON ({error}); repair or remove it") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"--dataset {file}, line {number}: not an object with fields, like {{'text': ...}}")
-        yield text_of(record, text_field, f"{file}, line {number}")
-
-
-def _read_columns(content: IO[bytes], file: str, text_field: str) -> Iterator[str]:
-    import pyarrow
-    from pyarrow import ipc, parquet
-
-    try:
-        if file.endswith(".parquet"):
-            table = parquet.ParquetFile(content)
-            text_of(dict.fromkeys(table.schema_arrow.names, ""), text_field, file)
-            batches = table.iter_batches(columns=[text_field])
-        else:
-            try:
-                batches = ipc.open_stream(content)
-            except pyarrow.ArrowInvalid:  # not the stream format of `datasets` but the file format (Feather)
-                content.seek(0)
-                table = ipc.open_file(content)
-                batches = (table.get_batch(i) for i in range(table.num_record_batches))
-        row = 0
-        for batch in batches:
-            text_of(dict.fromkeys(batch.schema.names, ""), text_field, file)
-            for value in batch.column(batch.schema.names.index(text_field)).to_pylist():
-                yield text_of({text_field: value}, text_field, f"{file}, row {row}")
-                row += 1
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"--dataset {file}: not a readable {Path(file).suffix} file ({error})") from None

@@ -7,6 +7,7 @@ has no end. Where a row can be continued is a cursor, of JSON types:
     tokens    tokens of that document that are used up
     sha256    of the text of that document, if one of its tokens is used up
     epoch     how often the last document has been passed
+    skipped   documents without text before the next token, in all epochs
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class TokenRow:
         self._frame = frame
         self._dtype = token_dtype(tokenizer)
         self.epoch: int = 0 if cursor is None else cursor["epoch"]
+        self._skipped: int = 0 if cursor is None else cursor.get("skipped", 0)  # earlier versions did not count them
         self._ends_without_token = 0
         self._reader = stream.read(None if cursor is None else cursor["reader"])
         self._places = [self._reader.state()]  # of every document of the batch, and of the one after it
@@ -76,6 +78,7 @@ class TokenRow:
         while filled < count:
             while self._document == len(self._ids):
                 self._read_batch()
+            self._skipped += len(self._ids[self._document]) == 0
             part = self._ids[self._document][self._token : self._token + count - filled]
             result[filled : filled + len(part)] = part
             filled += len(part)
@@ -92,6 +95,7 @@ class TokenRow:
             "tokens": self._token,
             "sha256": digest,
             "epoch": self.epoch,
+            "skipped": self._skipped,
         }
 
     def _read_batch(self) -> None:
@@ -115,7 +119,10 @@ class TokenRow:
         if not self._texts:
             self._ends_without_token += 1
             if self._ends_without_token == 2:
-                raise ValueError(f"--dataset {self._stream.name}: no document has any text; look into it")
+                raise ValueError(
+                    f"--dataset {self._stream.name}: no document has any text; give another text, or name the field "
+                    "that holds it with --text_field"
+                )
             self._reader.rewind()
             self._places = [self._reader.state()]
             self.epoch += 1

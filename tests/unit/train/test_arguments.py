@@ -18,7 +18,9 @@ PINNED = {
     "model": "stdlib_llama",
     "teacher": None,
     "dataset": [],
+    "split": "train",
     "text_field": "text",
+    "sample_by": "document",
     "document_frame": "auto",
     "max_steps": None,
     "global_batch": None,
@@ -34,6 +36,7 @@ PINNED = {
     "log_every": 10,
     "seed": 0,
     "resume": False,
+    "resume_other_data": False,
     "allow_dense": [],
     "activation_checkpointing": False,
     "dry_run": False,
@@ -63,11 +66,11 @@ def test_resume_has_three_values(flag, value):
 
 def test_every_flag_is_parsed():
     line = (
-        "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 --text_field body "
-        "--document_frame both "
+        "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 "
+        "--split test --text_field body --sample_by line --document_frame both "
         "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --output_dir o --learning_rate 1e-4 "
         "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
-        "--seed 9 --resume --allow_dense *.a *.b --activation_checkpointing --allow_dense *.c "
+        "--seed 9 --resume --resume_other_data --allow_dense *.a *.b --activation_checkpointing --allow_dense *.c "
         "--dry_run --gpus 64 --gpu_memory 40"
     )
     arguments = parse_arguments(line.split())
@@ -76,7 +79,9 @@ def test_every_flag_is_parsed():
         "m",
         "t",
         ["d=1", "e=2", "f=3"],
+        "test",
         "body",
+        "line",
         "both",
         7,
         16,
@@ -92,6 +97,7 @@ def test_every_flag_is_parsed():
         1,
         9,
         True,
+        True,
         ["*.a", "*.b", "*.c"],
         True,
         True,
@@ -105,6 +111,13 @@ def test_every_flag_is_parsed():
 def test_gpus_are_the_launchers_unless_the_run_is_dry():
     with pytest.raises(ValueError, match="--gpus 8 .* belongs to --dry_run"):
         parse_arguments(["--deepspeed", "a.json", "--gpus", "8"])
+
+
+def test_other_data_is_a_matter_of_resuming():
+    line = ["--deepspeed", "a.json", "--resume_other_data"]
+    with pytest.raises(ValueError, match="--resume_other_data .*it belongs to --resume"):
+        parse_arguments(line)
+    assert parse_arguments([*line, "--resume", "auto"]).resume_other_data
 
 
 @pytest.mark.parametrize(
@@ -126,6 +139,9 @@ def test_gpus_are_the_launchers_unless_the_run_is_dry():
         ("seed", "-1", "2^32"),
         ("output_dir", "", "leave the flag out"),
         ("dataset", "", "leave the flag out"),
+        ("split", "", "several joined by +"),
+        ("split", "train[:10%]", "several joined by +"),
+        ("split", "train+", "several joined by +"),
     ],
 )
 def test_impossible_values_name_flag_and_cure(flag, value, cure):

@@ -80,6 +80,27 @@ def test_a_position_in_other_data_is_refused(other, cure):
         batches().load_state_dict(state)
 
 
+def test_a_position_in_other_data_is_taken_on_request_and_what_differs_is_said(capsys):
+    def of(facts, key, rank=0):
+        windows = PackedWindows(TOKENS, key, 10, 0, 4, "text", facts)
+        return Batches(windows, Layout(2, 1, 2, rank), takes_other_data=key == "new")
+
+    files = {f"{i:02d}.txt": f"{i} bytes" for i in range(12)}
+    old = of({"--text_field": "text", "files": files}, "old")
+    next(old)
+    state = old.state_dict()
+    facts = {"--text_field": "body", "files": {**dict.fromkeys(list(files)[1:], "0 bytes"), "x.txt": "1 byte"}}
+    with pytest.raises(ValueError, match="--text_field was text, is body; file 00.txt was 0 bytes, is not there; file"):
+        of(facts, "other").load_state_dict(state)
+    for rank in (0, 1):
+        new = of(facts, "new", rank)
+        new.load_state_dict(state)
+        assert new.position == 4
+        said = capsys.readouterr().out
+        assert said.count("--resume_other_data: goes on with another text") == (rank == 0)
+        assert rank or said.count("; file ") == 7 and said.endswith("; and 6 more\n")
+
+
 def test_too_little_text_is_refused():
     with pytest.raises(ValueError, match="1,000 tokens, 2 windows of --seq_length 400: too little for one batch of 3"):
         batches(micro=3, seq_length=400)

@@ -16,8 +16,8 @@ import pytest
 
 from sparseforge_ds.train import hub
 from sparseforge_ds.train.documents import find_documents
+from sparseforge_ds.train.formats import documents_of
 from sparseforge_ds.train.hub import HubStream, read_url
-from sparseforge_ds.train.text_files import documents_of
 from tests.distributed import ROOT
 from tests.hub_folders import write_c4, write_dolmino
 from tests.pretend_hub import REVISION, pretend_hub
@@ -85,13 +85,26 @@ def test_reading_by_datasets_itself_would_fail(tmp_path):
         ("none", "neither a local file.*none"),
         ("data/none", "neither a local file|no split train"),
         ("held_out", r"has no split train \(there are: test\)"),
-        ("tables", r"t\.csv is none of \.txt, .*owner/name:folder/subfolder"),
+        ("tables", r"t\.pdf is none of \.txt, .*owner/name:folder/subfolder"),
     ],
 )
 def test_what_cannot_be_read_says_so(tmp_path, part, message):
     write_dolmino(tmp_path)
     with pytest.raises(ValueError, match=message):
         HubStream(f"{tmp_path}:{part}", "text").read()
+
+
+def test_other_splits_are_read_on_request_and_a_folder_is_read_by_them_too(c4, tmp_path):
+    validation = ["validation 0", "validation 1"]
+    assert list(HubStream(c4.name, "text", "validation").read()) == validation
+    assert sorted(HubStream(c4.name, "text", "train+validation").read()) == sorted([*c4.read(), *validation])
+    assert HubStream(c4.name, "text", "validation").identity != c4.identity
+    (tmp_path / "en").rename(tmp_path / "sub")
+    (tmp_path / "en").mkdir()
+    (tmp_path / "sub").rename(tmp_path / "en" / "sub")
+    folder = f"{tmp_path}:en/sub"
+    assert list(HubStream(folder, "text").read())[0] == "0 0" and len(list(HubStream(folder, "text").read())) == 20
+    assert list(HubStream(folder, "text", "validation").read()) == validation
 
 
 def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):

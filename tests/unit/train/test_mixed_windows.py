@@ -16,8 +16,9 @@ from sparseforge_ds.train.data import Batches, Layout, PackedWindows, Reading
 from sparseforge_ds.train.mixed_windows import MixedWindows, turns
 from sparseforge_ds.train.producer import Producer
 from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.train.splits import find_files
 from sparseforge_ds.train.streaming import StreamedWindows, open_stream, plan_stream
-from sparseforge_ds.train.text_files import FileStream, find_files
+from sparseforge_ds.train.text_files import FileStream
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 from tests.tiny_streams import SIZES, Alone, InPlace, job, texts, write_stream
@@ -101,7 +102,11 @@ def test_the_order_belongs_to_seed_and_weights():
 
 @pytest.mark.parametrize(
     ("other", "cure"),
-    [({"parts": (3, 5, 3)}, "--dataset .its weights too"), ({"seed": 4}, "--seed"), ({}, "mixture is damaged")],
+    [
+        ({"parts": (3, 5, 3)}, r"shares was \[3, 5, 3\], is .*--dataset"),
+        ({"seed": 4}, "--seed"),
+        ({}, "mixture is damaged"),
+    ],
 )
 def test_a_position_in_another_mixture_is_refused(other, cure):
     state = mixed(**other).state_dict()
@@ -109,6 +114,25 @@ def test_a_position_in_another_mixture_is_refused(other, cure):
         state["sources"] = state["sources"][:2]
     with pytest.raises(ValueError, match=cure):
         mixed().load_state_dict(state)
+
+
+def test_another_mixture_is_read_on_at_the_same_position_on_request(tmp_path, capsys):
+    """Other shares, and another number of sources: as if the run had always read them."""
+    before = in_place(tmp_path)
+    for _ in range(100):
+        next(before)
+    one = before.windows.sources[1]
+    for others in ((mixed(), 3), (Batches(one, ONE_RANK), 1)):
+        state = json.loads(json.dumps(others[0].state_dict()))
+        with pytest.raises(ValueError, match="--resume_other_data"):
+            in_place(tmp_path).load_state_dict(state | {"position": 200})
+        batches, fresh = in_place(tmp_path), in_place(tmp_path)
+        batches.takes_other_data = True
+        batches.load_state_dict(state | {"position": 200})
+        assert "goes on with another text" in capsys.readouterr().out
+        for _ in range(100):
+            next(fresh)
+        assert all(torch.equal(next(batches), next(fresh)) for _ in range(30))
 
 
 def test_what_each_source_has_given_is_logged_and_said():

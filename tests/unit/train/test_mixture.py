@@ -78,6 +78,8 @@ def test_many_digits_are_rounded_to_a_share_of_65536():
         (["=0.5", "b.jsonl=1"], "no weight"),
         (["a.jsonl=0.7", "b.jsonl"], "--dataset b.jsonl: has no weight, others have; give all or none"),
         (["a.jsonl=0.7", "b.jsonl=0.1", "a.jsonl=0.2"], "--dataset a.jsonl: is named 2 times"),
+        (["a.jsonl=0.7", "./a.jsonl=0.2"], r"--dataset a.jsonl and ./a.jsonl: both read /.*/a.jsonl; name it once"),
+        (["stream:.=0.7", "b.jsonl=0.2"], r"--dataset stream:. and b.jsonl: both read /.*/b.jsonl; name it once"),
         (["a.jsonl=0.7", "none.jsonl=0.3"], "--dataset none.jsonl: no such file"),
     ],
 )

@@ -105,6 +105,20 @@ def test_a_moved_cache_is_found_where_it_is(tmp_path):
     assert len(packed.open()) == 7
 
 
+def test_documents_without_text_are_counted(tmp_path):
+    packed = pack(documents(), byte_tokenizer(), tmp_path)
+    assert packed.skipped == 2
+    assert packed.summary(7).startswith("2 documents (2 without text were skipped), 7 tokens; ")
+    assert pack(documents(), byte_tokenizer(), tmp_path).skipped == 2
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", " \n"] * 300])
+def test_a_text_without_any_text_is_refused(tmp_path, texts):
+    with pytest.raises(ValueError, match=rf"--dataset test: there is no text in it \({len(texts)} documents"):
+        pack(documents(texts), byte_tokenizer(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_left_when_the_text_is_bad(tmp_path):
     def broken():
         yield "fine"

@@ -15,8 +15,10 @@ from sparseforge_ds.train.chunks import Sizes
 from sparseforge_ds.train.data import Batches, Layout
 from sparseforge_ds.train.producer import AHEAD, KEEP, Producer
 from sparseforge_ds.train.ranks import AgreedError, Ranks
+from sparseforge_ds.train.splits import find_files
 from sparseforge_ds.train.streaming import StreamedWindows, open_stream, plan_stream
-from sparseforge_ds.train.text_files import FileStream, find_files
+from sparseforge_ds.train.text_files import FileStream
+from sparseforge_ds.train.token_row import TokenRow
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 from tests.tiny_streams import SIZES, Alone, InPlace, job, row_of, texts, write_stream
@@ -109,7 +111,7 @@ def test_the_disk_is_bounded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("other", "cure"), [({"sizes": Sizes(10, 20, 80)}, "--dataset"), ({"seed": 9}, "--seed"), ({}, "damaged")]
+    ("other", "cure"), [({"sizes": Sizes(10, 20, 80)}, "--seq_length"), ({"seed": 9}, "--seed"), ({}, "damaged")]
 )
 def test_a_position_in_another_order_is_refused(tmp_path, other, cure):
     state = in_place(tmp_path, **other).state_dict()
@@ -117,6 +119,69 @@ def test_a_position_in_another_order_is_refused(tmp_path, other, cure):
         state["chunks"] = [1]
     with pytest.raises(ValueError, match=cure):
         in_place(tmp_path).load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", ["a file more", "another file"])
+def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, capsys, change):
+    """As if the run had always read it; where only files were put behind those that it read, without reading them."""
+    batches = in_place(tmp_path)
+    for _ in range(130):
+        next(batches)
+    state = json.loads(json.dumps(batches.state_dict()))
+    newest = state["chunks"][str(SIZES.place(260)[0])]["end"]
+    assert (newest["reader"]["file"], newest["epoch"]) == (1, 0)
+    name = "3.jsonl" if change == "a file more" else "0.jsonl"
+    (tmp_path / "text" / name).write_text("".join(json.dumps({"text": f"new {i}"}) + "\n" for i in range(30)))
+    what = f"file {name} was .* bytes, hash .*, is 4?.* bytes, hash" if name[0] == "0" else f"file {name} was not there"
+    with pytest.raises(ValueError, match=f"trained on other data .{what}.*--resume_other_data"):
+        in_place(tmp_path).load_state_dict(state)
+    shutil.rmtree(tmp_path / "data")
+    batches, fresh = in_place(tmp_path), in_place(tmp_path / "fresh")
+    shutil.copytree(tmp_path / "text", tmp_path / "fresh" / "text", dirs_exist_ok=True)
+    fresh = in_place(tmp_path / "fresh")
+    batches.takes_other_data = True
+    batches.load_state_dict(state)
+    assert (
+        f"--resume_other_data: goes on with another text than the checkpoint's: file {name}" in capsys.readouterr().out
+    )
+    for _ in range(130):
+        next(fresh)
+    assert all(torch.equal(next(batches), next(fresh)) for _ in range(200))
+    made = min(int(path.stem[6:]) for path in (tmp_path / "data").rglob("*.json"))
+    assert made == (min(map(int, state["chunks"])) if change == "a file more" else 0)
+    with pytest.raises(ValueError, match="position in the stream is damaged"):
+        in_place(tmp_path).load_state_dict({**batches.state_dict(), "chunks": [1]})
+
+
+def test_a_checkpoint_of_an_earlier_version_says_why_it_cannot_be_told_what_differs(tmp_path):
+    state = in_place(tmp_path).state_dict()
+    del state["facts"]
+    state["key"] = "by path and time"
+    with pytest.raises(ValueError, match="by a version that knew files by place and time.*--resume_other_data"):
+        in_place(tmp_path).load_state_dict(state)
+    batches = in_place(tmp_path)
+    batches.takes_other_data = True
+    batches.load_state_dict(state)
+    assert torch.equal(next(batches), order(2))
+
+
+def test_skipped_documents_are_counted_and_said_also_after_resuming(tmp_path):
+    blank = sum(not text.strip() for text in texts())
+    batches, lines = in_place(tmp_path), []
+    while batches.reading()[0].epochs < 5:
+        next(batches)
+        lines += batches.news()
+        if batches.position % 50 == 0:
+            state = json.loads(json.dumps(batches.state_dict()))
+            before, batches = batches, in_place(tmp_path)
+            batches.load_state_dict(state)
+            batches._before = before._before
+    said = [int(line.split()[2]) for line in lines if "without text were skipped so far" in line]
+    assert 4 * blank <= batches.reading()[0].skipped < 6 * blank
+    assert len(said) >= 4 and said == sorted(said)
+    row = TokenRow(write_once(tmp_path / "text"), byte_tokenizer())
+    row.take(2 * sum(len(text) + 1 for text in texts() if text.strip()) + 1)
+    assert row.cursor()["skipped"] == 2 * blank
 
 
 def test_resuming_has_the_chunk_made_at_once(tmp_path):

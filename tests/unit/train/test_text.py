@@ -26,14 +26,15 @@ def windows_of(row):
 def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monkeypatch):
     """A text that is tokenised before and one that another process tokenises."""
     monkeypatch.setattr(text, "Sizes", lambda seq_length: Sizes(seq_length, 64 * SEQ, 64 * SEQ))
-    write_stream(tmp_path / "text")
+    for name in ("whole", "stream"):
+        write_stream(tmp_path / name)
     model, config = write_model(tmp_path / "model"), write_json(tmp_path / "ds.json", deepspeed_json())
     states = {}
     for frame in ("both", "auto"):
         arguments = RunArguments(
             deepspeed=str(config),
             model=str(model),
-            dataset=[str(tmp_path / "text"), f"stream:{tmp_path / 'text'}"],
+            dataset=[str(tmp_path / "whole"), f"stream:{tmp_path / 'stream'}"],
             seq_length=SEQ,
             output_dir=str(tmp_path / "run"),
             document_frame=frame,
