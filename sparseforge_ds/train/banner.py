@@ -20,9 +20,9 @@ def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
     rows = outline_rows(plan)
     rows.insert(-1, ("text", f"{plan.documents.name}: {text.summary(read)}"))
     texts = plan.documents.sources if isinstance(plan.documents, Mixture) else (plan.documents,)
-    for source in texts:
-        if lines := file_lines(source):
-            rows.insert(-1, ("files" if len(texts) == 1 else f"of {source.name}", "\n".join(lines)))
+    whose = {source.name: "" if len(texts) == 1 else f"{source.name}: " for source in texts}
+    if lines := [whose[source.name] + line for source in texts for line in file_lines(source)]:
+        rows.insert(-1, ("files", "\n".join(lines)))
     front, behind = (
         plan.tokenizer.convert_ids_to_tokens(list(ids))
         for ids in frame_tokens(plan.tokenizer, plan.arguments.document_frame)

@@ -7,6 +7,7 @@ stream (streaming.py). Legend of shape suffixes: B sequences, S tokens of a sequ
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -229,7 +230,8 @@ class Batches:
         And of streams, when the documents without text that were skipped have become twice as many.
         """
         now = {reading.name: reading for reading in self.reading()}
-        before, self._before = self._before or now, now
+        begun = {name: dataclasses.replace(reading, skipped=0) for name, reading in now.items()}
+        before, self._before = self._before or begun, now
         lines = []
         for name, reading in now.items():
             times, skipped = int(reading.epochs), reading.skipped

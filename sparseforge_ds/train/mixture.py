@@ -15,6 +15,7 @@ from pathlib import Path
 from sparseforge_ds.train.arguments import SampleBy
 from sparseforge_ds.train.documents import STREAM, Documents, Stream, find_documents
 from sparseforge_ds.train.formats import is_plain_text
+from sparseforge_ds.train.hub import HubStream
 
 _ROUND = 2**16
 """Windows of a round, at most: shares are kept to one in so many."""
@@ -50,7 +51,8 @@ def find_text(
         sample_by: what is a document of a .txt file.
 
     Raises:
-        ValueError: a source or file cannot be used, comes twice, or a weight is missing or no number above 0.
+        ValueError: a source or file cannot be used or comes twice, a weight is missing or no number above 0, or there
+            is no .txt file to divide.
     """
     pairs = [_split(value) for value in dataset]
     names = [name for name, _ in pairs]
@@ -66,6 +68,10 @@ def find_text(
     parts = whole_parts(names, [Fraction(1) if weight is None else weight for _, weight in pairs])
     sources = tuple(find_documents(name, text_field, split, sample_by) for name in names)
     _check_files(sources)
+    if sample_by != "document" and not any(map(_may_have_plain_text, sources)):
+        raise ValueError(
+            f"--sample_by {sample_by}: it divides .txt files, and --dataset {' '.join(names)} has none; leave it out"
+        )
     return sources[0] if len(sources) == 1 else Mixture(sources, parts)
 
 
@@ -74,7 +80,7 @@ def file_lines(source: Documents | Stream) -> list[str]:
     files = getattr(source, "files", None)
     if files is None:
         return []
-    lines = [f"files: {files.line()}"]
+    lines = [files.line()]
     if source.facts["--sample_by"] == "document" and any(map(is_plain_text, files.names)):
         lines.append("a .txt file is one document; --sample_by paragraph or line divides it")
     return lines
@@ -115,6 +121,11 @@ def _check_files(sources: Sequence[Documents | Stream]) -> None:
                     f"--dataset {owners[path]} and {source.name}: both read {path}; name it once, with one weight"
                 )
             owners[path] = source.name
+
+
+def _may_have_plain_text(source: Documents | Stream) -> bool:
+    files = getattr(source, "files", None)
+    return isinstance(source, HubStream) if files is None else any(map(is_plain_text, files.names))
 
 
 def _split(value: str) -> tuple[str, Fraction | None]:

@@ -143,9 +143,17 @@ def test_a_dataset_that_turns_bad_far_down(inputs):
     assert list((inputs.run / "data").iterdir()) == []
 
 
-def test_too_little_text(inputs):
-    inputs.text.write_text('{"text": "short"}\n')
-    assert "too little for one batch of 8; give more text" in inputs.refused()
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "short"}\n', "too little for one batch of 8; give more text"),
+        ('{"text": ""}\n\n{"text": null}\n', "text.jsonl: there is no text in it (2 documents, all of them null or"),
+    ],
+)
+def test_too_little_text(inputs, content, message):
+    inputs.text.write_text(content)
+    assert message in inputs.refused()
+    assert len(list((inputs.run / "data").iterdir())) == (0 if "null" in content else 2)
 
 
 def test_a_missing_json(inputs):
@@ -261,6 +269,22 @@ def test_a_checkpoint_that_would_execute_something(resumable):
 def test_a_checkpoint_of_other_data(resumable):
     resumable.flags["seed"] = "5"
     assert "trained on other data (seed 0, here 5)" in resumable.refused("--resume")
+
+
+def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
+    text = shutil.copy(resumable.text, resumable.folder / "text.jsonl")
+    resumable.flags["dataset"] = str(text)
+    with text.open("a") as file:
+        file.write('{"text": "one more document"}\n')
+    message = resumable.refused("--resume")
+    assert "trained on other data (file text.jsonl was 16,944 bytes, hash" in message
+    assert "is 16,974 bytes, hash" in message
+    assert "or go on with this text by --resume_other_data" in message
+    capfd.readouterr()
+    assert resumable.train("--resume", "--resume_other_data") == [(0, "")] * 2
+    said = capfd.readouterr().out
+    assert said.count("--resume_other_data: goes on with another text than the checkpoint's: file text.jsonl was") == 1
+    assert (resumable.run / "checkpoints" / "step_000008").is_dir()
 
 
 def test_random_numbers_of_something_else(resumable):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from multiprocessing import Pipe
 
+import datasets
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -44,13 +45,23 @@ def train(*flags, dies_at=None, exit_code=0):
     assert run_distributed(main_on_small_chunks, 2, list(flags), dies_at, timeout=300) == [exit_code] * 2
 
 
+def write_texts(folder):
+    """A folder of files and a saved DatasetDict, both with more than is to be read, and a record without text."""
+    assert write_stream(folder / "text", texts(300)).name == f"stream:{folder / 'text'}"
+    for name in ("test.jsonl", ".0.jsonl"):
+        (folder / "text" / name).write_text('{"text": "read"}\n{"text": 4}\n')  # would end the run
+    of_split = {"train": [*(f"the saved document {i}" for i in range(200)), None], "validation": ["read"] * 100}
+    saved = datasets.DatasetDict({split: datasets.Dataset.from_dict({"text": own}) for split, own in of_split.items()})
+    saved.save_to_disk(folder / "saved")
+
+
 def flags_in(folder, run, **more):
-    stream = write_stream(folder / "text", texts(300)) if not (folder / "text").exists() else None
+    if not (folder / "text").exists():
+        write_texts(folder)
     settings = {"max_steps": STEPS, "save_every": 4, "keep_checkpoints": 0, "log_every": 1, "seq_length": 16, **more}
     flags = flags_of(folder, deepspeed_json(stage=2, batch=8), output_dir=folder / run, **settings)
     flags = [flag for flag in flags if not flag.startswith("--dataset")]
-    assert stream is None or stream.name == f"stream:{folder / 'text'}"
-    return [*flags, "--dataset", f"stream:{folder / 'text'}=0.75", f"{folder / 'text.jsonl'}=0.25"]
+    return [*flags, "--dataset", f"stream:{folder / 'text'}=0.75", f"{folder / 'saved'}=0.25"]
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +88,16 @@ def test_the_log_says_what_every_source_gave(straight):
 
 
 def test_a_resumed_run_equals_one_in_one_go(straight):
+    """Also when its texts were copied elsewhere, with other times."""
     copy = straight / "copy"
     shutil.copytree(straight / "run", copy)
     for step in (8, 10):
         shutil.rmtree(copy / "checkpoints" / f"step_{step:06d}")
     (copy / "checkpoints" / "latest").write_text("step_000004")
-    train(*flags_in(straight, "copy"), "--resume")
+    for name in ("text", "saved"):
+        shutil.copytree(straight / name, straight / "moved" / name, copy_function=shutil.copyfile)
+    flags = flags_in(straight, "copy")[:-2]
+    train(*flags, f"stream:{straight / 'moved/text'}=0.75", f"{straight / 'moved/saved'}=0.25", "--resume")
     same_end(straight, "copy")
 
 
@@ -91,6 +106,10 @@ def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(strai
     flags = [*flags_in(straight, "died", save_every=100), "--resume", "auto"]
     train(*flags, dies_at=2, exit_code=1)
     said = capfd.readouterr().out  # a failed rank's stderr is in it
+    assert "saved: 200 documents (1 without text were skipped), 4,490 tokens" in said
+    assert "text: 3 of split train, " in said and ": 0.jsonl, 1.jsonl, 2.jsonl; left out: 1 of split test" in said
+    assert ": train/data-00000-of-00001.arrow; left out: 1 of split validation" in said
+    assert "documents without text were skipped so far" in said
     assert "nothing to resume: there is no run in" in said and "the process that tokenises it ended" in said
     saved = [path.name for path in (straight / "died" / "checkpoints").glob("step_*")]
     assert saved == ["step_000008"], "its first two chunks have 48 windows, as many as the first 64 turns need"

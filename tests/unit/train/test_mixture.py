@@ -8,7 +8,7 @@ import pytest
 
 from sparseforge_ds.train.documents import Documents
 from sparseforge_ds.train.hub import HubStream
-from sparseforge_ds.train.mixture import Mixture, find_text, whole_parts
+from sparseforge_ds.train.mixture import Mixture, file_lines, find_text, whole_parts
 from sparseforge_ds.train.text_files import FileStream
 
 
@@ -63,6 +63,23 @@ def test_many_digits_are_rounded_to_a_share_of_65536():
     assert whole_parts(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
     with pytest.raises(ValueError, match=r"--dataset b=1e-09: less than one in 65,536 of all tokens; leave it out"):
         whole_parts(["a", "b"], [Fraction(1), Fraction("1e-9")])
+
+
+def test_dividing_needs_plain_text(folder):
+    (folder / "a.txt").write_text("one\n\ntwo\n")
+    assert list(find_text(["a.txt"], "text", sample_by="paragraph")) == ["one", "two"]
+    mixture = find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text", sample_by="line")
+    assert [source.identity for source in mixture.sources[1:]] != [
+        source.identity for source in find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text").sources[1:]
+    ]
+    assert file_lines(mixture.sources[1]) == ["a.txt, 9 bytes"]
+    assert file_lines(find_text(["a.txt"], "text")) == [
+        "a.txt, 9 bytes",
+        "a .txt file is one document; --sample_by paragraph or line divides it",
+    ]
+    for dataset in ("a.jsonl", "stdlib"):
+        with pytest.raises(ValueError, match=f"--sample_by line: it divides .txt files, and --dataset {dataset} has"):
+            find_text([dataset], "text", sample_by="line")
 
 
 @pytest.mark.parametrize(
