@@ -68,8 +68,10 @@ class HubReader:
             return read_url(file, stream.text_field, f"--dataset {stream.name}", open_documents)
 
         files = self._find_files()
-        first_and_last = files[0] if len(files) == 1 else f"{files[0]} to {files[-1]}"
-        print(f"--dataset {stream.name}: {len(files):,} files of split {stream.split}: {first_and_last}", flush=True)
+        what = f"1 file of split {stream.split}: {files[0]}"
+        if len(files) > 1:
+            what = f"{len(files):,} files of split {stream.split}: {files[0]} to {files[-1]}"
+        print(f"--dataset {stream.name}: {what}", flush=True)
         self._documents = FileReader(files, read, state)
 
     def __iter__(self) -> HubReader:

@@ -47,6 +47,7 @@ def test_it_describes_the_run(dry):
         "parameters more",
         "lm_head.weight",
         "25,600 tokens, 100.0%",
+        "text.jsonl, 3,304 bytes",
         "reserve (assumed)",
         "whether the disk of those machines has room",
     ):

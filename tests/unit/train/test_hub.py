@@ -94,9 +94,10 @@ def test_what_cannot_be_read_says_so(tmp_path, part, message):
         HubStream(f"{tmp_path}:{part}", "text").read()
 
 
-def test_other_splits_are_read_on_request_and_a_folder_is_read_by_them_too(c4, tmp_path):
+def test_other_splits_are_read_on_request_and_a_folder_is_read_by_them_too(c4, tmp_path, capsys):
     validation = ["validation 0", "validation 1"]
     assert list(HubStream(c4.name, "text", "validation").read()) == validation
+    assert "1 file of split validation: " in capsys.readouterr().out
     assert sorted(HubStream(c4.name, "text", "train+validation").read()) == sorted([*c4.read(), *validation])
     assert HubStream(c4.name, "text", "validation").identity != c4.identity
     (tmp_path / "en").rename(tmp_path / "sub")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -96,6 +98,16 @@ def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_p
     other = pack(documents(["xyz"], identity="other"), byte_tokenizer(), tmp_path)
     assert other.key != first.key
     assert pack(documents(), byte_tokenizer(bos=False), tmp_path).key not in (first.key, other.key)
+
+
+def test_a_cache_of_an_earlier_version_is_used(tmp_path):
+    """It does not say what its key stands for, nor how many documents were skipped."""
+    first = pack(documents(), byte_tokenizer(), tmp_path)
+    (record,) = tmp_path.glob("*.json")
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps({name: value for name, value in known.items() if name not in ("skipped", "facts")}))
+    unread = documents(itertools.repeat("never read"))
+    assert pack(unread, byte_tokenizer(), tmp_path) == dataclasses.replace(first, skipped=0)
 
 
 def test_a_moved_cache_is_found_where_it_is(tmp_path):
