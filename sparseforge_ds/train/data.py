@@ -72,7 +72,7 @@ class Windows(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What is needed to find a position again besides the key, as JSON types."""
+        """The key, what it stands for, and what is needed to find a position again, as JSON types."""
         ...
 
     def load(self, state: dict[str, Any], position: int) -> None:
@@ -145,8 +145,8 @@ class PackedWindows:
         """Nothing: the text stays."""
 
     def state(self) -> dict[str, Any]:
-        """What the text is; key and position are enough to find a position again."""
-        return {"facts": self.facts}
+        """What the text is; with the position that is all."""
+        return {"key": self.key, "facts": self.facts}
 
     def load(self, state: dict[str, Any], position: int) -> None:
         """Nothing."""
@@ -244,7 +244,7 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""
         windows = self.windows
-        place = {"position": self.position, "key": windows.key, "seq_length": windows.seq_length, "seed": windows.seed}
+        place = {"position": self.position, "seq_length": windows.seq_length, "seed": windows.seed}
         return {**place, **windows.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -121,7 +121,8 @@ class MixedWindows:
 
     def state(self) -> dict[str, Any]:
         """What the sources need to find a position again, and what they are."""
-        return {"parts": self._parts.tolist(), "sources": [source.state() for source in self.sources]}
+        sources = [source.state() for source in self.sources]
+        return {"key": self.key, "parts": self._parts.tolist(), "sources": sources}
 
     def load(self, state: dict[str, Any], position: int) -> None:
         """Continue at `position`, with what `state` returned. Does not communicate.
@@ -156,10 +157,12 @@ class MixedWindows:
         """What the text of `state` has otherwise, as lines for people."""
         states = state.get("sources", [])
         if len(states) != len(self.sources):
-            return [f"{len(states) or 1} sources became {len(self.sources)}"]
-        pairs = list(zip(self.sources, states, strict=True))
-        lines = [f"{source.reading(0)[0].name}: {line}" for source, own in pairs for line in source.differences(own)]
-        return [*differences({"shares": state.get("parts")}, {"shares": self._parts.tolist()}), *lines]
+            return [f"sources were {len(states) or 1}, are {len(self.sources)}"]
+        lines = differences({"shares": state.get("parts")}, {"shares": self._parts.tolist()})
+        for source, own in zip(self.sources, states, strict=True):
+            if own.get("key") != source.key:
+                lines += [f"{source.reading(0)[0].name}: {line}" for line in source.differences(own)]
+        return lines
 
     def _begun(self, position: int) -> np.ndarray:
         """(sources,) windows that each source has before the block of turns of `position`."""

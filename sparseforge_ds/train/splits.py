@@ -101,7 +101,7 @@ def find_files(path: Path, split: str = "train") -> Files:
     splits = {name: card.get(name) or _split_of_saved(name, saved) or split_of(name) for name in names}
     chosen, left_out = choose(splits, split, f"--dataset {path}")
     if caches:
-        left_out["caches of datasets"] = caches
+        left_out["cached by datasets"] = caches
     return Files(path, tuple(path / name for name in chosen), split, tuple(sorted(left_out.items())))
 
 
@@ -161,9 +161,9 @@ def _text_files(root: Path) -> tuple[list[str], dict[str, frozenset[str]], int]:
     names, splits, caches = [], {}, 0
     for folder, files in _walk(root):
         if "dataset_dict.json" in files:
-            content = _read_json(folder / "dataset_dict.json")
-            splits[folder.relative_to(root).as_posix()] = frozenset(map(str, content.get("splits", ())))
-        saved = _saved_files(folder) if "state.json" in files else None
+            found = _read_json(folder / "dataset_dict.json").get("splits")
+            splits[folder.relative_to(root).as_posix()] = frozenset(found if isinstance(found, list) else ())
+        saved = _saved_files(folder) if {"state.json", "dataset_info.json"} <= set(files) else None
         for name in files:
             is_cache = name.startswith("cache-") and name.endswith(".arrow")
             if saved is not None and name not in saved or is_cache and saved is None:
@@ -196,10 +196,10 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
 
 def _saved_files(folder: Path) -> set[str] | None:
     """The data files of a folder that `Dataset.save_to_disk` wrote; None if it did not."""
-    state = _read_json(folder / "state.json")
-    if "_data_files" not in state:
+    entries = _read_json(folder / "state.json").get("_data_files")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "filename" in entry for entry in entries):
         return None
-    saved = {str(entry["filename"]) for entry in state["_data_files"]}
+    saved = {str(entry["filename"]) for entry in entries}
     for name in sorted(saved):
         if not (folder / name).is_file():
             raise ValueError(f"--dataset {folder}: {name}, which its state.json names, is missing; bring it back")
@@ -234,6 +234,8 @@ def _splits_of_card(root: Path) -> dict[str, frozenset[str]]:
             folder = str(root / config.get("data_dir", "."))
             patterns = sanitize_patterns(config["data_files"]) if config.get("data_files") else {}
             for split, pattern in ((split, pattern) for split, own in patterns.items() for pattern in own):
+                if "://" in pattern:
+                    continue
                 try:
                     files = resolve_pattern(pattern, folder)
                 except FileNotFoundError:  # a part of the dataset that was not downloaded

@@ -136,10 +136,8 @@ class StreamedWindows:
 
     def state(self) -> dict[str, Any]:
         """The records of the chunks around the position, so that it can be found again without those before."""
-        return {
-            "facts": dict(self.facts),
-            "chunks": {str(chunk): record for chunk, record in sorted(self._records.items())},
-        }
+        chunks = {str(chunk): record for chunk, record in sorted(self._records.items())}
+        return {"key": self.key, "facts": dict(self.facts), "chunks": chunks}
 
     def load(self, state: dict[str, Any], position: int) -> None:
         """Continue at `position`: have its chunk made, and do not wait for it.
@@ -150,12 +148,14 @@ class StreamedWindows:
         Raises:
             ValueError: `state` is not one of a stream.
         """
-        before = state.get("facts", self.facts)
+        # Earlier versions wrote down neither; then the text at the position will tell.
+        before = state.get("facts")
+        same = before is None or state.get("key", self.key) == self.key
         try:
             self._records = {
                 int(chunk): dict(record)
                 for chunk, record in state["chunks"].items()
-                if before == self.facts or _lies_in_common_files(record["end"], before, self.facts)
+                if same or _lies_in_common_files(record["end"], before or {}, self.facts)
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(

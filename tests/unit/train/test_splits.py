@@ -54,7 +54,10 @@ def test_a_saved_dataset_dict_is_read_by_its_splits(tmp_path, stream):
     shutil.copytree(folder, tmp_path / "more" / "deep")
     assert texts("train", tmp_path / "more") == ["one", "two"]
     line = find_files(folder).line()
-    assert line.startswith("1 of split train, ") and ": train/data-00000-of-00001.arrow; left out: 1 caches" in line
+    assert (
+        line.startswith("1 of split train, ")
+        and ": train/data-00000-of-00001.arrow; left out: 1 cached by datasets" in line
+    )
     assert "1 of split kept_back, 1 of split test" in line
 
 

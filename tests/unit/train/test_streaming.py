@@ -153,6 +153,21 @@ def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, capsy
         in_place(tmp_path).load_state_dict({**batches.state_dict(), "chunks": [1]})
 
 
+def test_renamed_files_are_the_same_text_and_cost_nothing(tmp_path):
+    """Also in a later epoch, and without the cache."""
+    batches = in_place(tmp_path)
+    while batches.reading()[0].epochs < 2:
+        next(batches)
+    state = json.loads(json.dumps(batches.state_dict()))
+    for path in (tmp_path / "text").iterdir():
+        path.rename(path.with_stem(f"renamed-{path.stem}"))
+    shutil.rmtree(tmp_path / "data")
+    again = in_place(tmp_path)
+    again.load_state_dict(state)
+    assert all(torch.equal(next(again), next(batches)) for _ in range(10))
+    assert min(int(path.stem[6:]) for path in (tmp_path / "data").rglob("*.json")) == min(map(int, state["chunks"]))
+
+
 def test_a_checkpoint_of_an_earlier_version_says_why_it_cannot_be_told_what_differs(tmp_path):
     state = in_place(tmp_path).state_dict()
     del state["facts"]
