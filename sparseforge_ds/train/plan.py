@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
@@ -197,8 +196,6 @@ def make_outline(
         fuses_optimizer=hardware.fused,
     )
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
-    # DeepSpeed's own checks, of keys below the top level; it would take the number of ranks from this process.
-    deepspeed.DeepSpeedConfig({key: value for key, value in filled.items() if key != "train_batch_size"})
     return Outline(
         arguments=arguments,
         config=config,
