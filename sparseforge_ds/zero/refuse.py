@@ -47,15 +47,11 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             'offload_optimizer.device = "nvme": masks swapped to disk are not supported; set "cpu"',
         ),
         (
-            devices[1] == "nvme",
-            'offload_param.device = "nvme": published weights swapped to disk are not supported; set "cpu"',
-        ),
-        (
             devices[0] == "cpu" and stage < 1,
             f"offload_optimizer works from ZeRO stage 1 on, and the stage is {stage}; raise the stage or remove it",
         ),
         (
-            devices[1] == "cpu" and stage < 3,
+            devices[1] in ("cpu", "nvme") and stage < 3,
             f"offload_param works from ZeRO stage 3 on, and the stage is {stage}; raise the stage or remove it",
         ),
         (

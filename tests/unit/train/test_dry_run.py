@@ -112,7 +112,7 @@ def test_probes_at_outputs_of_experts_are_refused(dry, tmp_path):
         (lambda _: {"gpus": 2, "model": "nobody/no-such-model"}, "check the name and the network"),
         (lambda _: {"gpus": 2, "resume": "True"}, "no run in .* start it without --resume"),
         (_run_in_the_way, "already holds a run"),
-        (_file_in_the_way, "is no folder that can be written"),
+        (_file_in_the_way, "file is a file, not a folder; give a folder"),
         (_no_bos, "--document_frame both: the tokenizer has no BOS token; use eos"),
         (_other_teacher, "--teacher .* has a vocabulary of 300"),
     ],
