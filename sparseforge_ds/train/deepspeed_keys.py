@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -123,8 +124,9 @@ def without_autos(content: Any) -> Any:
 
 def _is(value: Any, kind: str) -> bool:
     if kind in ("number", "integer"):
-        whole = kind == "number" or (isinstance(value, (int, float)) and value == int(value))
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and whole
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return False
+        return kind == "number" or value == int(value)
     return isinstance(value, {"object": dict, "boolean": bool, "string": str}[kind])
 
 

@@ -221,6 +221,8 @@ def test_an_optimizer_that_zero_does_not_know_is_for_stage_0_or_by_request(tmp_p
         ('{"bf16": {}, "bf16": {}}', 'key "bf16" comes twice'),
         ('{"sparseforge": {"seed": 1, "seed": 2}}', 'key "seed" comes twice'),
         ('{"gradient_clipping": NaN}', "NaN is no JSON number"),
+        ('{"gradient_clipping": 1e999}', "gradient_clipping = Infinity: expected a number"),
+        ('{"steps_per_print": 1e999}', "steps_per_print = Infinity: expected an integer"),
         ('{"gradient_clipping": -Infinity}', "-Infinity is no JSON number"),
         ("[" * 100_000, "nests too deep"),
     ],

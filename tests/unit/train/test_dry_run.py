@@ -125,6 +125,27 @@ def test_what_would_stop_the_run_is_the_error(dry, tmp_path, monkeypatch, flags,
     assert re.search(message, errors)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam communicates compressed moments"),
+        ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage = "3" is not valid'),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        # It is on GPUs that fp16 is chosen.
+        ({"zero_optimization": {"stage": 0}, "fp16": {"enabled": "auto"}}, "fp16 at ZeRO stage 0"),
+    ],
+)
+def test_what_a_run_refuses_a_dry_run_refuses(dry, changes, message):
+    code, text, errors = dry({**deepspeed_json(), **changes}, gpus=2)
+    assert (code, text) == (1, "")
+    assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
+
+
+def test_an_allow_dense_that_is_not_needed_is_said_once(dry):
+    code, text, _ = dry(gpus=2, allow_dense="*.nothing")
+    assert code == 0 and text.count("*.nothing: not needed, it matches no weight that is undecided") == 1
+
+
 def test_a_layout_that_cannot_be_estimated_is_not_an_error(dry):
     content = deepspeed_json()
     content["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": "/nvme"}
