@@ -15,11 +15,12 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sparseforge_ds.train.arguments import parse_arguments
+from sparseforge_ds.train.arguments import argument_parser
 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv[1:]):  # without waiting for DeepSpeed to be imported
-        parse_arguments()
+        argument_parser().print_help()
+        sys.exit(0)
     from sparseforge_ds.train.run import main
 
     sys.exit(main())

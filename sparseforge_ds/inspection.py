@@ -7,6 +7,7 @@ Nothing in it is executed; weights are read one at a time.
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -212,7 +213,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return None, path
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
-        what = what or f"model, not a run; look into it with: sparseforge verify {path}"
+        what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
         raise ValueError(f"{path}: is an exported {what}")
     if (path / "latest").is_file() or any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
         return path, None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.parts import (
     CurvatureConfig,
     DistillationConfig,
@@ -81,13 +82,7 @@ class SparseForgeConfig:
         parse_pattern(self.pattern)
         self._check_method()
         schedule = self.resolved_schedule
-        require(
-            self.method != "sparseforge" or schedule.freeze_step == 0 or schedule.freeze_step > schedule.update_every,
-            "schedule.update_every",
-            schedule.update_every,
-            f"hardening ends at step {schedule.freeze_step} of {self.max_steps}, before the first mask update; "
-            "lower update_every, move hardening later, or use hardening [0, 0] for a fixed mask",
-        )
+        self._check_length(schedule)
         require(
             self.importance != "hutchinson" or not self.curvature.per_token or self.curvature.factored is not False,
             "curvature.factored",
@@ -116,7 +111,8 @@ class SparseForgeConfig:
                 self.branch_step >= min(schedule.update_every, schedule.hardening[0] + 1),
                 "low_rank.start",
                 self.low_rank.start,
-                f"at step {self.branch_step} no mask has removed anything yet; use null or a later start",
+                f"at step {self.branch_step} of {self.max_steps} no mask has removed anything yet; use null, a later "
+                "start, or more steps",
             )
         untouched = [
             key for key in PRESETS[self.preset] if getattr(self, key) == _default(key) != PRESETS[self.preset][key]
@@ -163,6 +159,22 @@ class SparseForgeConfig:
                 f'sparseforge.reconstruction: importance "{self.importance}" does not use it; leave it out'
             )
 
+    def _check_length(self, schedule: Schedule) -> None:
+        """Whether masks move before they are frozen: else the run would be one of another method, unsaid."""
+        if self.method == "sparseforge" and schedule.freeze_step:
+            key, every, needed = "schedule.update_every", schedule.update_every, schedule.update_every + 1
+            end, fixed = self.schedule.hardening[1], "or use hardening [0, 0] for a fixed mask"
+        elif self.refresh is not None and self.max_steps:
+            key, every, needed = "refresh.every", self.refresh.every, self.refresh.every
+            end, fixed = 1 - self.refresh.frozen, 'or use "method": "naive_retrain" for a fixed mask'
+        else:
+            return
+        cure = f"use at least {_fewest_steps(end, needed)} steps, {fixed}"
+        when = f"masks are frozen at step {schedule.freeze_step} of {self.max_steps}, before their first update"
+        if every == 1:
+            require(schedule.freeze_step >= needed, "max_steps", self.max_steps, f"{when}; {cure}")
+        require(schedule.freeze_step >= needed, key, every, f"{when}; lower it, {cure}")
+
     @property
     def factored(self) -> bool:
         """Whether scores are made of row and column sums of the curvature."""
@@ -194,7 +206,8 @@ class SparseForgeConfig:
 
     @property
     def resolved_schedule(self) -> Schedule:
-        """The schedule in optimizer steps: every fraction times `max_steps`, rounded."""
+        """The schedule in optimizer steps: every fraction times `max_steps`, rounded; masks are frozen at step 2 at the
+        earliest, so that short runs do what long ones do."""
 
         def steps(window: Window) -> tuple[int, int]:
             return round(window[0] * self.max_steps), round(window[1] * self.max_steps)
@@ -207,7 +220,10 @@ class SparseForgeConfig:
             elif self.sampling is not None:
                 frozen = self.sampling.frozen
             part = dataclasses.replace(part, update_every=every, hardening=(1 - frozen, 1 - frozen))
-        hardening = steps(part.hardening)
+        start, stop = steps(part.hardening)
+        if part.hardening[1] > 0:  # A window that a short run rounds away still has room for one update.
+            stop = min(max(stop, 2 if self.method == "sparseforge" else 1), self.max_steps)
+        hardening = min(start, stop), stop
         return Schedule(
             update_every=min(5, max(1, hardening[1] // 15)) if part.update_every is None else part.update_every,
             temperature=part.temperature,
@@ -271,15 +287,7 @@ class SparseForgeConfig:
         Raises:
             ValueError: the file is missing, is not JSON, has no `sparseforge` block, or the block is wrong.
         """
-        path = Path(path)
-        try:
-            content = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(
-                f"{path}: no such file; give the DeepSpeed JSON, for example ds_configs/zero3.json"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-            raise ValueError(f"{path}: not a readable JSON file ({error})") from None
+        content = read_json(path, str(path))
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):
             raise ValueError(f'{path}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
         return cls.from_dict(merge(content["sparseforge"], overrides))
@@ -303,6 +311,16 @@ class SparseForgeConfig:
         config["schedule"]["straight_through"] &= schedule.freeze_step > 0
         config["schedule"]["update_every"] = schedule.update_every if schedule.freeze_step else None
         return config
+
+
+def _fewest_steps(end: float, needed: int) -> int:
+    """The shortest run in which a window that ends at the fraction `end` ends at step `needed` or later."""
+    if needed <= 2:
+        return needed
+    steps = max(needed, int((needed - 1) / end))
+    while round(end * steps) < needed:
+        steps += 1
+    return steps
 
 
 def _default(key: str) -> Any:

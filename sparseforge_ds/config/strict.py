@@ -10,6 +10,8 @@ import types
 import typing
 from typing import Any, Literal
 
+_KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
 
 def require(condition: bool, key: str, value: object, cure: str) -> None:
     """Raise a ValueError that names the key of the `sparseforge` block, its value and the cure."""
@@ -42,7 +44,12 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
             return None
-        return _convert(value, next(option for option in options if option is not type(None)), where)
+        try:
+            return _convert(value, next(option for option in options if option is not type(None)), where)
+        except ValueError as error:
+            if type(None) in options and ": expected " in str(error) and str(error).startswith(f"{where} = "):
+                raise ValueError(f"{error}, or null") from None
+            raise
     if dataclasses.is_dataclass(hint):
         if dataclasses.is_dataclass(value):
             return value
@@ -64,7 +71,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ValueError(f"{where} = {value!r}: expected a {hint.__name__}")
+        raise ValueError(f"{where} = {value!r}: expected {_KINDS[hint]}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} = {value!r}: expected a finite number")
     return value

@@ -12,15 +12,25 @@ ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full sha
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family, Row
-from sparseforge_ds.model.rules import Rule, by_modules, by_table, linear_layers, matches, matches_any, model_type_of
-from sparseforge_ds.model.uncovered import Uncovered, name_pattern
+from sparseforge_ds.model.rules import (
+    Rule,
+    by_modules,
+    by_table,
+    check_chosen,
+    linear_layers,
+    matches,
+    matches_any,
+    model_type_of,
+    name_pattern,
+)
+from sparseforge_ds.model.uncovered import Uncovered
 
 __all__ = [
     "FAMILIES",
@@ -185,8 +195,8 @@ def _rule(model: nn.Module, include: tuple[str, ...]) -> Rule:
     return by_table(FAMILIES[model_type]) if model_type in FAMILIES else by_modules(model, include)
 
 
-def _choosable(model: nn.Module) -> Collection[str] | None:
-    """The weights that `include` decides about; None for all."""
+def _choosable(model: nn.Module) -> dict[str, int] | None:
+    """The weights that `include` decides about, with the axis that each contracts; None for all."""
     return None if model_type_of(model) in FAMILIES else linear_layers(model)
 
 
@@ -214,13 +224,11 @@ def _chosen(
     shapes: dict[str, tuple[int, ...]],
     config: SparseForgeConfig,
     known_as: Mapping[str, str] | None = None,
-    choosable: Collection[str] | None = None,
+    choosable: Mapping[str, int] | None = None,
 ) -> list[PrunableWeight]:
     prunable, unnamed = found
     known = known_as or {}
-    matrices = [known.get(name, name) for name, shape in shapes.items() if len(shape) > 1]
-    _check_matches("include", config.include, [known.get(name, name) for name in (prunable or unnamed)])
-    _check_matches("exclude", config.exclude, matrices)
+    check_chosen(config, shapes, prunable, unnamed, known, choosable)
     _uncovered(model_type, prunable, unnamed, config, known, choosable).check()
     chosen = [
         weight
@@ -254,16 +262,17 @@ def _uncovered(
     unnamed: dict[str, tuple[int, ...]],
     config: SparseForgeConfig,
     known_as: Mapping[str, str],
-    choosable: Collection[str] | None,
+    choosable: Mapping[str, int] | None,
 ) -> Uncovered:
     names = {name: known_as.get(name, name) for name in unnamed}
+    needed, unneeded = [], []
     for glob in config.allow_dense:
-        if matches_any([*names.values()], glob):
-            continue
-        cure = f"it is a glob over whole names such as {next(iter(names))}" if names else "leave it out"
-        if matches_any([known_as.get(name, name) for name in prunable], glob):
-            cure = "what it matches goes under a mask, and exclude is what keeps that dense"
-        raise ValueError(f"--allow_dense {glob}: matches no linear weight that the family table leaves open; {cure}")
+        if matches_any(names.values(), glob):
+            needed.append(glob)
+        else:
+            masked = matches_any([known_as.get(name, name) for name in prunable], glob)
+            cure = ", and what it does match goes under a mask (exclude would keep that dense)" if masked else ""
+            unneeded.append(f"{glob}: not needed, it matches no weight that is undecided{cure}")
     decided = (*config.exclude, *config.allow_dense)
 
     def left_out(name: str) -> bool:
@@ -276,20 +285,17 @@ def _uncovered(
             name: shape for name, shape in unnamed.items() if not matches(names[name], decided) and not left_out(name)
         },
         linear=sum(weight.numel for weight in prunable.values()) + sum(map(math.prod, unnamed.values())),
-        known=tuple(FAMILIES),
-        layers=choosable or (),
+        layers=None
+        if choosable is None
+        else [
+            name
+            for name, shape in unnamed.items()
+            if name in choosable and config.parsed_pattern.misfit(shape, choosable[name]) is None
+        ],
+        include=config.include,
+        allow_dense=tuple(needed),
+        unneeded=tuple(unneeded),
     )
-
-
-def _check_matches(key: str, globs: tuple[str, ...], names: Iterable[str]) -> None:
-    names = list(names)
-    for glob in globs:
-        if not matches_any(names, glob):
-            example = names[0] if names else "none"
-            raise ValueError(
-                f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names such as "
-                f"{example}, for example '*.{glob.strip('*.')}.*'"
-            )
 
 
 def _check_orientation(weight: PrunableWeight, module: nn.Module) -> None:

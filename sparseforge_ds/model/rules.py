@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.family_table import LOW_RANK, Family, Row
 
 Rule = Callable[[str], Row | bool]
@@ -64,6 +66,78 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 def matches_any(names: Iterable[str], glob: str) -> bool:
     """Whether a user's glob matches one of the names."""
     return any(fnmatchcase(name, glob) for name in names)
+
+
+def check_chosen(
+    config: SparseForgeConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    prunable: Collection[str],
+    unnamed: Collection[str],
+    known_as: Mapping[str, str],
+    choosable: Collection[str] | None,
+) -> None:
+    """Refuse a glob of `include` or `exclude` that matches nothing that it can decide about.
+
+    Args:
+        config: has the globs.
+        shapes: of every parameter.
+        prunable: the weights that may go under a mask.
+        unnamed: matrices of which nothing is known.
+        known_as: the name that the globs mean where it is another one.
+        choosable: the weights that `include` decides about, in a family without rows; None: the prunable ones.
+
+    Raises:
+        ValueError: what the glob does match and why that does not count, or a glob that does match.
+    """
+
+    def why(name: str) -> str:
+        if len(shapes[name]) < 2:
+            return "which is a vector: only matrices are pruned"
+        if name not in unnamed:
+            return "which stays dense, as embeddings, heads and routers do"
+        if choosable is None:
+            return "which no row of the family table names"
+        return "which is no linear layer, so that the axis which it contracts is not known"
+
+    candidates = prunable if choosable is None else choosable
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
+    for key, globs, chosen_from in (("include", config.include, candidates), ("exclude", config.exclude, matrices)):
+        names = [known_as.get(name, name) for name in chosen_from]
+        for glob in globs:
+            if matches_any(names, glob):
+                continue
+            hit = [name for name in shapes if fnmatchcase(known_as.get(name, name), glob)]
+            if hit:
+                more = f" (and {len(hit) - 1} more)" if len(hit) > 1 else ""
+                raise ValueError(
+                    f"sparseforge.{key}: {glob!r} matches no weight that can be pruned, only {hit[0]}{more}, "
+                    f"{why(hit[0])}; {key} chooses from names such as {next(iter(names), 'none')}"
+                )
+            example = f", for example {_near(glob, names)!r}" if names else ", and this model has none to choose from"
+            raise ValueError(
+                f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names{example}"
+            )
+
+
+def _near(glob: str, names: Collection[str]) -> str:
+    """A glob that matches, most like one that does not."""
+    core = glob.strip("*.")
+    tried = (f"*.{core}.*", f"*.{core}", f"{core}.*", f"*{core}*") if core else ()
+    found = next((each for each in tried if matches_any(names, each)), None)
+    if found is not None:
+        return found
+    words = [word for word in re.split(r"[.*]+", core.lower()) if word not in ("weight", "")]
+
+    def likeness(pattern: str) -> float:
+        parts = pattern.lower().split(".")
+        return sum(max(difflib.SequenceMatcher(None, word, part).ratio() for part in parts) for word in words)
+
+    return max(dict.fromkeys(name_pattern(name) for name in names), key=likeness)
+
+
+def name_pattern(name: str) -> str:
+    """A weight's name with every number in it left open."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _head(model: Any) -> nn.Module | None:

@@ -6,10 +6,12 @@ a weight is loaded.
 
 from __future__ import annotations
 
+import json
 import math
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from sparseforge_ds.model.rules import name_pattern
 
 TOLERANCE = 0.02
 """Share of the elements of linear weights that may be uncovered."""
@@ -26,10 +28,14 @@ class Uncovered:
     """Full shape of each, by name."""
     linear: int
     """Elements of all linear weights that the table does not keep dense, these included."""
-    known: tuple[str, ...]
-    """Families that the table has."""
-    layers: Collection[str] = ()
-    """The linear layers of a family that it does not have, which `include` can prune."""
+    layers: Collection[str] | None = None
+    """Of a family that the table does not have, the linear layers that the pattern fits: `include` can prune them."""
+    include: tuple[str, ...] = ()
+    """What the block includes already."""
+    allow_dense: tuple[str, ...] = ()
+    """What it, or `--allow_dense`, allows already, as far as that names something undecided."""
+    unneeded: tuple[str, ...] = ()
+    """Lines about globs of `allow_dense` that name nothing undecided."""
 
     @property
     def share(self) -> float:
@@ -56,23 +62,45 @@ class Uncovered:
         """
         if self.share <= TOLERANCE:
             return
+        raise ValueError(
+            f"{self.share:.1%} of the linear weights of this {self.model_type} model are not covered: "
+            + (self._no_rows() if self.layers is not None else self._no_row())
+            + "".join(f"; allow_dense {line}" for line in self.unneeded)
+        )
+
+    def _no_row(self) -> str:
         lines = self.lines()
         more = f"; and {len(lines) - _SHOWN} more patterns" if len(lines) > _SHOWN else ""
-        known = self.model_type in self.known
-        why = "no row" if known else f"no rows for {self.model_type!r} (it has {', '.join(self.known)})"
         patterns = [line.partition(" (")[0] for line in lines]
-        first = patterns[0]
-        layers = {name_pattern(name) for name in self.layers}
-        layer = next((pattern for pattern in patterns if pattern in layers), None)
-        prune = f'prune linear layers by naming them, like "include": ["{layer}"] in the block; ' if layer else ""
-        raise ValueError(
-            f"{self.share:.1%} of the linear weights of this {self.model_type} model are not covered: the family table "
-            f"has {why} for {'; '.join(lines[:_SHOWN])}{more}. To go on, {prune}name what is to stay dense with "
-            f"--allow_dense '{first}' (\"allow_dense\" in the sparseforge block), or add rows to "
+        return (
+            f"the family table has no row for {'; '.join(lines[:_SHOWN])}{more}. To keep them dense, write into the "
+            f"sparseforge block: {self._allowing(patterns)} (or give --allow_dense); to prune them, add rows to "
             "sparseforge_ds/model/family_table.py"
         )
 
+    def _no_rows(self) -> str:
+        assert self.layers is not None
+        chosen = [] if self.include else [name for name in self.shapes if name in self.layers and not _routes(name)]
+        pruned = list(dict.fromkeys(name_pattern(name) for name in chosen))
+        # A pattern of names stands for all its weights: where one of them cannot be pruned, none is.
+        rest = list(dict.fromkeys(name_pattern(name) for name in self.shapes if name not in chosen))
+        pruned = [pattern for pattern in pruned if pattern not in rest]
+        block = [f'"include": {json.dumps(pruned)}'] if pruned else []
+        block += [self._allowing(rest)] if rest else []
+        elements = sum(math.prod(self.shapes[name]) for name in chosen if name_pattern(name) in pruned)
+        what = "keep the others dense"
+        if pruned:
+            what = f"prune {elements / max(1, self.linear):.1%} of them, less what you move to allow_dense"
+        return (
+            f"the family table has no rows for {self.model_type!r}. Paste this into the sparseforge block to {what}: "
+            + ", ".join(block)
+        )
 
-def name_pattern(name: str) -> str:
-    """A weight's name with every number in it left open."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    def _allowing(self, patterns: list[str]) -> str:
+        return f'"allow_dense": {json.dumps(list(dict.fromkeys((*self.allow_dense, *patterns))))}'
+
+
+def _routes(name: str) -> bool:
+    """Whether a layer's name is that of a router or a gate over whole outputs, which are small and delicate."""
+    layer = name.split(".")[-2]
+    return layer in ("gate", "router") or layer.endswith("_gate") or ".router." in name

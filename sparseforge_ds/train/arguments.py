@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser
 
@@ -44,6 +45,14 @@ complete checkpoint, on any number of ranks and at any ZeRO stage, with the same
 """
 
 
+_OF_THE_LAUNCHER = ("num_gpus", "num_nodes", "hostfile", "master_port", "master_addr", "launcher", "no_ssh")
+_SHORT = {
+    **dict.fromkeys(("lr", "rate"), "learning_rate"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "global_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "micro_batch"),
+    **dict.fromkeys(("model_name_or_path", "pretrained"), "model"),
+}
+"""What other trainers call our flags."""
 NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
 """Flags that change nothing of what a run does."""
 
@@ -189,6 +198,19 @@ class RunArguments:
             object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
 
 
+class _Parser(HfArgumentParser):
+    """Errors are ValueErrors of one line; a usage would be printed by every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        spellings = {"/".join(action.option_strings): action.option_strings[0] for action in self._actions}
+        for spelled, flag in spellings.items():
+            message = message.replace(f"argument {spelled}: ", f"{flag}: ") if spelled else message
+        if message.endswith(" required: --deepspeed"):
+            message = "--deepspeed is missing: give the DeepSpeed JSON, for example --deepspeed ds_configs/zero3.json"
+        message = message.replace("invalid int value", "not an integer").replace("invalid float value", "not a number")
+        raise ValueError(message)
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):
     """Help with one spelling per flag, and defaults where they say something."""
 
@@ -209,7 +231,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):
 
 def argument_parser() -> HfArgumentParser:
     """The parser of the launcher's command line."""
-    return HfArgumentParser(
+    return _Parser(
         RunArguments,
         prog="deepspeed launch/train.py",
         usage="deepspeed launch/train.py --deepspeed JSON [flags]",
@@ -224,17 +246,44 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
     """Parse the command line (default: this process's).
 
     Raises:
-        ValueError: a flag has a value that cannot work.
-        SystemExit: an unknown flag, a missing --deepspeed, or --help.
+        ValueError: a flag is unknown, missing, or has a value that cannot work.
+        SystemExit: --help.
     """
-    (arguments,) = argument_parser().parse_args_into_dataclasses(
-        args=None if command_line is None else list(command_line), look_for_args_file=False
+    arguments, *unknown = argument_parser().parse_args_into_dataclasses(
+        args=None if command_line is None else list(command_line),
+        look_for_args_file=False,
+        return_remaining_strings=True,
     )
+    if unknown[-1]:
+        raise ValueError(_unknown(unknown[-1][0]))
     assert isinstance(arguments, RunArguments)
     _require(
         not arguments.resume_other_data or bool(arguments.resume), "resume_other_data", "", "it belongs to --resume"
     )
     return arguments
+
+
+def _unknown(word: str) -> str:
+    """What is said of a word of the command line that belongs to no flag."""
+    if not word.startswith("-"):
+        return f"{word!r} belongs to no flag; quote a value that has spaces, and give flags as --name value"
+    flag = word.partition("=")[0]
+    name = flag.lstrip("-").replace("-", "_").lower()
+    known = [item.name for item in dataclasses.fields(RunArguments) if item.name != "local_rank"]
+    if name in _OF_THE_LAUNCHER:
+        return (
+            f"{flag}: the deepspeed launcher has this flag: write it before the script, deepspeed {flag} ... train.py"
+        )
+    near = [name] if name in known else difflib.get_close_matches(_SHORT.get(name, name), known, n=1, cutoff=0.6)
+    # Not imported before something is wrong, so that --help need not wait for DeepSpeed.
+    from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.train.deepspeed_keys import KEYS
+
+    if name not in known and name in {item.name for item in dataclasses.fields(SparseForgeConfig)}:
+        return f'{flag}: not a flag, but a key of the "sparseforge" block of the DeepSpeed JSON: "{name}"'
+    if name in KEYS and not (name == "train_batch_size" or name.startswith("train_micro_batch")):
+        return f'{flag}: not a flag, but a key of the DeepSpeed JSON: "{name}"'
+    return f"{flag}: unknown flag; {f'did you mean --{near[0]}?' if near else '--help lists the flags'}"
 
 
 def flags(arguments: RunArguments) -> dict[str, object]:

@@ -47,6 +47,7 @@ def outline_rows(plan: Outline) -> list[Row]:
             f"{coverage.of_all:.1f}% of all parameters under a mask",
         ),
         *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in plan.uncovered),
+        *(("allow_dense", line) for line in plan.unneeded),
         ("mask", _mask_line(plan)),
         (
             "schedule",

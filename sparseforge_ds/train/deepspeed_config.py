@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import copy
-import difflib
+import importlib.util
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfigError
+from pydantic import ValidationError
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.train.arguments import RunArguments
-from sparseforge_ds.zero.refuse import EXPERTS_DIVIDED
-
-# Top-level keys of DeepSpeed 0.19: it ignores all others in silence, and "zero_optimisation" trains stage 0.
-_KEYS = tuple(
-    re.findall(
-        r"\w+",
-        """
-        activation_checkpointing aio autotuning bf16 checkpoint comms_config comms_logger
-        communication_data_type compile csv_monitor curriculum_learning data_efficiency data_types
-        dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity
-        expert_parallel flops_profiler seq_parallel_communication_data_type use_data_before_expert_parallelism
-        vocabulary_size
-        fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
-        hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula optimizer
-        prescale_gradients progressive_layer_drop quantize_training scheduler sequence_parallel_size
-        sparse_attention sparse_gradients sparseforge steps_per_print tensor_parallel tensorboard timers
-        torch_autocast train_batch_size train_micro_batch_size_per_gpu use_node_rank wall_clock_breakdown wandb
-        comet weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
-        """,
-    )
-)
+from sparseforge_ds.train.deepspeed_keys import check_keys, without_autos
+from sparseforge_ds.train.optimizer_settings import check_optimizer
+from sparseforge_ds.zero.refuse import EXPERTS_DIVIDED, refused_setting
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_LOGGERS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+"""Sections of loggers, and the package that each needs."""
 
 
 @dataclass(frozen=True)
@@ -52,42 +42,89 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     """The parsed file.
 
     Raises:
-        ValueError: the file is missing or no JSON object, a key is misspelled, or it has a scheduler.
+        ValueError: the file is missing or no JSON object, or something in it cannot work, as `check_deepspeed` says.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--deepspeed {path}: no such file; give for example ds_configs/zero3.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--deepspeed {path}: not a readable JSON file ({error})") from None
+    content = read_json(path, f"--deepspeed {path}")
     if not isinstance(content, dict):
         raise ValueError(f"--deepspeed {path}: not a JSON object with keys")
     if "bfloat16" in content:  # DeepSpeed's other spelling
         content.setdefault("bf16", content.pop("bfloat16"))
-    for key in sorted(set(content) - set(_KEYS)):
-        (near,) = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
-        raise ValueError(
-            f"--deepspeed {path}: unknown key {key!r}, which DeepSpeed would ignore; did you mean {near!r}?"
-        )
-    for key in ("bf16", "fp16", "zero_optimization", "optimizer", "sparseforge"):
-        if not isinstance(content.get(key, {}), dict):
-            raise ValueError(
-                f'--deepspeed {path}: {key} = {content[key]!r}: expected an object, like {{"enabled": true}}'
-            )
+    try:
+        check_deepspeed(content)
+    except ValueError as error:
+        raise ValueError(f"--deepspeed {path}: {error}") from None
+    return content
+
+
+def check_deepspeed(content: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed would ignore, stumble over after the models are loaded, or do to masks; but no batch size.
+
+    Args:
+        content: a configuration; what is "auto" in it is not looked at.
+
+    Raises:
+        ValueError: the key, its value and the cure, in one line.
+    """
     if "scheduler" in content:
         raise ValueError(
-            f'--deepspeed {path}: remove the "scheduler" block; '
-            "--learning_rate, --warmup and --min_lr_ratio set the learning rate"
+            'remove the "scheduler" block; --learning_rate, --warmup and --min_lr_ratio set the learning rate'
         )
+    check_keys(content)
     experts = content.get("expert_parallel")
     if experts and (not isinstance(experts, dict) or experts.get("enabled")):
-        raise ValueError(f"--deepspeed {path}: expert_parallel = {json.dumps(experts)}: {EXPERTS_DIVIDED}")
+        raise ValueError(f"expert_parallel = {json.dumps(experts)}: {EXPERTS_DIVIDED}")
     for key in ("nebula", "datastates_ckpt"):
         if key in content:
-            raise ValueError(f"--deepspeed {path}: remove {key!r}: such saves are not on disk when they say so")
-    if isinstance(content.get("checkpoint"), dict) and "writer" in content["checkpoint"]:
-        raise ValueError(f"--deepspeed {path}: remove checkpoint.writer: such saves are not on disk when they say so")
-    return content
+            raise ValueError(f"remove {key!r}: such saves are not on disk when they say so")
+    if "writer" in content.get("checkpoint", {}):
+        raise ValueError("remove checkpoint.writer: such saves are not on disk when they say so")
+    if all(content.get(name, {}).get("enabled") is True for name in _DTYPES):
+        raise ValueError("bf16 and fp16 are both enabled; switch one of them off")
+    for key, package in _LOGGERS.items():
+        if content.get(key, {}).get("enabled") is True and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{key}: the package {package} is not installed; pip install {package}, or remove {key!r}")
+    check_optimizer(content)
+    # DeepSpeed would hold a batch size against the number of ranks of this process; `batch_arithmetic` looks at those.
+    batch = dict.fromkeys(_BATCH[1:], 1)
+    settled = {key: value for key, value in without_autos(content).items() if key not in (*_BATCH, "sparseforge")}
+    try:
+        settings = deepspeed.DeepSpeedConfig({**settled, **batch})
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(str(part) for part in found["loc"])
+        raise ValueError(f"DeepSpeed cannot use it: {error.title}: {where}: {found['msg']}") from None
+    except (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"DeepSpeed cannot use it: {' '.join(str(error).split()) or repr(error)}") from None
+    if message := refused_setting(settings):
+        raise ValueError(message)
+    accumulated = settings.grad_accum_dtype
+    if int(settings.zero_optimization_stage) == 0 and accumulated not in (None, _SHORT[training_dtype(settled)]):
+        raise ValueError(
+            f'data_types.grad_accum_dtype = "{accumulated}": without ZeRO, gradients are accumulated in what the model '
+            "computes in; remove it, or use stage 1"
+        )
+
+
+def check_machine(content: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed cannot do on this machine: it would try to compile for minutes first.
+
+    Raises:
+        ValueError: weights are to be kept on a disk that is not there, or without the library for it.
+    """
+    offload = content.get("zero_optimization", {}).get("offload_param") or {}
+    if offload.get("device") != "nvme":
+        return
+    path = offload.get("nvme_path")
+    if path is None or not Path(path).is_dir():
+        raise ValueError(
+            f"zero_optimization.offload_param.nvme_path = {json.dumps(path)}: no such folder; give one on the disk, or "
+            'set device to "cpu"'
+        )
+    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise ValueError(
+            'zero_optimization.offload_param.device = "nvme": DeepSpeed needs libaio to build its async_io, and it is '
+            'not here; install it (Debian and Ubuntu: apt install libaio-dev), or set device to "cpu"'
+        )
 
 
 def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
@@ -117,7 +154,7 @@ def batch_arithmetic(content: dict[str, Any], world_size: int) -> Batch:
     Raises:
         ValueError: they do not fit each other and the number of ranks.
     """
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    names = _BATCH
     train, micro, accumulation = (None if content.get(name) == "auto" else content.get(name) for name in names)
     for name, value in zip(names, (train, micro, accumulation), strict=True):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -181,7 +218,7 @@ def resolve(
         fuses_optimizer: whether torch's AdamW is to be one kernel where the JSON leaves that open.
 
     Raises:
-        ValueError: the batch does not fit, two precisions are on, the optimizer is missing, or an "auto" stays open.
+        ValueError: as `check_deepspeed`; the batch does not fit, or an "auto" stays open.
     """
     filled = copy.deepcopy(content)
     batch = batch_arithmetic(content, world_size)
@@ -203,6 +240,7 @@ def resolve(
     filled["sparseforge"] = config.to_dict()
     if unfilled := list(_autos({key: value for key, value in filled.items() if key != "sparseforge"}, "")):
         raise ValueError(f'"auto" is not known for {", ".join(unfilled)}; write a value')
+    check_deepspeed(filled)  # with the precision that was left open
     return filled
 
 
@@ -211,15 +249,10 @@ def _fill_precision(filled: dict[str, Any], supported: dict[str, bool]) -> None:
         if filled.get(name, {}).get("enabled") == "auto":
             taken = any(filled.get(other, {}).get("enabled") is True for other in _DTYPES if other != name)
             filled[name]["enabled"] = supported[name] and not taken
-    if all(filled.get(name, {}).get("enabled") for name in _DTYPES):
-        raise ValueError("bf16 and fp16 are both enabled; switch one of them off")
 
 
 def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size: int, fused: bool) -> None:
-    optimizer = filled.get("optimizer")
-    if not isinstance(optimizer, dict) or "type" not in optimizer:
-        raise ValueError('no "optimizer" in the DeepSpeed JSON; add {"type": "AdamW", "params": {"lr": "auto"}}')
-    params = optimizer.setdefault("params", {})
+    params = filled["optimizer"].setdefault("params", {})
     defaults = {
         "lr": 1e-3 * min(1.0, 128 / hidden_size),
         "betas": [0.9, 0.999],

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from sparseforge_ds.model.family_table import LOW_RANK
-from sparseforge_ds.model.uncovered import name_pattern
+from sparseforge_ds.model.rules import name_pattern
 from sparseforge_ds.planning.architecture import EMBEDDED_MODEL, Architecture, describe, empty_model, read_model_config
 from sparseforge_ds.planning.duration import checkpoint_bytes
 from sparseforge_ds.planning.recommend import advise

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +20,7 @@ from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.deepspeed_config import (
     batch_arithmetic,
+    check_machine,
     read_deepspeed_json,
     resolve,
     training_dtype,
@@ -29,6 +29,7 @@ from sparseforge_ds.train.deepspeed_config import (
 )
 from sparseforge_ds.train.documents import Documents, Stream
 from sparseforge_ds.train.mixture import Mixture, find_text
+from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.packing import frame_tokens
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
 from sparseforge_ds.train.schedule import LearningRate
@@ -66,6 +67,8 @@ class Outline:
     coverage: Coverage
     uncovered: list[str]
     """Linear weights that nobody has decided about, as lines for people; too few of them to stop."""
+    unneeded: tuple[str, ...]
+    """Globs of `allow_dense` that allow nothing, as lines for people."""
     low_rank_share: tuple[float, float]
     """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
     sizes: Sizes
@@ -137,6 +140,9 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
             'leave the flag out or write "distillation": {}'
         )
     batch_arithmetic(content, world_size)
+    check_output_place(arguments)
+    if arguments.gpus is None:  # else the run is one of other machines
+        check_machine(content)
     return content, config
 
 
@@ -184,7 +190,7 @@ def make_outline(
                 f"use at most {positions}"
             )
     empty = prepare(empty_model(model), config)
-    weights = prunable_weights(empty, config)
+    weights, uncovered = prunable_weights(empty, config), uncovered_weights(empty, config)
     refuse_unmeasurable(empty, weights, config)
     filled = resolve(
         content,
@@ -197,8 +203,6 @@ def make_outline(
         fuses_optimizer=hardware.fused,
     )
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
-    # DeepSpeed's own checks, of keys below the top level; it would take the number of ranks from this process.
-    deepspeed.DeepSpeedConfig({key: value for key, value in filled.items() if key != "train_batch_size"})
     return Outline(
         arguments=arguments,
         config=config,
@@ -207,7 +211,8 @@ def make_outline(
         teacher=teacher,
         weights=weights,
         coverage=coverage(empty, weights),
-        uncovered=uncovered_weights(empty, config).lines(),
+        uncovered=uncovered.lines(),
+        unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
         sizes=sizes(empty, weights),
         teacher_sizes=None if teacher is None or teacher is model else sizes(empty_model(teacher), ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -161,10 +162,11 @@ def _settle_resume(plan: Plan, ranks: Ranks) -> Plan:
 
 
 def _farewell(folder: Path, result: dict[str, Any]) -> str:
+    log, run, model = (shlex.quote(str(path)) for path in (folder / "tensorboard", folder, folder / "export"))
     return (
         f"done: {result['steps']} steps, {result['tokens']:,} tokens in all, {result['seconds']:.0f} s\n"
-        f"  tensorboard --logdir {folder / 'tensorboard'}\n"
-        f"  sparseforge consolidate {folder} {folder / 'export'}"
+        f"  tensorboard --logdir {log}\n"
+        f"  sparseforge consolidate {run} {model}"
     )
 
 

@@ -20,6 +20,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import socket
 import tempfile
@@ -229,6 +230,8 @@ def _check_same_run(plan: Outline) -> None:
             "start in a new --output_dir"
         ) from None
     now = describe(plan)
+    if config["max_steps"] != plan.config.max_steps:
+        raise ValueError(_other_length(plan, config["max_steps"]))
     if unlike := differences(config, plan.config.comparable(), "sparseforge"):
         raise ValueError(
             f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:8])}; "
@@ -253,6 +256,21 @@ def _check_same_run(plan: Outline) -> None:
             f"ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
             'other two to "auto"'
         )
+
+
+def _other_length(plan: Outline, steps: int) -> str:
+    """Why a run cannot become a longer one, and what can be done instead."""
+    now = plan.config.max_steps
+    further = (
+        f"; or train a finished run's mask further: sparseforge consolidate {shlex.quote(str(plan.folder))} OUT, and a "
+        'run in a new --output_dir with --model OUT, --teacher the dense model and "method": "naive_retrain"'
+    )
+    return (
+        f"--resume: the run in {plan.folder} is laid out over {steps} steps, here {now}: the schedules of masks and "
+        f"learning rate are fractions of max_steps, and another number would be another run. Resume with --max_steps "
+        f"{steps}; or start a run of {now} steps in a new --output_dir"
+        + (further if plan.config.low_rank is None else "")
+    )
 
 
 def _own(plan: Outline) -> dict[str, Any]:

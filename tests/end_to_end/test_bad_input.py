@@ -10,7 +10,9 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
+import shlex
 import shutil
 from pathlib import Path
 
@@ -36,6 +38,10 @@ def _main(command_line: list[str], largest_file: int | None = None) -> tuple[int
     if code and largest_file is not None:
         os._exit(code)  # like the launched process: without saying goodbye to ranks that still wait
     return code, heard.getvalue()
+
+
+def _mains(command_lines: list[list[str]]) -> list[tuple[int, str]]:
+    return [_main(line) for line in command_lines]
 
 
 class Inputs:
@@ -183,7 +189,74 @@ def test_an_unsupported_family(inputs):
     config.update(model_type="bloom", architectures=["BloomForCausalLM"])
     (inputs.model / "config.json").write_text(json.dumps(config))
     message = inputs.refused()
-    assert "bloom" in message and "llama" in message
+    assert "no rows for 'bloom'. Paste this into the sparseforge block" in message and len(message) < 900
+
+
+def _with(inputs, name, **changes):
+    """A command line with another JSON: top-level keys, or `block__key` for a key of a block."""
+    content = json.loads(json.dumps(inputs.content))
+    for key, value in changes.items():
+        *block, last = key.split("__")
+        (content[block[0]] if block else content)[last] = value
+    line = inputs.command_line()
+    line[1] = str(write_json(inputs.folder / f"{name}.json", content))
+    return line
+
+
+def test_what_a_flag_or_the_json_shows_is_said_before_the_ranks_meet(inputs):
+    """Many starts in one pair of processes: none gets as far as a process group."""
+    good, block = inputs.command_line(), inputs.content["sparseforge"]
+    (inputs.folder / "a file").write_text("")
+    short = {key: value for key, value in block.items() if key not in ("schedule", "max_steps")}
+    offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(inputs.folder / "no_disk")}}
+    cases = [
+        ([*good, "--max_stepz", "3"], ["--max_stepz: unknown flag; did you mean --max_steps?"]),
+        ([*good, "--max_stepz=3"], ["did you mean --max_steps?"]),
+        ([*good, "stray"], ["'stray' belongs to no flag"]),
+        (good[2:], ["--deepspeed is missing"]),
+        ([*good, f"--output_dir={inputs.folder / 'a file'}"], ["--output_dir", "it is a file, not a folder"]),
+        ([*good, f"--output_dir={inputs.model / 'run'}"], ["--output_dir", "in the folder of --model"]),
+        ([*_with(inputs, "short", sparseforge=short), "--max_steps=1"], ["max_steps = 1", "at least 2 steps"]),
+        (_with(inputs, "nvme", zero_optimization=offload), ["nvme_path", "no such folder"]),
+        (_with(inputs, "one_bit", optimizer__type="OneBitAdam"), ["OneBitAdam", "use AdamW"]),
+        (_with(inputs, "sgd", optimizer={"type": "SGD"}), ["ZeRO stage 3 was not made for it"]),
+        (_with(inputs, "adagrad", optimizer={"type": "Adagrad"}), ["past the step hooks"]),
+        (_with(inputs, "params", optimizer__params={"weight_deacy": 1}), ["did you mean weight_decay?"]),
+        (_with(inputs, "stage", zero_optimization__stage=4), ["zero_optimization.stage = 4", "use 0, 1, 2 or 3"]),
+        (_with(inputs, "autocast", torch_autocast={"enabled": True, "dtype": "float16"}), ["torch_autocast", "bf16"]),
+        (_with(inputs, "key", zero_optimisation={}), ["did you mean 'zero_optimization'?"]),
+        (_with(inputs, "negative", train_batch_size=-8), ["train_batch_size = -8 is not valid"]),
+        (_with(inputs, "micro", train_micro_batch_size_per_gpu=3), ["train_batch_size = 8", "use 6 or 12"]),
+    ]
+    first, second = run_distributed(_mains, 2, [line for line, _ in cases], timeout=180)
+    for (line, words), (code, said) in zip(cases, first, strict=True):
+        assert code == 1 and said.startswith("error: ") and said.count("\n") == 1, (line, said)
+        assert [word for word in words if word not in said] == [], said
+    assert second == [(1, "")] * len(cases), "one message, not one per rank"
+    assert not inputs.run.exists() and not list(inputs.model.glob("run"))
+
+
+def test_a_run_of_three_steps_heats_hardens_and_freezes_and_is_not_continued_as_a_longer_one(inputs):
+    """Then its mask is trained further as the message says."""
+    from sparseforge_ds.cli.main import main
+
+    inputs.content["sparseforge"] = {}
+    inputs.flags["output_dir"] = str(inputs.folder / "my run")
+    assert [code for code, _ in inputs.train("--max_steps=3", ranks=1)] == [0]
+    message = inputs.refused("--max_steps=4", "--resume", ranks=1)
+    assert "is laid out over 3 steps, here 4" in message and "Resume with --max_steps 3" in message
+    command = re.search(r"sparseforge (consolidate '.*my run') OUT", message)
+    models = [inputs.folder / name for name in ("short", "further")]
+    assert main([*shlex.split(command[1]), str(models[0]), "--skip_proof"]) == 0
+    inputs.content["sparseforge"] = {"method": "naive_retrain"}
+    inputs.flags |= {"model": str(models[0]), "teacher": str(inputs.model), "output_dir": str(inputs.folder / "next")}
+    assert [code for code, _ in inputs.train("--max_steps=2", ranks=1)] == [0]
+    assert main(["consolidate", inputs.flags["output_dir"], str(models[1]), "--skip_proof"]) == 0
+    before, after = (load_file(model / "model.safetensors") for model in models)
+    pruned = [name for name, weight in before.items() if name.endswith("_proj.weight") and (weight == 0).any()]
+    assert len(pruned) == 14
+    assert all(torch.equal(before[name] == 0, after[name] == 0) for name in pruned)
+    assert not all(torch.equal(before[name], after[name]) for name in pruned)
 
 
 def test_a_batch_that_does_not_fit_the_ranks(inputs):

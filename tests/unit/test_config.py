@@ -78,12 +78,17 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_steps": 10.5}, ["sparseforge.max_steps", "10.5", "int"]),
     ({"max_steps": True}, ["sparseforge.max_steps", "True", "int"]),
     ({"max_steps": "400"}, ["sparseforge.max_steps", "'400'", "int"]),
+    ({"max_steps": 1000.0}, ["sparseforge.max_steps", "1000.0", "an integer"]),
     ({"seed": None}, ["sparseforge.seed", "None", "int"]),
+    ({"schedule": None}, ["sparseforge.schedule = None", "object"]),
+    ({"schedule": {"hardening": ["0", 1]}}, ["sparseforge.schedule.hardening = '0'", "a number"]),
+    ({"curvature": {"radius": "1"}}, ["sparseforge.curvature.radius = '1'", "a number, or null"]),
+    ({"distillation": False}, ["sparseforge.distillation = False", "an object", "or null"]),
     ({"include": "*.q_proj.weight"}, ["sparseforge.include", "list"]),
     ({"exclude": [3]}, ["sparseforge.exclude[0]", "3", "str"]),
     ({"schedule": []}, ["sparseforge.schedule", "[]", "object"]),
     ({"schedule": {"update_every": 0}}, ["sparseforge.schedule.update_every", "0", ">= 1"]),
-    ({"schedule": {"temperature": "hot"}}, ["sparseforge.schedule.temperature", "'hot'", "float"]),
+    ({"schedule": {"temperature": "hot"}}, ["sparseforge.schedule.temperature", "'hot'", "a number"]),
     ({"schedule": {"temperature": 0.01}}, ["sparseforge.schedule.temperature", "0.01", "temperature_min = 0.05"]),
     ({"schedule": {"temperature": float("inf")}}, ["sparseforge.schedule.temperature", "inf", "finite"]),
     ({"schedule": {"mid_penalty": float("nan")}}, ["sparseforge.schedule.mid_penalty", "nan", "finite"]),
@@ -103,10 +108,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"curvature": {"first_probes": 0}}, ["sparseforge.curvature.first_probes", ">= 1"]),
     ({"curvature": {"damping": -1e-3}}, ["sparseforge.curvature.damping", ">= 0"]),
     ({"curvature": {"radius": 0}}, ["sparseforge.curvature.radius", "null or a value > 0"]),
-    ({"curvature": {"per_token": 1}}, ["sparseforge.curvature.per_token", "bool"]),
+    ({"curvature": {"per_token": 1}}, ["sparseforge.curvature.per_token", "true or false"]),
     ({"low_rank": {"k": 1}}, ["sparseforge.low_rank.k", "1", ">= 2"]),
     ({"low_rank": {"start": 2}}, ["sparseforge.low_rank.start", "0 <= start <= 1"]),
-    ({"low_rank": True}, ["sparseforge.low_rank", "True", "object"]),
+    ({"low_rank": True}, ["sparseforge.low_rank", "True", "object", "or null"]),
     ({"distillation": {"weight": 0, "task_weight": 0}}, ["sparseforge.distillation.weight", "> 0"]),
     ({"distillation": {"temperature": 0}}, ["sparseforge.distillation.temperature", "> 0"]),
     ({"distillation": {"hold": "gpu"}}, ["sparseforge.distillation.hold", "'gpu'", "zero3, replicated"]),
@@ -120,8 +125,13 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"max_steps": 3, "importance": "magnitude", "schedule": {"update_every": 5, "hardening": [0.5, 1.0]}},
-        ["sparseforge.schedule.update_every", "step 3", "[0, 0]"],
+        ["sparseforge.schedule.update_every", "step 3", "at least 6 steps", "[0, 0]"],
     ),
+    ({"max_steps": 1}, ["sparseforge.max_steps = 1 ", "at least 2 steps", "[0, 0]"]),
+    ({"max_steps": 12, "preset": "paper"}, ["update_every = 10 ", "at least 13 steps"]),
+    ({"max_steps": 13, "preset": "paper"}, ["low_rank.start = 0.1 ", "step 1 of 13", "more steps"]),
+    ({"max_steps": 9, "method": "ast"}, ["refresh.every = 10 ", "at least 10 steps", '"naive_retrain"']),
+    ({"max_steps": 10, "method": "cast"}, ["refresh.every = 10 ", "step 9 of 10", "at least 11 steps"]),
 ]
 
 
@@ -143,10 +153,41 @@ def test_windows_become_steps():
     assert schedule.freeze_step == 300
 
 
+@pytest.mark.parametrize("max_steps", [2, 3, 4, 5, 6, 7])
+def test_the_shortest_runs_heat_harden_and_freeze(max_steps: int) -> None:
+    schedule = build(max_steps=max_steps).resolved_schedule
+    assert (schedule.hardening, schedule.update_every) == ((0, 2), 1)
+    assert [step for step in range(max_steps + 1) if schedule.is_update(step)] == [1]
+    assert [step for step in range(max_steps + 1) if schedule.is_projection(step)] == [2]
+    late = build(max_steps=max_steps, schedule={"hardening": [0.0, 0.01]}).resolved_schedule
+    assert late.freeze_step == 2, "a window that rounds to nothing is not a fixed mask"
+
+
+@pytest.mark.parametrize("max_steps", [100, 101, 137, 400, 20000])
+def test_longer_runs_keep_their_steps(max_steps: int) -> None:
+    for block in ({}, {"preset": "paper"}, {"schedule": {"hardening": [0.3, 0.62]}}):
+        config = build(max_steps=max_steps, **block)
+        start, stop = config.schedule.hardening
+        assert config.resolved_schedule.hardening == (round(start * max_steps), round(stop * max_steps))
+
+
+@pytest.mark.parametrize("every", [2, 5, 10, 33])
+@pytest.mark.parametrize("stop", [0.03, 0.2, 0.5, 1.0])
+def test_the_least_number_of_steps_is_the_least(every: int, stop: float) -> None:
+    schedule = {"update_every": every, "hardening": [0.0, stop]}
+    with pytest.raises(ValueError, match="use at least") as raised:
+        build(max_steps=2, schedule=schedule)
+    least = int(str(raised.value).split("use at least ")[1].split(" ")[0])
+    assert build(max_steps=least, schedule=schedule).resolved_schedule.freeze_step == every + 1
+    with pytest.raises(ValueError, match=f"use at least {least} steps"):
+        build(max_steps=least - 1, schedule=schedule)
+
+
 def test_fixed_masks_and_runs_of_no_steps_are_valid():
     assert build(preset="fixed_magnitude", max_steps=1).resolved_schedule.freeze_step == 0
     assert build(preset="fixed_wanda").resolved_schedule.freeze_step == 0
     assert build(max_steps=0).resolved_schedule.freeze_step == 0
+    assert build(max_steps=4, method="maskllm", sampling={"frozen": 0.9}).resolved_schedule.freeze_step == 1
 
 
 def test_from_json(tmp_path: Path):

@@ -54,17 +54,17 @@ def test_a_fixed_mask_is_frozen_from_the_start() -> None:
 
 
 def test_folders_that_are_no_run(tmp_path: Path) -> None:
-    for name in ("export", "empty"):
+    for name in ("an export", "empty"):
         (tmp_path / name).mkdir()
-    (tmp_path / "export" / "model.safetensors").write_bytes(b"")
-    (tmp_path / "export" / "config.json").write_text("{}")
+    (tmp_path / "an export" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "an export" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"none: no such folder"):
         inspect(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"export: is an exported model.*sparseforge verify .*export$"):
-        inspect(tmp_path / "export")
-    (tmp_path / "export" / "mask.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"export: is an exported model.*sparseforge verify '.*an export'$"):
+        inspect(tmp_path / "an export")
+    (tmp_path / "an export" / "mask.json").write_text("{}")
     with pytest.raises(ValueError, match=r"export: is an exported mask, not a run; see: sparseforge apply"):
-        inspect(tmp_path / "export")
+        inspect(tmp_path / "an export")
     with pytest.raises(ValueError, match=r"empty: holds neither a run nor a checkpoint"):
         inspect(tmp_path / "empty")
 

@@ -336,6 +336,7 @@ def refusals() -> dict[str, str]:
         "autocast": Case(stage=1, more={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
         "unscaled": Case(stage=0, dtype="fp16", more={"fp16": {"loss_scale": 8}}),
         "fine": Case(stage=2),
+        "replaced": Case(stage=2, more={"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}),
     }
     for name, case in cases.items():
         engine = build_engine(case)
@@ -366,6 +367,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         "nvme": ['"nvme"', 'set "cpu"'],
         "super": ["super_offload", "set it to false"],
         "muon": ["Muon", "use AdamW"],
+        "replaced": ["Adagrad", "ZeRO put another one in its place", "use AdamW"],
     }.items():
         assert said[name].startswith("ValueError: cannot train a mask"), said[name]
         assert [word for word in words if word not in said[name]] == [], said[name]

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.experts import leaf_modules
@@ -17,6 +30,13 @@ from tests.tiny_models import BUILDERS, tiny_gpt2, tiny_llama
 ADAPTERS = [f"model.layers.{layer}.mlp.adapter.weight" for layer in (0, 1)]
 PRUNABLE = 18432
 """Elements of the tiny Llama's 14 prunable weights."""
+
+
+def pasted(message: str) -> dict[str, Any]:
+    """The keys that an error says to paste into the block."""
+    start = min(at for at in map(message.find, ('"include": [', '"allow_dense": [')) if at >= 0)
+    text = message[start : message.rindex("]") + 1]
+    return {key: tuple(globs) for key, globs in json.loads(f"{{{text}}}").items()}
 
 
 def with_adapters(width: int) -> PreTrainedModel:
@@ -40,7 +60,10 @@ def test_too_much_is_an_error_with_patterns_sizes_and_shares() -> None:
     assert message.startswith(f"{2304 / linear:.1%} of the linear weights of this llama model are not covered: ")
     assert f"model.layers.*.mlp.adapter.weight (2 of shape (32, 32), 2,048 elements, {2048 / linear:.1%}); " in message
     assert f"model.layers.*.mlp.other.weight (1 of shape (8, 32), 256 elements, {256 / linear:.1%})" in message
-    assert "--allow_dense 'model.layers.*.mlp.adapter.weight'" in message and "include" not in message
+    assert pasted(message) == {
+        "allow_dense": tuple(f"model.layers.*.mlp.{name}.weight" for name in ("adapter", "other"))
+    }
+    assert names(model, **pasted(message)) == names(tiny_llama())
     assert "\n" not in message
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -86,18 +109,59 @@ def test_include_leaves_the_others_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("glob", "model", "message"),
+    ("glob", "masked"), [("*.nothing", False), ("lm_head.weight", False), ("*.q_proj.*", True)], ids=str
+)
+def test_a_glob_that_allows_nothing_is_said_and_no_error(glob: str, masked: bool) -> None:
+    config = SparseForgeConfig(allow_dense=(glob,))
+    assert names(tiny_llama(), allow_dense=(glob,)) == names(tiny_llama())
+    (line,) = uncovered_weights(tiny_llama(), config).unneeded
+    assert line.startswith(f"{glob}: not needed, it matches no weight that is undecided")
+    assert ("exclude would keep that dense" in line) == masked
+    with pytest.raises(ValueError, match="not covered") as raised:
+        names(with_adapters(32), allow_dense=(glob,))
+    assert f"; allow_dense {line}" in str(raised.value) and glob not in pasted(str(raised.value))["allow_dense"]
+
+
+@pytest.mark.parametrize("key", ["include", "exclude"])
+@pytest.mark.parametrize(
+    ("glob", "near"),
     [
-        ("*.nothing", tiny_llama, "leaves open; leave it out"),
-        ("*.nothing", lambda: with_adapters(32), f"whole names such as {ADAPTERS[0]}"),
-        ("*.q_proj.*", lambda: with_adapters(32), "goes under a mask, and exclude is what keeps that dense"),
-        ("lm_head.weight", tiny_llama, "leaves open; leave it out"),
+        ("q_proj", "*.q_proj.*"),
+        ("*.mlp", "*.mlp.*"),
+        ("up_proj.weight", "*.up_proj.weight"),
+        ("self_attn.q", "*self_attn.q*"),
+        ("*.qproj.weight", "model.layers.*.self_attn.q_proj.weight"),
+        ("transformer.h.*.mlp.down_proj.weight", "model.layers.*.mlp.down_proj.weight"),
+        ("**.x", None),
+        ("*.nothing.at.all", None),
     ],
 )
-def test_a_glob_that_allows_nothing_is_an_error(glob: str, model: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"--allow_dense {glob}: matches no linear weight") + ".*") as raised:
-        names(model(), allow_dense=(glob,))
-    assert message in str(raised.value)
+def test_a_glob_that_matches_nothing_comes_with_one_that_does(key: str, glob: str, near: str | None) -> None:
+    with pytest.raises(ValueError, match=f"sparseforge.{key}: .*matches no weight; it is a glob over whole") as raised:
+        names(tiny_llama(), **{key: (glob,)})
+    suggestion = str(raised.value).split("for example ")[1].strip("'")
+    assert near in (None, suggestion)
+    if key == "include":
+        assert 0 < len(names(tiny_llama(), include=(suggestion,))) <= 14
+    else:
+        assert len(names(tiny_llama(), exclude=(suggestion,))) <= 14  # no error: it does match
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"include": ("*norm*",)}, ["only model.layers.0.input_layernorm.weight (and 4 more)", "which is a vector"]),
+        ({"include": ("*.embed_tokens.*",)}, ["only model.embed_tokens.weight, which stays dense", "q_proj.weight"]),
+        ({"include": ("*_proj.weight", "lm_head.*")}, ["'lm_head.*' matches no weight that can be", "stays dense"]),
+        ({"include": ("*.adapter.*",)}, ["model.layers.0.mlp.adapter.weight (and 3 more), which no row of the family"]),
+        ({"exclude": ("*norm*",)}, ["which is a vector: only matrices are pruned"]),
+    ],
+    ids=str,
+)
+def test_a_glob_that_matches_what_is_not_pruned_says_what(config: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as raised:
+        names(with_adapters(5), **config)
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
 
 
 def unknown(family: str) -> PreTrainedModel:
@@ -106,14 +170,63 @@ def unknown(family: str) -> PreTrainedModel:
     return model
 
 
-def test_a_family_without_rows_lists_its_linear_layers() -> None:
-    with pytest.raises(ValueError, match=r"^100\.0% of the linear weights of this bloom model are not") as raised:
-        names(unknown("gpt2"))
+def _tiny(config: type[PreTrainedConfig], **more: Any) -> Callable[[], PreTrainedModel]:
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        **more,
+    }
+    return lambda: AutoModelForCausalLM.from_config(config(**{k: v for k, v in sizes.items() if v is not None}))
+
+
+WITHOUT_ROWS: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
+    "bloom": (_tiny(BloomConfig, n_layer=2, n_head=4), 8),
+    "falcon": (_tiny(FalconConfig, head_dim=None), 8),
+    "gemma2": (_tiny(Gemma2Config), 14),
+    "gpt_neox": (_tiny(GPTNeoXConfig), 8),
+    "gpt_oss": (_tiny(GptOssConfig, num_local_experts=4, num_experts_per_tok=2), 8),
+    "granitemoe": (_tiny(GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2), 8),
+    "phi3": (_tiny(Phi3Config), 8),
+}
+"""Models of families that the table does not have, and how many linear layers of each are pruned."""
+
+
+@pytest.mark.parametrize("family", WITHOUT_ROWS)
+def test_what_a_family_without_rows_is_told_to_paste_works(family: str) -> None:
+    build, layers = WITHOUT_ROWS[family]
+    model = build()
+    assert model.config.model_type == family
+    with pytest.raises(
+        ValueError, match=f"of this {family} model are not covered: .* no rows for '{family}'"
+    ) as raised:
+        names(model)
     message = str(raised.value)
-    assert "no rows for 'bloom' (it has deepseek, deepseek_v2, " in message
-    assert "transformer.h.*.mlp.c_fc.weight (2 of shape (32, 128), 8,192 elements, 33.3%)" in message
-    assert 'prune linear layers by naming them, like "include": ["transformer.h.*.mlp.c_fc.weight"]' in message
-    assert "wte" not in message and "lm_head" not in message
+    assert "\n" not in message and len(message) < 900, message
+    found = names(model, **pasted(message))
+    assert len(found) == layers and not uncovered_weights(model, SparseForgeConfig(**pasted(message))).shapes
+    assert not [name for name in found if "router" in name or "lm_head" in name or "embed" in name]
+    pruned = sum(weight.numel for weight in prunable_weights(model, SparseForgeConfig(**pasted(message))))
+    assert f"to prune {pruned / uncovered_weights(model, SparseForgeConfig()).linear:.1%} of them" in message
+
+
+def test_what_is_pasted_leaves_out_what_the_pattern_does_not_fit() -> None:
+    model = unknown("llama")
+    for layer in model.model.layers:
+        layer.mlp.odd = nn.Linear(30, 8)
+    with pytest.raises(ValueError, match="no rows for 'bloom'") as raised:
+        names(model)
+    block = pasted(str(raised.value))
+    assert block["allow_dense"] == ("model.layers.*.mlp.odd.weight",)
+    assert names(model, **block) == names(tiny_llama())
+
+
+def test_a_family_without_rows_needs_an_include() -> None:
     with pytest.raises(ValueError, match="no weight of this bloom model .* include names what is pruned"):
         names(unknown("gpt2"), allow_dense=("*",))
 
@@ -133,12 +246,13 @@ def test_a_family_without_rows_is_pruned_where_include_says() -> None:
 def test_what_has_no_known_axis_is_not_pruned_by_include() -> None:
     """Fused experts of a family without rows: which axis is contracted is not known."""
     model = unknown("qwen3_moe")
-    with pytest.raises(ValueError, match=r"not covered: .*experts.gate_up_proj .*experts.down_proj .*gate.weight"):
+    with pytest.raises(ValueError, match=r"not covered: .* to keep the others dense: \"allow_dense\": ") as raised:
         names(model, include=("*",))
+    assert names(model, include=("*",), **pasted(str(raised.value)))
     # Nor by an include that does not match it: nobody has decided that it stays dense.
     with pytest.raises(ValueError, match=r"not covered: .*experts.gate_up_proj") as raised:
         names(model, include=("*_proj.weight",))
-    assert "prune linear layers" not in str(raised.value)
+    assert '"include"' not in str(raised.value)
     assert names(model, include=("*_proj.weight",), allow_dense=("*.experts.*", "*.mlp.gate.weight"))
     kept = names(model, include=("*",), allow_dense=("*.experts.*", "*.mlp.gate.weight"))
     assert kept == [name for name in names(BUILDERS["qwen3_moe"]()) if ".experts." not in name]

@@ -139,6 +139,27 @@ def test_errors_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam communicates compressed moments"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is not valid"),
+        ({"zero_optimization": {"stage": 0}, "fp16": {"enabled": "auto"}}, "fp16 at ZeRO stage 0"),
+        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'?"),
+        ({"sparseforge": {"max_steps": 1}}, "use at least 2 steps"),
+    ],
+)
+def test_what_a_run_refuses_is_not_planned(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_json(tmp_path / "ds.json", {**deepspeed_json(), **changes})
+    v100 = ("--gpu", "v100")  # which computes in fp16, where that is left open
+    assert plan("--model", "stdlib_llama", "--gpus", "2", *v100, "--deepspeed", str(path)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
     ("flag", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--mfu", "1.5"), ("--gpus", "0"), ("--gpus", "1.5")]
 )
 def test_values_that_cannot_be(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +186,6 @@ def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert plan(*arguments) == 2
     assert "not covered: the family table has no rows for 'bloom'" in capsys.readouterr().err
     assert plan(*arguments, "--allow_dense", "*.mlp.*", "*.nothing") == 2
-    assert "--allow_dense *.nothing: matches no linear weight" in capsys.readouterr().err
+    assert "; allow_dense *.nothing: not needed, it matches no weight that is undecided" in capsys.readouterr().err
     assert plan(*arguments, "--allow_dense", "*.mlp.*", "--allow_dense", "*.self_attention.*") == 2
     assert "no weight of this bloom model is left to prune" in capsys.readouterr().err

@@ -175,8 +175,6 @@ def test_precision_is_chosen_by_what_the_accelerator_can_do():
     assert training_dtype(filled(both, fp16=True)) == torch.float16
     assert training_dtype(filled(both)) == torch.float32
     assert training_dtype(filled({**both, "fp16": {"enabled": True}}, bf16=True)) == torch.float16
-    with pytest.raises(ValueError, match="both enabled"):
-        filled({**both, "bf16": {"enabled": True}, "fp16": {"enabled": True}})
 
 
 def test_an_auto_that_nobody_knows_is_named():
@@ -186,11 +184,11 @@ def test_an_auto_that_nobody_knows_is_named():
         filled(content)
 
 
-def test_an_optimizer_is_needed():
-    content = deepspeed_json()
-    del content["optimizer"]
-    with pytest.raises(ValueError, match='no "optimizer"'):
-        filled(content)
+def test_what_hardware_decides_is_checked_when_it_is_known():
+    content = {**deepspeed_json(stage=0), "fp16": {"enabled": "auto"}}
+    assert training_dtype(filled(content)) == torch.float32
+    with pytest.raises(ValueError, match="fp16 at ZeRO stage 0"):
+        filled(content, fp16=True)
 
 
 def test_the_file_must_be_there_and_be_json(tmp_path):
@@ -206,19 +204,6 @@ def test_the_file_must_be_there_and_be_json(tmp_path):
         read_deepspeed_json(str(write_json(tmp_path / "list.json", [])))
 
 
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
-        ("zero_optimisation", "zero_optimization"),
-        ("train_batchsize", "train_batch_size"),
-        ("learning_rate", "curriculum_learning"),
-    ],
-)
-def test_a_misspelled_key_is_an_error(tmp_path, key, near):
-    with pytest.raises(ValueError, match=f"unknown key '{key}', which DeepSpeed would ignore; did you mean '{near}'"):
-        read_deepspeed_json(str(write_json(tmp_path / "a.json", {key: 1})))
-
-
 def test_a_scheduler_of_deepspeed_is_refused(tmp_path):
     with pytest.raises(ValueError, match='remove the "scheduler" block; --learning_rate'):
         read_deepspeed_json(str(write_json(tmp_path / "a.json", {"scheduler": {"type": "WarmupLR"}})))
@@ -231,7 +216,7 @@ def test_expert_parallelism_is_refused_before_deepspeed_sees_it(tmp_path, block)
 
 
 def test_expert_parallelism_that_is_switched_off_is_none(tmp_path):
-    content = {"expert_parallel": {"enabled": False, "autoep_size": 2}}
+    content = {**deepspeed_json(), "expert_parallel": {"enabled": False, "autoep_size": 2}}
     assert read_deepspeed_json(str(write_json(tmp_path / "a.json", content))) == content
 
 

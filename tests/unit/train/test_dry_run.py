@@ -113,7 +113,7 @@ def test_probes_at_outputs_of_experts_are_refused(dry, tmp_path):
         (lambda _: {"gpus": 2, "model": "nobody/no-such-model"}, "check the name and the network"),
         (lambda _: {"gpus": 2, "resume": "True"}, "no run in .* start it without --resume"),
         (_run_in_the_way, "already holds a run"),
-        (_file_in_the_way, "is no folder that can be written"),
+        (_file_in_the_way, "file is a file, not a folder; give a folder"),
         (_no_bos, "--document_frame both: the tokenizer has no BOS token; use eos"),
         (_other_teacher, "--teacher .* has a vocabulary of 300"),
     ],
@@ -124,6 +124,27 @@ def test_what_would_stop_the_run_is_the_error(dry, tmp_path, monkeypatch, flags,
     assert code == 1
     assert errors.startswith("error: ") and errors.count("\n") == 1
     assert re.search(message, errors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam communicates compressed moments"),
+        ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage = "3" is not valid'),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        # It is on GPUs that fp16 is chosen.
+        ({"zero_optimization": {"stage": 0}, "fp16": {"enabled": "auto"}}, "fp16 at ZeRO stage 0"),
+    ],
+)
+def test_what_a_run_refuses_a_dry_run_refuses(dry, changes, message):
+    code, text, errors = dry({**deepspeed_json(), **changes}, gpus=2)
+    assert (code, text) == (1, "")
+    assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
+
+
+def test_an_allow_dense_that_is_not_needed_is_said_once(dry):
+    code, text, _ = dry(gpus=2, allow_dense="*.nothing")
+    assert code == 0 and text.count("*.nothing: not needed, it matches no weight that is undecided") == 1
 
 
 def test_a_layout_that_cannot_be_estimated_is_not_an_error(dry):

@@ -124,6 +124,9 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
         ({}, {"teacher": "./missing"}, r"--teacher \./missing: no such folder"),
         ({}, {"dataset": ["./missing.txt"]}, r"--dataset \./missing.txt: no such file"),
         ({"low_rank": {"k": 7}}, {}, "7"),
+        ({"include": ["*.embed_tokens.*"]}, {}, "only model.embed_tokens.weight, which stays dense"),
+        ({"include": ["q_proj"]}, {}, r"'q_proj' matches no weight.*for example '\*\.q_proj\.\*'"),
+        ({"schedule": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
     ],
 )
 def test_what_does_not_fit_is_named(arguments, block, flags, message):
@@ -141,14 +144,20 @@ def test_unknown_keys_inside_deepspeed_blocks_are_errors(arguments):
 def test_an_unsupported_family_is_named(arguments, tmp_path):
     config = BloomConfig(vocab_size=BYTE_VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
     folder = write_model(tmp_path / "bloom", BloomForCausalLM(config))
-    with pytest.raises(ValueError, match="'bloom'.*llama"):
+    with pytest.raises(ValueError, match="no rows for 'bloom'. Paste this into the sparseforge block") as raised:
         make_plan(arguments(model=str(folder)), world_size=2)
+    pasted = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
+    assert make_plan(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.of_prunable == 100
     chosen = deepspeed_json(include=["*.mlp.*"], allow_dense=["*.query_key_value.*"])
     plan = make_plan(arguments(chosen, model=str(folder), allow_dense=["*.dense.*"]), world_size=2)
     assert [weight.name.split(".")[-2] for weight in plan.weights] == ["dense_h_to_4h", "dense_4h_to_h"]
     assert plan.config.allow_dense == ("*.query_key_value.*", "*.dense.*") and plan.uncovered == []
-    with pytest.raises(ValueError, match=r"--allow_dense \*.nothing: matches no linear weight"):
-        make_plan(arguments(chosen, model=str(folder), allow_dense=["*.nothing"]), world_size=2)
+
+
+def test_an_allow_dense_that_is_not_needed_is_a_line(arguments):
+    plan = make_plan(arguments(allow_dense=["*.nothing"]), world_size=2)
+    line = "allow_dense  *.nothing: not needed, it matches no weight that is undecided\n"
+    assert banner(plan, Packed("x", "key", "uint16", 3200, 40, 256)).count(line) == 1
 
 
 def test_the_banner_names_what_is_not_covered(arguments):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer
@@ -92,7 +93,7 @@ def test_a_folder_is_written_again_by_a_resumed_run(plan):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_steps": 100}, "sparseforge.max_steps was 8, is 100.*same JSON and --max_steps"),
+        ({"max_steps": 100}, "is laid out over 8 steps, here 100: .* Resume with --max_steps 8.*naive_retrain"),
         ({"block": {"importance": "magnitude"}}, 'sparseforge.importance was "fisher", is "magnitude"'),
     ],
 )
@@ -137,7 +138,7 @@ def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mi
     write_folder(plan())
     for resume in (True, "auto"):
         assert "ended before its first checkpoint" in str(begins_anew(plan(resume=resume)))
-        with pytest.raises(ValueError, match="started with other settings"):
+        with pytest.raises(ValueError, match="is laid out over 8 steps, here 99"):
             begins_anew(plan(resume=resume, max_steps=99))
     (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
     assert begins_anew(plan(resume=True)) is None and begins_anew(plan(resume="auto")) is None
@@ -210,10 +211,33 @@ def test_a_damaged_description_is_named(plan, tmp_path, content):
         check_folder(plan(resume=True))
 
 
-def test_a_file_where_the_folder_should_be(plan, tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(OSError, match="run"):
-        check_folder(plan())
+def test_a_run_has_a_folder_of_its_own(plan, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "texts").mkdir()
+    text = str(tiny_folders.write_text(tmp_path / "texts" / "a.jsonl"))
+    teacher = str(tiny_folders.write_model(tmp_path / "teacher"))
+    inside = "would write among what it reads"
+    for flags, message in (
+        ({"output_dir": "file"}, "--output_dir .*file: it is a file, not a folder"),
+        ({"output_dir": "file/run"}, "--output_dir .*file/run: .*/file is a file, not a folder"),
+        ({"output_dir": "model"}, f"--output_dir .*model: lies in the folder of --model .*{inside}"),
+        ({"output_dir": "model/../model/runs/a"}, f"in the folder of --model .*{inside}"),
+        ({"output_dir": "teacher/run", "teacher": teacher}, f"in the folder of --teacher .*{inside}"),
+        ({"output_dir": "texts/run", "dataset": [str(tmp_path / "texts")]}, f"of --dataset .*texts, .*{inside}"),
+        ({"output_dir": "texts/run", "dataset": [f"stream:{tmp_path / 'texts'}=1"]}, f"of --dataset stream:.*{inside}"),
+        ({"output_dir": "."}, r"--model .*model lies in its folder model, which the run replaces"),
+        ({"output_dir": ".", "model": teacher}, None),
+        ({"output_dir": "texts/run", "dataset": [text]}, None),  # beside a file of text
+    ):
+        flags = {**flags, "output_dir": str(tmp_path / flags["output_dir"])}
+        if message is None:
+            assert plan(**flags).folder == Path(flags["output_dir"])
+            continue
+        with pytest.raises(ValueError, match=message):
+            plan(**flags)
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(
+        path.name for path in (tmp_path / "teacher").iterdir()
+    )
 
 
 def test_room_is_checked_before_work_starts(plan, tmp_path, monkeypatch):

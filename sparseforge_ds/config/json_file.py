@@ -1,0 +1,60 @@
+"""A JSON file that people write: what is wrong with it, with the place and the cure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: str | Path, name: str) -> Any:
+    """The parsed file; a byte-order mark is fine.
+
+    Args:
+        path: the file.
+        name: what messages call it.
+
+    Raises:
+        ValueError: there is no such file, or it is no JSON: also where a key comes twice, of which one would win
+            unsaid, or a number is NaN or infinite.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"{name}: no such file; give the DeepSpeed JSON, for example ds_configs/zero3.json") from None
+    except IsADirectoryError:
+        raise ValueError(f"{name}: not a readable JSON file (it is a folder); give the file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: not a readable JSON file ({error})") from None
+    if not text.strip():
+        raise ValueError(f"{name}: not a readable JSON file (it is empty)")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}: not a readable JSON file ({error}{_hint(text, error.pos)})") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{name}: not a readable JSON file (it nests too deep)") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"key {json.dumps(key)} comes twice in one object; keep one of them")
+        seen[key] = value
+    return seen
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON number; write a finite one")
+
+
+def _hint(text: str, position: int) -> str:
+    before, rest = text[:position].rstrip(), text[position:].lstrip()
+    if before.endswith(",") and rest[:1] in ("}", "]") or rest[:1] == "," and rest[1:].lstrip()[:1] in ("}", "]"):
+        return "; no comma may stand before } or ]"
+    if rest.startswith(("//", "#", "/*")):
+        return "; JSON has no comments"
+    return "; strings stand in double quotes" if rest.startswith("'") else ""
