@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.deepseek_moe import register
 from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import branches, prepare
@@ -83,8 +84,7 @@ class Architecture(Sizes):
     """In the order in which a forward pass enters them."""
     left: tuple[int, ...]
     """Positions in `modules` in the order in which a forward pass leaves them; a backward pass is the reverse."""
-    prunable: int
-    """Of all weights that the family names prunable."""
+    coverage: Coverage
     uncovered: tuple[str, ...]
     """Linear weights that nobody has decided about, as lines for people."""
     masked_shapes: tuple[tuple[int, ...], ...]
@@ -204,7 +204,7 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
         parameters=sizes(model, weights).parameters,
         modules=modules,
         left=left,
-        prunable=coverage(model, weights).prunable,
+        coverage=coverage(model, weights),
         uncovered=tuple(uncovered_weights(model, forge).lines()),
         masked_shapes=tuple(weight.shape for weight in weights),
         rows_and_columns=sum(weight.matrices * sum(weight.matrix) for weight in weights),

@@ -237,7 +237,7 @@ def to_dict(found: Study) -> dict[str, Any]:
             "model_type": model.model_type,
             "parameters": model.total,
             "active": model.active,
-            "prunable": model.prunable,
+            "linear": model.coverage.linear,
             "masked": model.masked,
         },
         "settings": {

@@ -32,7 +32,8 @@ def test_full_size_models_have_their_published_size(name: str, monkeypatch: pyte
     found = architecture(read_model_config(name))
     assert found.total == PUBLISHED[name]
     assert found.active == (2_828_650_496 if "moe" in name else found.total)
-    assert found.masked == found.prunable
+    assert found.masked == found.coverage.masked == found.coverage.linear - sum(found.coverage.dense.values())
+    assert [*found.coverage.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])
 
 
 def test_what_is_pruned_of_full_size_models() -> None:

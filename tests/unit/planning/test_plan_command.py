@@ -39,7 +39,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_the_demo_fits_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3) == 0
     text = capsys.readouterr().out
-    for part in ("ZeRO-3, bfloat16, 2 GPUs", "100.0% of the prunable", "+ mask update", "verdict", "fits, with"):
+    for part in ("ZeRO-3, bfloat16, 2 GPUs", "100.0% of the linear weights", "+ mask update", "verdict", "fits, with"):
         assert part in text
 
 
@@ -67,7 +67,7 @@ def test_other_spellings_and_json(qwen: str, capsys: pytest.CaptureFixture[str])
     assert one["fits"] and one["advice"] is None
     assert set(one["layouts"]) >= {"ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, optimizer on the host"}
     assert one["settings"]["micro_batch"] == 1
-    assert one["model"]["masked"] == one["model"]["prunable"]
+    assert one["model"]["masked"] == one["model"]["linear"]
 
 
 def test_json_is_all_that_is_printed() -> None:

@@ -42,7 +42,7 @@ def test_a_plan_knows_the_run(arguments):
     assert (plan.stage, plan.dtype, plan.tokens_per_step) == (3, torch.float32, 4 * 32)
     assert plan.teacher is plan.model
     assert len(plan.weights) == plan.coverage.weights == 14
-    assert plan.coverage.of_prunable == 100.0
+    assert plan.coverage.of_linear == 100.0
     assert next(empty_model(plan.model).parameters()).is_meta
     assert "leaf_module" not in plan.deepspeed["zero_optimization"]
 
@@ -60,7 +60,7 @@ def test_the_banner_says_what_will_happen(arguments):
     text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
     for part in (
         "llama",
-        "2:4 in 14 weights: 100.0% of the prunable",
+        "2:4 in 14 weights: 100.0% of the linear weights between embedding and head and ",
         "heating 0-25, hardening 25-75, frozen 75-100",
         "0.001 after 3 warm-up steps, cosine to 0.0001",
         "4 x 32 tokens = 2 a rank x 1 accumulated x 2 ranks",
