@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
@@ -53,6 +53,29 @@ def test_loaded_weights_are_those_of_the_file(arguments, model):
     loaded = load_model(plan.model, torch.bfloat16, None).model.state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name].bfloat16()) for name in expected)
+
+
+def test_layers_that_cannot_be_measured_are_refused_before_weights_are_read(arguments, tmp_path):
+    """Mamba's `dt_proj` is a linear layer that is never called; `include` and `exclude` can be pasted."""
+    sizes = {"vocab_size": BYTE_VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    folder = tmp_path / "mamba"
+    MambaForCausalLM(MambaConfig(**sizes, time_step_rank=4)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+    def plan(**block):
+        return make_plan(arguments(deepspeed_json(**block), model=str(folder)), 1)
+
+    with pytest.raises(ValueError, match=r"are not covered: .* Or paste this into the block") as raised:
+        plan()
+    keys = json.loads("{" + str(raised.value).partition("can be: ")[2] + "}")
+    assert keys["allow_dense"] == ["backbone.layers.*.mixer.A_log", "backbone.layers.*.mixer.conv1d.weight"]
+    dense = plan(**keys).coverage.dense
+    assert set(dense) == {*keys["allow_dense"], "backbone.layers.*.mixer.dt_proj.weight"}
+    everything = {"include": ["*"], "allow_dense": keys["allow_dense"]}
+    cure = '"exclude": ["backbone.layers.*.mixer.dt_proj.weight"]'
+    with pytest.raises(ValueError, match=rf"mixer.dt_proj.weight \(2 of 8 .*{re.escape(cure)}"):
+        plan(**everything)
+    assert plan(**everything, exclude=["backbone.layers.*.mixer.dt_proj.weight"]).coverage.dense == dense
 
 
 def test_the_banner_says_what_will_happen(arguments):
