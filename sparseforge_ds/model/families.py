@@ -211,8 +211,8 @@ def _chosen(
     prunable, unnamed = found
     known = known_as or {}
     matrices = [known.get(name, name) for name, shape in shapes.items() if len(shape) > 1]
-    _check_matches("include", config.include, [known.get(name, name) for name in (prunable or unnamed)])
-    _check_matches("exclude", config.exclude, matrices)
+    _check_matches("include", config.include, [known.get(name, name) for name in (prunable or unnamed)], matrices)
+    _check_matches("exclude", config.exclude, matrices, matrices)
     _uncovered(model_type, prunable, unnamed, config, known, choosable).check()
     chosen = [
         weight
@@ -273,10 +273,16 @@ def _uncovered(
     )
 
 
-def _check_matches(key: str, globs: tuple[str, ...], names: Iterable[str]) -> None:
+def _check_matches(key: str, globs: tuple[str, ...], names: Iterable[str], matrices: list[str]) -> None:
     names = list(names)
     for glob in globs:
         if not matches_any(names, glob):
+            if others := [name for name in matrices if matches(name, (glob,))]:
+                raise ValueError(
+                    f"sparseforge.{key}: {glob!r} matches no weight that can be pruned, but {_listed(others)}: "
+                    "embeddings, the output head and routers stay dense, and of a family without rows all but linear "
+                    "layers does; leave it out"
+                )
             example = names[0] if names else "none"
             raise ValueError(
                 f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names such as "

@@ -72,8 +72,17 @@ def test_the_head_is_not_linear_and_not_pruned_by_include() -> None:
     model.config.model_type = "bloom"
     everything = covered(model, include=("*",))
     assert everything.of_linear == 100.0 and everything.dense == {} and everything.of_all < 85
-    with pytest.raises(ValueError, match="lm_head.weight' matches no weight"):
-        covered(model, include=("*.mlp.*", "lm_head.weight"))
+    for family in ("llama", "bloom"):
+        model.config.model_type = family
+        for glob in ("lm_head.weight", "*head*"):
+            with pytest.raises(
+                ValueError, match=r"head.*' matches no weight that can be pruned, but lm_head.weight: emb"
+            ):
+                covered(model, include=("*.mlp.*", glob))
+    with pytest.raises(
+        ValueError, match="matches no weight that can be pruned, but .*experts.gate_up_proj .and 7 more"
+    ):
+        covered(gpt_oss(), include=("*_proj.weight", "*.experts.*"))
 
 
 def test_low_rank_branches_are_no_weights_of_the_model() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
@@ -189,6 +189,17 @@ def test_what_cannot_be_run_without_numbers_is_not_refused() -> None:
     config = AutoConfig.for_model("jetmoe", **_SIZES, num_attention_heads=4, num_key_value_heads=2, kv_channels=8)
     block = SparseForgeConfig(include=("*_proj.weight",), allow_dense=("*",))
     assert weights_to_prune(bare_model(config), block) == prunable_weights(bare_model(config), block)
+
+
+def test_the_layers_of_a_vision_tower_are_left_out() -> None:
+    text = {**_SIZES, **_HEADS, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config={**vision, **images}, mm_tokens_per_image=4)
+    with pytest.raises(ValueError, match="are not covered") as raised:
+        weights_to_prune(bare_model(config), SparseForgeConfig())
+    weights = weights_to_prune(bare_model(config), SparseForgeConfig(**pasted(str(raised.value))))
+    assert len(weights) == 14 and all(".language_model." in weight.name for weight in weights)
 
 
 def test_a_typo_is_answered_with_a_block_too() -> None:
