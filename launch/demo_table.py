@@ -31,7 +31,7 @@ def rows(run: Path, result: Path, reports: Path, seconds: float) -> list[Row]:
         ("held-out perplexity", "dense", f"{dense:.3f}"),
         ("", f"one-shot magnitude {pattern}", f"{one_shot:.3f}"),
         ("", f"SparseForge {pattern}", f"{sparse:.3f}   ({won_back:.1%} of the one-shot loss won back)"),
-        ("under a mask", "of the prunable weights", f"{coverage['masked'] / coverage['prunable']:.1%}"),
+        ("under a mask", "of the linear weights", f"{coverage['masked'] / coverage['linear']:.1%}"),
         ("", "of all weights", f"{coverage['masked'] / coverage['total']:.1%}"),
         (f"{pattern} groups", "checked", f"{verify['groups']:,}"),
         ("", "violations", f"{verify['violations']:,}"),

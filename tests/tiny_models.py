@@ -13,8 +13,11 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    FalconConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -110,11 +113,23 @@ _MIXTURES: dict[type[PreTrainedConfig], dict[str, Any]] = {
     DeepseekConfig: {**_ROUTED, "num_key_value_heads": 4},
     DeepseekV2Config: _LATENT,
     DeepseekV3Config: {**_LATENT, "n_group": 2, "topk_group": 1},
+    GptOssConfig: {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     MixtralConfig: {"num_local_experts": 4},
     OlmoeConfig: {"num_experts": 4, "num_experts_per_tok": 2},
     Qwen2MoeConfig: {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     Qwen3MoeConfig: {**_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
 }
+
+
+def tiny_falcon(seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Falcon, a family without rows: attention beside the MLP, added to it in place."""
+    return _of(FalconConfig, seed, {**_LLAMA_LIKE, "ffn_hidden_size": 64, **overrides})
+
+
+def tiny_llama4(seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Llama 4, a family without rows: of two layers the second is a mixture, added in place to a shared expert."""
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "interleave_moe_layer_step": 2}
+    return _of(Llama4TextConfig, seed, {**_LLAMA_LIKE, **sizes, **overrides})
 
 
 def _of(config: type[PreTrainedConfig], seed: int, settings: dict[str, Any]) -> PreTrainedModel:

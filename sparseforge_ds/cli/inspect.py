@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.printing import printable
+from sparseforge_ds.model.coverage import percent, said
 
 if TYPE_CHECKING:
     from sparseforge_ds.checkpoint.inventory import Entry
@@ -87,20 +88,14 @@ def _contents(contents: Contents, run: dict[str, Any]) -> list[tuple[str, str]]:
     if contents.pattern is None:
         lines.append(("weights", f"{contents.parameters:,} parameters; not saved by SparseForge, so without masks"))
         return lines
-    share = 100 * contents.masked_parameters / max(1, contents.parameters)
     coverage = run.get("coverage")
-    prunable = coverage.get("prunable") if isinstance(coverage, dict) else None
-    if type(prunable) is int and prunable > 0:
-        of_prunable = f"{100 * contents.masked_parameters / prunable:.1f}% of the prunable and "
+    linear = coverage.get("linear") if isinstance(coverage, dict) else None
+    masked, total = contents.masked_parameters, max(1, contents.parameters)
+    if type(linear) is int and linear >= masked and linear > 0:
+        share = said(masked, linear, total)
     else:
-        of_prunable = ""
-    lines.append(
-        (
-            "coverage",
-            f"{contents.pattern} in {contents.masked_weights} weights: {of_prunable}{share:.1f}% of all "
-            f"{contents.parameters:,} parameters under a mask",
-        )
-    )
+        share = f"{percent(masked, total)} of all weights under a mask"
+    lines.append(("coverage", f"{contents.pattern} in {contents.masked_weights} weights: {share} ({total:,} in all)"))
     return lines + (_masks(contents) if contents.masks else [])
 
 

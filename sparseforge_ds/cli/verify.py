@@ -99,7 +99,7 @@ def _print_table(report: FolderReport) -> None:
     share = 100 * total["nonzeros"] / max(1, total["elements"])
     print(
         f"{report.pattern}: {total['weights']} weights, {total['groups']:,} groups, {total['nonzeros']:,} non-zeros "
-        f"({share:.2f}%), {total['violations']:,} violations"
+        f"({share:.2f}% of these weights), {total['violations']:,} violations"
     )
     for kind, entries in (
         ("missing", report.missing),

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 from sparseforge_ds.registration import register_families
 
@@ -54,10 +55,14 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
         raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     register_families()
+    unreachable = None if Path(name).exists() else why_unreachable()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=wanted, output_loading_info=True, local_files_only=unreachable is not None
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{name}: cannot be loaded as a causal language model ({_first_line(error)})") from None
+        why = _first_line(error) if unreachable is None else f"neither a folder nor in the cache; {unreachable}"
+        raise ValueError(f"{name}: cannot be loaded as a causal language model ({why})") from None
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"{name}: incomplete, {len(missing)} weights are missing, first {missing[0]}")

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family, Row
 from sparseforge_ds.model.rules import (
     Rule,
@@ -89,30 +91,6 @@ class PrunableWeight:
         return ".".join(parts[:last]), int(parts[last])
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """How much of a model is under a mask, in elements."""
-
-    masked: int
-    """Elements of the weights under a mask."""
-    prunable: int
-    """Elements of all weights that the family names prunable, before `include` and `exclude`."""
-    total: int
-    """Elements of all parameters; tied ones count once."""
-    weights: int
-    """Number of weights under a mask."""
-
-    @property
-    def of_prunable(self) -> float:
-        """Percent of the prunable elements that are under a mask."""
-        return 100.0 * self.masked / self.prunable
-
-    @property
-    def of_all(self) -> float:
-        """Percent of all elements that are under a mask."""
-        return 100.0 * self.masked / self.total
-
-
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """Shape of the whole parameter, wherever it lives: ZeRO-3 keeps it in `ds_shape` while the tensor is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -167,14 +145,20 @@ def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
 
 def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
     """Count how much of `model` the masked `weights` are; full sizes under ZeRO-3."""
-    weights = list(weights)
-    shapes = _shapes(model)
-    prunable, _ = _sort_out(_rule(model, ("*",)), shapes)
+    numel = {weight.name: weight.numel for weight in weights}
+    shapes, aside = _shapes(model), _embeddings_and_head(model)
+    dense: dict[str, int] = {}
+    for name, shape in shapes.items():
+        bias = name.endswith("bias")  # of all experts of a layer, and so in two dimensions
+        if len(shape) > 1 and name not in numel and name not in aside and not bias and not name.endswith(LOW_RANK):
+            dense[name_pattern(name)] = dense.get(name_pattern(name), 0) + math.prod(shape)
+    masked = sum(numel.values())
     return Coverage(
-        masked=sum(weight.numel for weight in weights),
-        prunable=sum(weight.numel for weight in prunable.values()),
+        masked=masked,
+        linear=masked + sum(dense.values()),
         total=sum(math.prod(shape) for shape in shapes.values()),
-        weights=len(weights),
+        weights=len(numel),
+        dense=dict(sorted(dense.items(), key=lambda item: -item[1])),
     )
 
 
@@ -188,6 +172,14 @@ def _family(model_type: str) -> Family:
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: full_shape(parameter) for name, parameter in model.named_parameters()}
+
+
+def _embeddings_and_head(model: Any) -> set[str]:
+    """Names of their parameters."""
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    aside = {id(parameter) for module in modules for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in aside}
 
 
 def _rule(model: nn.Module, include: tuple[str, ...]) -> Rule:

@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from sparseforge_ds.model.hub import why_unreachable
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
 _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
 
@@ -39,7 +41,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         if bare and (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
             tokenizer = _as_trained(LlamaTokenizer.from_pretrained(folder), folder / "tokenizer.model")
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            cached = not folder.is_dir() and why_unreachable() is not None
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached)
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
         if bare and (folder / "config.json").is_file():
             _frame_as_config_says(tokenizer, AutoConfig.from_pretrained(folder))

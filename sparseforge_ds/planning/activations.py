@@ -69,8 +69,8 @@ def trace(
     token_BS = torch.zeros(micro_batch, seq_length, dtype=torch.long, device="meta")
     try:
         return _trace(model, token_BS, forge.distillation if teacher else None)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (RuntimeError, AttributeError, LookupError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"a {config.model_type} model cannot be run on the meta device, where the planner measures activations: "
             f"{reason}"

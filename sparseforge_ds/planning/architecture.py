@@ -6,24 +6,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.deepseek_moe import register
+from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import branches, prepare
 from sparseforge_ds.planning.attention import NAME
 from sparseforge_ds.planning.live import Live
-
-EMBEDDED_MODEL = "stdlib_llama"
-"""The model that is shipped inside the package, as the launcher names it."""
-
-_ASSETS = Path(__file__).parents[1] / "assets"
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -83,8 +77,7 @@ class Architecture(Sizes):
     """In the order in which a forward pass enters them."""
     left: tuple[int, ...]
     """Positions in `modules` in the order in which a forward pass leaves them; a backward pass is the reverse."""
-    prunable: int
-    """Of all weights that the family names prunable."""
+    coverage: Coverage
     uncovered: tuple[str, ...]
     """Linear weights that nobody has decided about, as lines for people."""
     masked_shapes: tuple[tuple[int, ...], ...]
@@ -115,53 +108,31 @@ class Architecture(Sizes):
         return max(sum(self.parameters[index].numel for index in module.parameters) for module in self.modules)
 
 
-def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
-    """The transformers config of a model; weights are not looked for.
-
-    Configs of the models in the paper's tables are part of the package, so that they can be planned without the hub.
+def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A causal language model on the meta device, which a forward pass can be run through where its family lets it.
 
     Args:
-        name: a model folder, a config.json, a hub id, or the name of the embedded model.
-        flag: the flag that named it, for messages.
-
-    Raises:
-        ValueError: there is none, it cannot be read, or the hub cannot be reached.
+        config: from `read_model_config`, or one that `require_causal` accepts.
+        dtype: None for the config's.
     """
-    path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
-    if not path.exists():
-        path = published_config(name) or path
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"{flag} {name}: no config.json in this folder")
-    remote = not path.exists()
-    if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
-        raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
-    register()  # a family that transformers does not have
-    try:
-        return AutoConfig.from_pretrained(name if remote else path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        cure = (
-            "check the name and the network, or give a model folder or its config.json"
-            if remote
-            else "its config.json cannot be used"
-        )
-        raise ValueError(f"{flag} {name}: {reason}; {cure}") from None
-
-
-def published_config(name: str) -> Path | None:
-    """The folder with the config that a hub id has on the hub, where the package knows it."""
-    folder = _ASSETS / "published" / name
-    return folder if name.count("/") == 1 and ".." not in name and (folder / "config.json").is_file() else None
+    kept = config._attn_implementation
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+        except KeyError as error:
+            if error.args != (NAME,):
+                raise
+        config._attn_implementation = kept  # a family that keeps its attention classes in a table of its own
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that a run would train, low-rank branches included, on the meta device.
 
     Raises:
-        ValueError: it is no causal language model, or the family table does not know it.
+        ValueError: the family table does not know it.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model = bare_model(config, dtype)
     prepare(model, forge)
     for branch in branches(model).values():
         branch.enabled = True
@@ -194,8 +165,8 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
     )
     if head is not None and id(head.weight) in embeddings:
         multiplied += head.weight.numel()
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 0)  # none in a state-space model
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
     value, score = width, width
     if getattr(config, "qk_nope_head_dim", None):
         score, value = int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)
@@ -204,7 +175,7 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
         parameters=sizes(model, weights).parameters,
         modules=modules,
         left=left,
-        prunable=coverage(model, weights).prunable,
+        coverage=coverage(model, weights),
         uncovered=tuple(uncovered_weights(model, forge).lines()),
         masked_shapes=tuple(weight.shape for weight in weights),
         rows_and_columns=sum(weight.matrices * sum(weight.matrix) for weight in weights),
@@ -266,8 +237,8 @@ def _forward_order(
     try:
         with torch.no_grad(), Live():
             model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (RuntimeError, AttributeError, LookupError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"a {model.config.model_type} model cannot be run on the meta device, which the planner does to see its "
             f"activations: {reason}"

@@ -33,9 +33,10 @@ def _run(found: Study) -> Iterator[Line]:
     yield "model", f"{found.request.model} ({model.model_type}), {model.total:,} parameters{active}"
     yield (
         "pruned",
-        f"{laid_out.forge.pattern} in {len(model.masked_shapes)} weights: {model.masked / model.prunable:.1%} of the "
-        f"prunable and {model.masked / model.total:.1%} of all parameters under a mask",
+        f"{laid_out.forge.pattern} in {model.coverage.weights} weights: {model.coverage}",
     )
+    for line in model.coverage.lines(but={line.partition(" (")[0] for line in model.uncovered}):
+        yield "left dense", line
     for line in model.uncovered:
         yield "not covered", f"{line}: stays dense; no row of the family table names it"
     dtype = str(laid_out.dtype).removeprefix("torch.")

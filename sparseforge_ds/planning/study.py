@@ -10,12 +10,12 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.planning.activations import Activations, trace
-from sparseforge_ds.planning.architecture import Architecture, describe, empty_model, read_model_config
+from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
 from sparseforge_ds.planning.duration import Duration, checkpoint_bytes, duration
+from sparseforge_ds.planning.measurable import weights_to_prune
 from sparseforge_ds.planning.memory import Memory, Trace, memory
+from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.planning.recommend import Advice, Estimate, advise, fewest_ranks, fits, largest_micro_batch
 from sparseforge_ds.planning.settings import Settings, check_estimable, settings
 from sparseforge_ds.planning.traffic import Traffic, traffic
@@ -129,9 +129,8 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         seq_length=seq_length,
         checkpointing=request.checkpointing,
     )
-    empty = empty_model(config, forge, laid_out.dtype)
-    refuse_unmeasurable(empty, prunable_weights(empty, forge), forge)
-    model = describe(empty, forge, laid_out.leaves)
+    weights_to_prune(bare_model(config, laid_out.dtype), forge)  # for its errors
+    model = describe(empty_model(config, forge, laid_out.dtype), forge, laid_out.leaves)
     teacher = _teacher(request, forge, laid_out, text.vocab_size)
 
     run, estimate = estimators(config, model, laid_out, teacher=teacher, reserve=machine.reserve)
@@ -237,7 +236,7 @@ def to_dict(found: Study) -> dict[str, Any]:
             "model_type": model.model_type,
             "parameters": model.total,
             "active": model.active,
-            "prunable": model.prunable,
+            "linear": model.coverage.linear,
             "masked": model.masked,
         },
         "settings": {

@@ -43,9 +43,9 @@ def outline_rows(plan: Outline) -> list[Row]:
         ("teacher", plan.teacher.name if plan.teacher else "none"),
         (
             "pruned",
-            f"{config.pattern} in {coverage.weights} weights: {coverage.of_prunable:.1f}% of the prunable and "
-            f"{coverage.of_all:.1f}% of all parameters under a mask",
+            f"{config.pattern} in {coverage.weights} weights: {coverage}",
         ),
+        *(("left dense", line) for line in coverage.lines(but={line.partition(" (")[0] for line in plan.uncovered})),
         *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in plan.uncovered),
         *(("allow_dense", line) for line in plan.unneeded),
         ("mask", _mask_line(plan)),

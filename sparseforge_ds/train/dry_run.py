@@ -17,8 +17,9 @@ from torch import nn
 
 from sparseforge_ds.model.family_table import LOW_RANK
 from sparseforge_ds.model.rules import name_pattern
-from sparseforge_ds.planning.architecture import EMBEDDED_MODEL, Architecture, describe, empty_model, read_model_config
+from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.duration import checkpoint_bytes
+from sparseforge_ds.planning.model_config import EMBEDDED_MODEL, read_model_config
 from sparseforge_ds.planning.recommend import advise
 from sparseforge_ds.planning.report import memory_lines
 from sparseforge_ds.planning.settings import check_estimable

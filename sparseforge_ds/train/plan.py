@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
-from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.planning.architecture import Sizes, sizes
+from sparseforge_ds.planning.measurable import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.deepspeed_config import (
@@ -183,15 +183,16 @@ def make_outline(
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
         _check_vocabulary(model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
-        positions = getattr(each.config, "max_position_embeddings", None) if each else None
+        positions = getattr(each.config.get_text_config(), "max_position_embeddings", None) if each else None
         if each is not None and positions is not None and arguments.seq_length > positions:
             raise ValueError(
                 f"--seq_length {arguments.seq_length}: {flag} {each.name} has {positions} positions; "
                 f"use at most {positions}"
             )
-    empty = prepare(empty_model(model), config)
-    weights, uncovered = prunable_weights(empty, config), uncovered_weights(empty, config)
-    refuse_unmeasurable(empty, weights, config)
+    empty = empty_model(model)
+    weights_to_prune(empty, config)  # for its errors
+    weights = prunable_weights(prepare(empty, config), config)
+    uncovered = uncovered_weights(empty, config)
     filled = resolve(
         content,
         arguments,

@@ -21,7 +21,10 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig
 
 import sparseforge_ds
+from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
+from sparseforge_ds.planning.architecture import bare_model
+from sparseforge_ds.planning.model_config import require_causal
 from sparseforge_ds.train.arguments import EMBEDDED_MODEL
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -50,7 +53,7 @@ def find_model(name: str, flag: str) -> Pretrained:
         flag: the flag that named it, for messages.
 
     Raises:
-        ValueError: there is no such model, or its folder is incomplete or damaged.
+        ValueError: there is no such model, its folder is incomplete or damaged, or it is no causal language model.
     """
     folder = _folder(name, flag)
     if not (folder / "config.json").is_file():
@@ -60,6 +63,7 @@ def find_model(name: str, flag: str) -> Pretrained:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its config.json cannot be used ({error})") from None
+    require_causal(config, f"{flag} {name}")
     _check_weights(folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
 
@@ -79,13 +83,8 @@ def read_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
 
 
 def empty_model(model: Pretrained) -> PreTrainedModel:
-    """The model without weights (on the meta device): names and shapes, in a moment and in no memory.
-
-    Raises:
-        ValueError: it is not a causal language model.
-    """
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model.config)
+    """The model without weights (on the meta device): names and shapes, in a moment and in no memory."""
+    return bare_model(model.config)
 
 
 def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] | None) -> Loaded:
@@ -146,10 +145,17 @@ def _folder(name: str, flag: str) -> Path:
     import huggingface_hub  # talks to the network, and only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    unreachable = why_unreachable()
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=_DOWNLOADED, local_files_only=unreachable is not None
+            )
+        )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if unreachable is not None:
+            reason = f"it is not in the cache, and {unreachable}"
         raise ValueError(
             f"{flag} {name}: neither a folder nor a model that can be had from the hub ({reason}); "
             "check the name and the network, or give a folder"

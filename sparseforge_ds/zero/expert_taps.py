@@ -122,7 +122,7 @@ class _Tap(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input_SI, stop_E)
         ctx.call = tap, parameter, tokens
-        return output_SO.view_as(output_SO)
+        return output_SO.detach()  # not a view, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

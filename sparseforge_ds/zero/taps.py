@@ -2,7 +2,9 @@
 backward pass is done with a block of layers.
 
 A tap is an identity in the autograd graph behind a linear layer. It saves the input through the graph's own machinery,
-so that activation checkpointing recomputes it like any other activation instead of keeping it alive.
+so that activation checkpointing recomputes it like any other activation instead of keeping it alive. What it returns is
+where the layer's output is, and may be changed in place, as Falcon and Llama 4 do (autograd would refuse that for a
+view); the gradient that is seen is that of the output before the change.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class _Tap(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, inputs: Tensor, hook: Callable[[Tensor, Tensor], None]) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.hook = hook
-        return output.view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -39,10 +41,10 @@ class _Tap(torch.autograd.Function):
 def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[None]:
     """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
 
-    def tapped(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def tapped(name: str, given: Tensor, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or not output.requires_grad:
             return output  # the first, recording-free pass of re-entrant checkpointing
-        return _Tap.apply(output, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
+        return _Tap.apply(output, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
 
     with _on_outputs(modules, tapped):
         yield
@@ -55,37 +57,22 @@ def displaced_outputs(modules: dict[str, Module], displacement: DisplacementHook
     The displacement must be the same whenever a layer is computed again, as activation checkpointing does.
     """
 
-    def tapped(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def tapped(name: str, given: Tensor, output: Tensor) -> Tensor:
         moved = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
         if not torch.is_grad_enabled() or not moved.requires_grad:
             return moved
-        return _Tap.apply(moved, args[0].detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+        return _Tap.apply(moved, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
 
     with _on_outputs(modules, tapped):
         yield
 
 
 @contextmanager
-def _on_outputs(
-    modules: dict[str, Module], tapped: Callable[[str, tuple[Tensor, ...], Tensor], Tensor]
-) -> Iterator[None]:
+def _on_outputs(modules: dict[str, Module], tapped: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
     # A tap behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
     with _on_forward(modules, tapped, first=True):
         yield
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, hook: Callable[[], None]) -> Tensor:
-        ctx.hook = hook
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        with torch.no_grad():
-            ctx.hook()
-        return grad, None
 
 
 @contextmanager
@@ -100,17 +87,14 @@ def block_gradients(
         ValueError: (in the forward) a module is given no such tensor.
     """
 
-    def tapped(module: Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        hidden = (key for key, value in given.items() if isinstance(value, Tensor) and value.is_floating_point())
-        key = next(hidden, None)
-        if key is None:
+    def tapped(module: Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values())
+        hidden = next((value for value in given if isinstance(value, Tensor) and value.is_floating_point()), None)
+        if hidden is None:
             raise ValueError(f"{name}: {type(module).__name__} is called without a tensor of hidden states")
-        enter(name, given[key].shape[:-1].numel())
-        if not torch.is_grad_enabled() or not given[key].requires_grad:
-            return None
-        given[key] = _Leave.apply(given[key], lambda: leave(name))  # type: ignore[no-untyped-call]
-        return tuple(given[index] for index in range(len(args))), {word: given[word] for word in kwargs}
+        enter(name, hidden.shape[:-1].numel())
+        if torch.is_grad_enabled() and hidden.requires_grad:  # also where the block then changes it in place
+            hidden.register_hook(lambda _grad: leave(name))
 
     # Before DeepSpeed's hooks: its own backward hooks of the module are then done when this one is called.
     handles = [
@@ -130,8 +114,8 @@ def block_gradients(
 def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
     """While active, every forward of a module calls hook(name, x (T, in))."""
 
-    def seen(name: str, args: tuple[Tensor, ...], _output: Tensor) -> None:
-        hook(name, args[0].detach().reshape(-1, args[0].shape[-1]))
+    def seen(name: str, given: Tensor, _output: Tensor) -> None:
+        hook(name, given.detach().reshape(-1, given.shape[-1]))
 
     with _on_forward(modules, seen):
         yield
@@ -141,20 +125,24 @@ def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
 def captured_output(module: Module) -> Iterator[list[Tensor]]:
     """While active, collects the outputs of a module with their graph (the logits of an output embedding)."""
     outputs: list[Tensor] = []
-    with _on_forward({"": module}, lambda _name, _args, output: outputs.append(output)):
+    with _on_forward({"": module}, lambda _name, _given, output: outputs.append(output)):
         yield outputs
 
 
 @contextmanager
 def _on_forward(
-    modules: dict[str, Module], hook: Callable[[str, tuple[Tensor, ...], Tensor], Any], first: bool = False
+    modules: dict[str, Module], hook: Callable[[str, Tensor, Tensor], Any], first: bool = False
 ) -> Iterator[None]:
-    """While active, hook(name, inputs, output) follows every forward; what it returns replaces the output.
+    """While active, hook(name, input, output) follows every forward; what it returns replaces the output.
 
     `first`: before the hooks that the modules have, such as DeepSpeed's.
     """
     handles = [
-        module.register_forward_hook(lambda _module, args, output, name=name: hook(name, args, output), prepend=first)
+        module.register_forward_hook(
+            lambda _module, args, kwargs, output, name=name: hook(name, (*args, *kwargs.values())[0], output),
+            prepend=first,
+            with_kwargs=True,
+        )
         for name, module in modules.items()
     ]
     try:

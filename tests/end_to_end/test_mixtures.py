@@ -71,7 +71,9 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
     assert all(experts["layers"][LAYER]["tokens"])
     assert sum(experts["layers"][LAYER]["load"]) == pytest.approx(4, abs=1e-3)
     assert "auto_map" not in json.loads((out / "config.json").read_text())
-    assert sparsity["coverage"]["masked"] == sparsity["coverage"]["prunable"]
+    coverage = sparsity["coverage"]
+    assert all(name.endswith("gate.weight") for name in coverage["dense"])  # the routers
+    assert coverage["masked"] == coverage["linear"] - sum(coverage["dense"].values()) < coverage["linear"]
     state = load_model(str(out)).state_dict()
     for name in ("gate_up_proj", "down_proj"):
         kept_GM = (state[f"{LAYER}.{name}"] != 0).reshape(-1, 4).sum(dim=1)

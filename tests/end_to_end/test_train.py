@@ -98,7 +98,7 @@ def test_the_shipped_command(tmp_path):
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     for part in (
         "stdlib_llama (llama",
-        "100.0% of the prunable",
+        "100.0% of the linear weights",
         "frozen",
         "step 20/20",
         "done: 20 steps, 40,960 tokens",

@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
     "cli.compare": {"compare"},
+    "cli.inspect": {"model.coverage"},
     "cli.plan": {"transformers", "planning"},
     "compare.figures": {"matplotlib"},
     "compare.history": {"tensorboard"},
@@ -76,7 +77,8 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "export.loaded": {"safetensors"},
     "export.reference": {"peft"},
     "export.run_source": {"model.family_table"},
-    "evaluate.pretrained": {"config", "model.families", "model.tokenizer"},
+    "evaluate.pretrained": {"config", "model.families", "model.hub", "model.tokenizer"},
+    "model.hub": {"huggingface_hub"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "zero.expert_taps": {"transformers.integrations.moe"},
     "evaluate.perplexity": {"tqdm"},

@@ -35,6 +35,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: tiny_models.tiny_mixture(Qwen3MoeConfig, vocab_size=40),
     # Conv1D (in, out): 20 x 60, 20 x 20, 20 x 80, 80 x 20.
     "gpt2": lambda: tiny_models.tiny_gpt2(n_embd=20, n_layer=1, n_head=2, vocab_size=40, n_positions=16),
+    # Families without rows, which change outputs of linear layers in place.
+    "falcon": lambda: tiny_models.tiny_falcon(num_hidden_layers=1),
+    "falcon_new": lambda: tiny_models.tiny_falcon(num_hidden_layers=1, new_decoder_architecture=True, num_kv_heads=2),
+    "llama4": tiny_models.tiny_llama4,
 }
 
 SCHEDULE = {

@@ -253,9 +253,9 @@ def test_reports() -> None:
             assert sum(found["histograms"][f"curvature_log10/{name}"][0]) == mask.numel()
         # 20 x 20 for q and o, 10 x 20 for k and v, three of 28 x 20; k is prunable but excluded.
         covered = found["coverage"]
-        assert (covered.masked, covered.prunable, covered.weights) == (2680, 2880, 6)
+        assert (covered.masked, covered.linear, covered.weights) == (2680, 2880, 6)
         assert covered.total == found["total"]
-        assert covered.of_prunable == pytest.approx(100 * 2680 / 2880)
+        assert covered.of_linear == pytest.approx(100 * 2680 / 2880)
 
 
 # -- SLoRB ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sparseforge_ds.model.families import prunable_weights
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.reference import ReferenceForge
-from tests.zero.case import MODELS, Case, batch_at, build, my_part, probe_of, published, train_step
+from tests.zero.case import MODELS, Case, batch_at, build, my_part, probe_of, published, run, train_step
 
 KINDS = ("hutchinson", "weights", "fisher", "gauss_newton", "wanda")
 NOTHING_HAPPENS = {"max_steps": 1000, "schedule": {"update_every": 50, "hardening": [0.1, 0.3]}}
@@ -139,9 +139,17 @@ def test_a_probe_leaves_no_trace(stage: int) -> None:
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, kind: str, checkpointing: bool | None = None, probes: int = 1) -> dict[str, Tensor]:
-    """One refresh before the first step, whole weights; `checkpointing` is use_reentrant, None for none."""
+def measure(
+    case: Case, kind: str, checkpointing: bool | None = None, probes: int = 1, apart: bool = False
+) -> dict[str, Tensor]:
+    """One refresh before the first step, whole weights; `checkpointing` is use_reentrant, None for none.
+
+    `apart`: what follows a linear layer gets a copy of its output, so that nothing is done to the output in place.
+    """
     model = MODELS[case.model]()
+    for module in model.modules():
+        if apart and isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _m, _x, y: y.clone() if isinstance(y, Tensor) else y)
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
     engine, forge = build(case, model)
@@ -226,6 +234,38 @@ def test_activation_checkpointing_gives_the_same_curvature(stage: int) -> None:
     for i in range(0, len(requests), 3):
         for j in (1, 2):
             assert apart(found[i + j], found[i]) < (1e-3 if requests[i][1] == "weights" else 1e-6), requests[i + j]
+
+
+IN_PLACE: dict[str, dict[str, Any]] = {
+    "falcon": {"include": ["*.h.*"]},
+    "falcon_new": {"include": ["*.h.*"]},
+    "llama4": {"include": ["*_proj.weight"], "allow_dense": ["*.experts.*", "*.router.*"]},
+}
+
+
+def measure_in_place(requests: list[tuple[Any, ...]]) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+    runs = [Case(stage, model=model, config=config, steps=4) for model, config in IN_PLACE.items() for stage in (1, 3)]
+    return measure_all(requests), [run(case) for case in runs]
+
+
+def test_outputs_that_are_changed_in_place() -> None:
+    """The gradient is that of the output before the change, with and without recomputed activations.
+
+    ZeRO-3 has hooks of its own between a tap and what changes its output; the other stages have none.
+    """
+    requests = [
+        (Case(stage=2, model=model, config=config), kind, how, 1, copied)
+        for model, config in IN_PLACE.items()
+        for kind in ("fisher", "hutchinson", "wanda")
+        for how, copied in ((None, True), (None, False), (False, False), (True, False))
+    ]
+    found, runs = run_distributed(measure_in_place, 2, requests)[0]
+    for i in range(0, len(requests), 4):
+        assert all(found[i][name].any() for name in found[i]), requests[i]
+        for j in (1, 2, 3):
+            assert apart(found[i + j], found[i]) < 1e-6, requests[i + j]
+    for record in runs:
+        assert len(record["updates"]) == 2 and record["losses"][-1] < record["losses"][0]
 
 
 def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:

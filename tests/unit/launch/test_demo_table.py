@@ -16,7 +16,7 @@ def test_every_number_is_in_the_table(tmp_path: Path) -> None:
         "sparseforge.json": {
             "config": {"max_steps": 400, "pattern": "2:4"},
             "run": {"seq_length": 256},
-            "coverage": {"masked": 750, "prunable": 750, "total": 1000, "weights": 3},
+            "coverage": {"masked": 750, "linear": 750, "total": 1000, "weights": 3},
         },
         "dense.json": {"perplexity": 10.0},
         "one_shot.json": {"perplexity": 20.0},
@@ -31,7 +31,7 @@ def test_every_number_is_in_the_table(tmp_path: Path) -> None:
     assert "held-out perplexity dense 10.000" in lines
     assert "one-shot magnitude 2:4 20.000" in lines
     assert "SparseForge 2:4 11.000 (90.0% of the one-shot loss won back)" in lines
-    assert "under a mask of the prunable weights 100.0%" in lines
+    assert "under a mask of the linear weights 100.0%" in lines
     assert "of all weights 75.0%" in lines
     assert "2:4 groups checked 123,456" in lines
     assert "violations 0" in lines

@@ -91,7 +91,8 @@ def test_a_dry_run_resolves_the_whole_recipe(recipe, bash, capsys, monkeypatch):
     code, text, errors = dry(commands[0], capsys, monkeypatch)
     assert (code, errors) == (0, "")
     assert f"{RECIPES[recipe]:,} parameters" in text
-    assert "100.0% of the prunable" in text
+    assert f"{'99.9' if 'moe' in recipe else '100.0'}% of the linear weights" in text
+    assert ("left dense" in text) == ("moe" in recipe)  # the routers
     assert re.search(r"frozen .* finetune under the projected mask", text)
     assert "its weights and tokenizer are on the hub" in text
     assert not (ROOT / "runs" / "nothing_here").exists()

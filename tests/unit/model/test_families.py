@@ -278,7 +278,7 @@ def test_real_models(assets: Path) -> None:
         assert of_layers == sum(
             m.weight.numel() for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"
         )
-        assert coverage(model, weights).of_prunable == 100.0
+        assert coverage(model, weights).of_linear == 100.0
 
 
 class _Fused(nn.Module):
@@ -310,8 +310,8 @@ def test_coverage_counts_elements() -> None:
     weights = prunable_weights(model, SparseForgeConfig(include=("*.mlp.*",)))
     counted = coverage(model, weights)
     assert (counted.weights, counted.masked, counted.total) == (6, 2 * 3 * 32 * 64, total)
-    assert counted.prunable == 2 * (3 * 32 * 64 + 2 * 32 * 32 + 2 * 32 * 16)
-    assert counted.of_prunable == pytest.approx(100 * 12288 / 18432)
+    assert counted.linear == 2 * (3 * 32 * 64 + 2 * 32 * 32 + 2 * 32 * 16)
+    assert counted.of_linear == pytest.approx(100 * 12288 / 18432)
     assert counted.of_all == pytest.approx(100 * 12288 / total)
 
 
@@ -341,7 +341,10 @@ def test_include_and_exclude_are_set_algebra(include: list[str], exclude: list[s
     ("config", "message"),
     [
         ({"include": ("*.nothing",)}, r"sparseforge.include: '\*.nothing' matches no weight"),
-        ({"include": ("lm_head.weight",)}, r"sparseforge.include: 'lm_head.weight' matches no weight"),
+        (
+            {"include": ("lm_head.weight",)},
+            r"sparseforge.include: 'lm_head.weight' matches no weight that .* stay dense",
+        ),
         ({"exclude": ("q_proj",)}, r"sparseforge.exclude: 'q_proj' matches no weight.*'\*.q_proj.\*'"),
         ({"exclude": ("*",)}, "no weight of this llama model is left to prune"),
         ({"pattern": "5:7"}, r"q_proj.weight \(and 13 more\) of shape \(32, 32\) cannot be 5:7: its input axis has 32"),

@@ -237,7 +237,7 @@ def test_a_family_without_rows_is_pruned_where_include_says() -> None:
     assert found == prunable_weights(tiny_gpt2(), SparseForgeConfig(include=("*.mlp.*",)))
     assert {weight.input_axis for weight in found} == {-2}
     counted = coverage(model, found)
-    assert counted == coverage(tiny_gpt2(), found) and counted.of_prunable < 100
+    assert counted == coverage(tiny_gpt2(), found) and counted.of_linear < 100
     assert names(unknown("llama"), include=("*",)) == names(tiny_llama())
     with pytest.raises(ValueError, match=r"include: '\*.nothing' matches no weight"):
         names(model, include=("*.nothing",))

@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.planning.architecture import Architecture, describe, empty_model, read_model_config
+from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.duration import forward_flops
 from sparseforge_ds.planning.memory import largest_experts
+from sparseforge_ds.planning.model_config import read_model_config
 from tests import tiny_models
 from tests.unit.planning.published_configs import PUBLISHED, gpt2_xl, llama2_7b, qwen3_14b
 
@@ -32,7 +33,8 @@ def test_full_size_models_have_their_published_size(name: str, monkeypatch: pyte
     found = architecture(read_model_config(name))
     assert found.total == PUBLISHED[name]
     assert found.active == (2_828_650_496 if "moe" in name else found.total)
-    assert found.masked == found.prunable
+    assert found.masked == found.coverage.masked == found.coverage.linear - sum(found.coverage.dense.values())
+    assert [*found.coverage.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])
 
 
 def test_what_is_pruned_of_full_size_models() -> None:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, Qwen3MoeConfig
+from transformers import BloomConfig, GptOssConfig, Qwen3MoeConfig, ViTConfig
 
 from sparseforge_ds.cli.main import main
 from tests.tiny_folders import deepspeed_json, write_json
-from tests.tiny_models import tiny_mixture
+from tests.tiny_models import tiny_falcon, tiny_mixture
 from tests.unit.planning.published_configs import qwen3_14b
 
 ROOT = Path(__file__).resolve().parents[3]
+GPT_OSS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 ZERO3 = str(ROOT / "ds_configs" / "zero3.json")
 
 
@@ -39,7 +51,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_the_demo_fits_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3) == 0
     text = capsys.readouterr().out
-    for part in ("ZeRO-3, bfloat16, 2 GPUs", "100.0% of the prunable", "+ mask update", "verdict", "fits, with"):
+    for part in ("ZeRO-3, bfloat16, 2 GPUs", "100.0% of the linear weights", "+ mask update", "verdict", "fits, with"):
         assert part in text
 
 
@@ -67,7 +79,7 @@ def test_other_spellings_and_json(qwen: str, capsys: pytest.CaptureFixture[str])
     assert one["fits"] and one["advice"] is None
     assert set(one["layouts"]) >= {"ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, optimizer on the host"}
     assert one["settings"]["micro_batch"] == 1
-    assert one["model"]["masked"] == one["model"]["prunable"]
+    assert one["model"]["masked"] == one["model"]["linear"]
 
 
 def test_json_is_all_that_is_printed() -> None:
@@ -120,17 +132,21 @@ def test_another_teacher(qwen: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--seq_length", "100000"], "use at most that many"),
         (["--gpu", "abacus"], "known are a100, h100"),
         (["--teacher", "{qwen}"], "has a vocabulary of 151936"),
+        (["--model", "{vit}"], "a vit model is no causal language model"),
+        (["--teacher", "{vit}"], "a vit model is no causal language model"),
     ],
 )
 def test_errors_in_one_line(
     arguments: list[str],
     message: str,
     qwen: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    given = [argument.format(qwen=qwen) for argument in arguments]
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    given = [argument.format(qwen=qwen, vit=tmp_path / "vit") for argument in arguments]
     assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, *given) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -177,6 +193,32 @@ def test_probes_at_outputs_of_experts_are_refused(tmp_path: Path, capsys: pytest
     assert captured.out == ""
     assert 'importance "hutchinson" displaces outputs' in captured.err
     assert "mlp.experts.gate_up_proj (2 in all) has no such layer" in captured.err
+
+
+def test_a_proposed_block_is_pasted_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of GPT-OSS most is experts that cannot be pruned, and the plan says how much."""
+    GptOssConfig(**GPT_OSS).save_pretrained(tmp_path)
+    arguments = ("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed")
+    assert plan(*arguments, str(write_json(tmp_path / "ds.json", deepspeed_json()))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    block = json.loads("{" + error[error.index('"include": ') :] + "}")
+    pasted = str(write_json(tmp_path / "ds.json", deepspeed_json(**block)))
+    assert plan(*arguments, pasted) == 0
+    text = capsys.readouterr().out
+    assert re.search(
+        r"pruned +2:4 in 8 weights: 11\.0% of the linear weights between .* and 10\.0% of all weights", text
+    )
+    assert re.search(r"left dense +model\.layers\.\*\.mlp\.experts\.gate_up_proj \(32,768 elements, 58\.9% of", text)
+    (found,) = plan_json(capsys, *arguments, pasted)
+    assert found["model"]["masked"] / found["model"]["linear"] < 0.12
+
+
+def test_a_family_with_attention_classes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_falcon().config.save_pretrained(tmp_path)
+    pasted = str(write_json(tmp_path / "ds.json", deepspeed_json(include=["*.h.*"])))
+    assert plan("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed", pasted) == 0
+    assert "2:4 in 8 weights: 100.0% of the linear weights" in capsys.readouterr().out
 
 
 def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

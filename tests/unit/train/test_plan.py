@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
@@ -42,7 +42,7 @@ def test_a_plan_knows_the_run(arguments):
     assert (plan.stage, plan.dtype, plan.tokens_per_step) == (3, torch.float32, 4 * 32)
     assert plan.teacher is plan.model
     assert len(plan.weights) == plan.coverage.weights == 14
-    assert plan.coverage.of_prunable == 100.0
+    assert plan.coverage.of_linear == 100.0
     assert next(empty_model(plan.model).parameters()).is_meta
     assert "leaf_module" not in plan.deepspeed["zero_optimization"]
 
@@ -55,12 +55,39 @@ def test_loaded_weights_are_those_of_the_file(arguments, model):
     assert all(torch.equal(loaded[name], expected[name].bfloat16()) for name in expected)
 
 
+def test_layers_that_cannot_be_measured_are_refused_before_weights_are_read(arguments, tmp_path):
+    """Mamba's `dt_proj` is a linear layer that is never called; `include` and `exclude` can be pasted."""
+    sizes = {"vocab_size": BYTE_VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    folder = tmp_path / "mamba"
+    MambaForCausalLM(MambaConfig(**sizes, time_step_rank=4)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+    def plan(**block):
+        return make_plan(arguments(deepspeed_json(**block), model=str(folder)), 1)
+
+    with pytest.raises(ValueError, match=r"are not covered: .* Paste this into the sparseforge block") as raised:
+        plan()
+    keys = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
+    with pytest.raises(ValueError, match=r'paste "exclude": ') as raised:
+        plan(**keys)
+    keys["exclude"] = ["backbone.layers.*.mixer.dt_proj.weight"]
+    assert json.dumps(keys["exclude"]) in str(raised.value)
+    assert keys["allow_dense"] == ["backbone.layers.*.mixer.A_log", "backbone.layers.*.mixer.conv1d.weight"]
+    dense = plan(**keys).coverage.dense
+    assert set(dense) == {*keys["allow_dense"], "backbone.layers.*.mixer.dt_proj.weight"}
+    everything = {"include": ["*"], "allow_dense": keys["allow_dense"]}
+    cure = '"exclude": ["backbone.layers.*.mixer.dt_proj.weight"]'
+    with pytest.raises(ValueError, match=rf"mixer.dt_proj.weight \(2 of 8 .*{re.escape(cure)}"):
+        plan(**everything)
+    assert plan(**everything, exclude=["backbone.layers.*.mixer.dt_proj.weight"]).coverage.dense == dense
+
+
 def test_the_banner_says_what_will_happen(arguments):
     plan = make_plan(arguments(max_steps=100, learning_rate=1e-3), world_size=2)
     text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
     for part in (
         "llama",
-        "2:4 in 14 weights: 100.0% of the prunable",
+        "2:4 in 14 weights: 100.0% of the linear weights between embedding and head and ",
         "heating 0-25, hardening 25-75, frozen 75-100",
         "0.001 after 3 warm-up steps, cosine to 0.0001",
         "4 x 32 tokens = 2 a rank x 1 accumulated x 2 ranks",

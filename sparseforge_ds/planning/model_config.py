@@ -1,0 +1,78 @@
+"""The config of the model that a run names, without its weights, and whether it is one that can be trained here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from sparseforge_ds.model.deepseek_moe import register
+from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.planning.known_models import known_config
+
+EMBEDDED_MODEL = "stdlib_llama"
+"""The model that is shipped inside the package, as the launcher names it."""
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+
+
+def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
+    """The transformers config of a causal language model; weights are not looked for.
+
+    Configs of the models in the paper's tables are part of the package, and so are the sizes of common other ones, so
+    that they can be planned without the hub.
+
+    Args:
+        name: a model folder, a config.json, a hub id, or the name of the embedded model.
+        flag: the flag that named it, for messages.
+
+    Raises:
+        ValueError: there is none, it cannot be read, it is not that of a causal language model, or the hub cannot be
+            reached.
+    """
+    path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
+    if not path.exists():
+        if (known := known_config(name)) is not None:
+            return known
+        path = published_config(name) or path
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{flag} {name}: no config.json in this folder")
+    remote = not path.exists()
+    if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
+        raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
+    register()  # a family that transformers does not have
+    unreachable = why_unreachable() if remote else None
+    try:
+        config = AutoConfig.from_pretrained(name if remote else path, local_files_only=unreachable is not None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cure = "its config.json cannot be used"
+        if remote:
+            cure = "check the name and the network, or give a model folder or its config.json"
+        if unreachable is not None:
+            reason = f"neither a folder, nor a model whose sizes the package knows, nor in the cache; {unreachable}"
+        raise ValueError(f"{flag} {name}: {reason}; {cure}") from None
+    require_causal(config, f"{flag} {name}")
+    return config
+
+
+def require_causal(config: PretrainedConfig, who: str) -> None:
+    """Refuse what transformers has no causal language model for.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{who}: a {config.model_type} model is no causal language model; what is trained here predicts the next "
+            "token of a text, and transformers' AutoModelForCausalLM has a class for it (llama, qwen3, mixtral, ...)"
+        )
+    if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
+        raise ValueError(f"{who}: the config of this {config.model_type} model has no vocab_size; complete config.json")
+
+
+def published_config(name: str) -> Path | None:
+    """The folder with the config that a hub id has on the hub, where the package has it whole."""
+    folder = _ASSETS / "published" / name
+    return folder if name.count("/") == 1 and ".." not in name and (folder / "config.json").is_file() else None

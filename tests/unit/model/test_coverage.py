@@ -1,0 +1,101 @@
+"""What is said of how much is under a mask: of all linear weights, whether the family table knows them or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import GptOssConfig, PreTrainedModel
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.coverage import Coverage, percent
+from sparseforge_ds.model.families import coverage, prunable_weights
+from tests.tiny_models import BUILDERS, tiny_gpt2, tiny_llama, tiny_llama4, tiny_mixture
+
+
+def covered(model: PreTrainedModel, **config: Any) -> Coverage:
+    return coverage(model, prunable_weights(model, SparseForgeConfig(**config)))
+
+
+def gpt_oss() -> PreTrainedModel:
+    return tiny_mixture(GptOssConfig)
+
+
+@pytest.mark.parametrize("build", [gpt_oss, tiny_llama4])
+def test_fused_experts_of_a_family_without_rows_count(build: Callable[[], PreTrainedModel]) -> None:
+    """Whatever the class of the module that holds it: of the linear weights, most are experts and stay dense."""
+    model = build()
+    found = covered(model, include=("*_proj.weight",), allow_dense=("*.experts.*", "*.router.*"))
+    experts = sum(
+        math.prod(p.shape) for n, p in model.named_parameters() if ".experts." in n and not n.endswith("bias")
+    )
+    routers = sum(p.numel() for n, p in model.named_parameters() if n.endswith("router.weight"))
+    assert found.linear == found.masked + experts + routers
+    assert sum(found.dense.values()) == experts + routers and len(found.dense) == 3
+    assert found.of_linear < 60 and str(found).startswith(percent(found.masked, found.linear))
+    lines = found.lines()
+    assert ".experts.gate_up_proj (" in lines[0] and "router.weight (" in lines[-1]
+    assert found.lines(but={next(iter(found.dense))}) == lines[1:]
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_every_matrix_but_embeddings_and_head_is_linear(family: str) -> None:
+    model = BUILDERS[family]()
+    found = covered(model)
+    aside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    aside.add(id(model.get_output_embeddings().weight))
+    assert found.linear == sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in aside)
+    routers_and_factors = (
+        "mlp.gate.weight",
+        "mlp.shared_expert_gate.weight",
+        "project_in.weight",
+        "project_out.weight",
+    )
+    assert all(name.endswith(routers_and_factors) for name in found.dense)
+    assert found.masked == found.linear - sum(found.dense.values())
+
+
+def test_what_include_and_exclude_leave_dense_is_named() -> None:
+    found = covered(BUILDERS["qwen3_moe"](), include=("*_proj.weight",))  # not the experts, which have rows
+    assert next(iter(found.dense)).endswith("experts.gate_up_proj") and found.of_linear < 80
+    found = covered(tiny_gpt2(), exclude=("*.c_attn.weight",))
+    assert found.dense == {"transformer.h.*.attn.c_attn.weight": 2 * 32 * 96}
+    assert found.lines() == ["transformer.h.*.attn.c_attn.weight (6,144 elements, 25.0% of the linear weights)"]
+
+
+def test_the_head_is_not_linear_and_not_pruned_by_include() -> None:
+    model = tiny_llama()
+    model.config.model_type = "bloom"
+    everything = covered(model, include=("*",))
+    assert everything.of_linear == 100.0 and everything.dense == {} and everything.of_all < 85
+    for family in ("llama", "bloom"):
+        model.config.model_type = family
+        for glob in ("lm_head.weight", "*head*"):
+            with pytest.raises(
+                ValueError, match=r"head.*' matches no weight that can be pruned, but lm_head.weight: emb"
+            ):
+                covered(model, include=("*.mlp.*", glob))
+    with pytest.raises(
+        ValueError, match="matches no weight that can be pruned, but .*experts.gate_up_proj .and 7 more"
+    ):
+        covered(gpt_oss(), include=("*_proj.weight", "*.experts.*"))
+
+
+def test_low_rank_branches_are_no_weights_of_the_model() -> None:
+    from sparseforge_ds.model.low_rank import prepare
+
+    config = SparseForgeConfig.from_dict({"low_rank": {"k": 16}})
+    model = prepare(tiny_llama(), config)
+    found = coverage(model, prunable_weights(model, config))
+    assert found.of_linear == 100.0 and found.linear == 18432
+
+
+def test_a_hundred_percent_is_all() -> None:
+    assert [percent(part, 10_000) for part in (10_000, 9_999, 5, 0)] == ["100.0%", "99.9%", "0.0%", "0.0%"]
+    many = Coverage(1, 16, 20, 1, {f"layer{number}.weight": 1 for number in range(15)})
+    assert len(many.lines()) == 13 and many.lines()[-1] == "and 3 more patterns"
+    assert asdict(many)["dense"]["layer0.weight"] == 1
