@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -115,15 +116,14 @@ def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> Pr
         config: from `read_model_config`, or one that `require_causal` accepts.
         dtype: None for the config's.
     """
-    kept = config._attn_implementation
+    chosen = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+        try:  # what is said here is written into the config
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, attn_implementation=NAME)
         except KeyError as error:
-            if error.args != (NAME,):
+            if error.args != (NAME,):  # a family that keeps its attention classes in a table of its own
                 raise
-        config._attn_implementation = kept  # a family that keeps its attention classes in a table of its own
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -61,7 +61,8 @@ def _refuse_unpassed(model: nn.Module, weights: list[PrunableWeight], config: Sp
             f"of {len(weights)} weights to prune) has none that they pass: a {kind} model uses it in another way, or "
             f"not for text; {excluding(missed)}, or use {other}"
         )
-    if shared := [name for name in layers if name in _shared(model)]:
+    of_several = _shared(model)
+    if shared := [name for name in layers if name in of_several]:
         raise ValueError(
             f'importance "{config.importance}" is measured where tokens pass a layer, and {shared[0]} ({len(shared)} '
             f"of {len(weights)} weights to prune) is the weight of several layers of this {kind} model, of which one "

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
+from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
 from sparseforge_ds.planning.duration import forward_flops
 from sparseforge_ds.planning.memory import largest_experts
 from sparseforge_ds.planning.model_config import read_model_config
@@ -78,6 +78,16 @@ def test_operations_of_a_forward_pass_are_counted(make: Callable[..., PreTrained
     found = architecture(model.config)
     causal = length * (found.score_width + found.value_width) * found.layers * length  # eager computes both halves
     assert forward_flops(found, length) * length + causal == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.tiny_falcon])
+def test_an_empty_model_leaves_the_config_alone(make: Callable[..., PreTrainedModel]) -> None:
+    """A run writes it into its folder."""
+    config = make().config
+    before = config.to_dict(), config._attn_implementation
+    for dtype in (None, torch.bfloat16):
+        assert next(bare_model(config, dtype).parameters()).is_meta
+        assert (config.to_dict(), config._attn_implementation) == before
 
 
 def test_configs_are_found(tmp_path: Path) -> None:
