@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 from sparseforge_ds.registration import register_families
 
@@ -55,9 +56,11 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     register_families()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=wanted, output_loading_info=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{name}: cannot be loaded as a causal language model ({_first_line(error)})") from None
+        raise ValueError(f"{name}: cannot be loaded as a causal language model ({reason(error)})") from None
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"{name}: incomplete, {len(missing)} weights are missing, first {missing[0]}")
@@ -65,7 +68,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
         try:
             model.load_adapter(adapter)
         except (OSError, ValueError, ImportError) as error:
-            raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({_first_line(error)})") from None
+            raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -80,7 +83,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return tokenizer_of(name)
     except ValueError as error:
-        raise ValueError(f"{name}: has no tokenizer that can be read ({_first_line(error)})") from None
+        raise ValueError(f"{name}: has no tokenizer that can be read ({reason(error)})") from None
 
 
 @torch.no_grad()
@@ -106,7 +109,3 @@ def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseF
         kept_GM = torch.where(top_n(group_GM.abs(), pattern.kept), group_GM, torch.zeros_like(group_GM))
         parameter.copy_(pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape))
     return len(weights)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

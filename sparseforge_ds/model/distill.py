@@ -247,12 +247,13 @@ class Teacher:
             path: folder or hub id.
             config: its `hold` is used.
             ds_config: the student's DeepSpeed configuration.
-            **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given.
+            **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given,
+                and no code of the teacher's own is run.
         """
         register_families()
         kwargs.setdefault("dtype", _dtype(ds_config))
         with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
-            model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
         return cls(model, config, ds_config)
 
     def check_student(self, student: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.deepseek_moe import register
 from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.low_rank import branches, prepare
 from sparseforge_ds.planning.attention import NAME
 from sparseforge_ds.planning.live import Live
@@ -137,15 +138,14 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
         raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
     register()  # a family that transformers does not have
     try:
-        return AutoConfig.from_pretrained(name if remote else path)
+        return AutoConfig.from_pretrained(name if remote else path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         cure = (
             "check the name and the network, or give a model folder or its config.json"
             if remote
             else "its config.json cannot be used"
         )
-        raise ValueError(f"{flag} {name}: {reason}; {cure}") from None
+        raise ValueError(f"{flag} {name}: {reason(error)}; {cure}") from None
 
 
 def published_config(name: str) -> Path | None:
@@ -160,8 +160,13 @@ def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch
     Raises:
         ValueError: it is no causal language model, or the family table does not know it.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+            )
+    except ValueError as error:
+        raise ValueError(f"a {config.model_type} is no causal language model ({reason(error)})") from None
     prepare(model, forge)
     for branch in branches(model).values():
         branch.enabled = True

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig
 
 import sparseforge_ds
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.train.arguments import EMBEDDED_MODEL
 
@@ -57,9 +58,9 @@ def find_model(name: str, flag: str) -> Pretrained:
         raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
     try:
         sparseforge_ds.register_families()
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {name}: its config.json cannot be used ({error})") from None
+        raise ValueError(f"{flag} {name}: its config.json cannot be used ({reason(error)})") from None
     _check_weights(folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
 
@@ -84,8 +85,11 @@ def empty_model(model: Pretrained) -> PreTrainedModel:
     Raises:
         ValueError: it is not a causal language model.
     """
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model.config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(f"{model.name}: its config is of no causal language model ({reason(error)})") from None
 
 
 def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] | None) -> Loaded:
@@ -98,7 +102,9 @@ def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] 
             None to load all of it here.
     """
     with _partitioned(partition):
-        loaded, report = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype, output_loading_info=True)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            model.folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
     return Loaded(model.name, loaded, sorted(report["missing_keys"]))
 
 
@@ -149,9 +155,8 @@ def _folder(name: str, flag: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({reason}); "
+            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({reason(error)}); "
             "check the name and the network, or give a folder"
         ) from None
 
