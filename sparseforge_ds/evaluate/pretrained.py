@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=wanted, output_loading_info=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise ValueError(f"{name}: cannot be loaded as a causal language model ({reason(error)})") from None
     missing = sorted(report["missing_keys"])
     if missing:
@@ -67,7 +68,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     if adapter is not None:
         try:
             model.load_adapter(adapter)
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, UnpicklingError) as error:
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -29,7 +29,8 @@ def filled_model(source: Source) -> Any:
     """The source's model, in evaluation mode, on the CPU.
 
     Raises:
-        ValueError: transformers has no class for its config.json, or the tensors of the source are not exactly those of the model that config.json describes.
+        ValueError: transformers has no class for its config.json, or the tensors of the source are not exactly those
+            of the model that config.json describes.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights

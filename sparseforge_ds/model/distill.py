@@ -28,6 +28,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.registration import register_families
 
 IGNORED = -100
@@ -253,7 +254,10 @@ class Teacher:
         register_families()
         kwargs.setdefault("dtype", _dtype(ds_config))
         with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
-            model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
+            try:
+                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
+            except ValueError as error:
+                raise ValueError(f"teacher {path}: cannot be loaded ({reason(error)})") from None
         return cls(model, config, ds_config)
 
     def check_student(self, student: PreTrainedModel) -> None:
