@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from sparseforge_ds.cli.export import proof_line
+from sparseforge_ds.cli.export import adapter_line, proof_line
 
 _EPILOG = """\
 examples:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     weights = len(sparsity["weights"])
     print(f"{args.out}: {weights} weights in {sparsity['pattern']}, {groups:,} groups, verified")
     if sparsity["adapter"]:
-        print(f"{args.out}/{sparsity['adapter']}: low-rank branch, a PEFT LoRA adapter for this model")
+        print(adapter_line(args.out))
     print(proof_line("hf", sparsity["proof"]))
     return 0
 

@@ -67,8 +67,18 @@ def run(args: argparse.Namespace) -> int:
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(args.format, record)}")
+    if args.format in ("hf", "packed24") and record["adapter"]:
+        print(adapter_line(args.out))
     print(proof_line(args.format, record.get("proof")))
     return 0
+
+
+def adapter_line(out: str) -> str:
+    """What whoever loads an export with a low-rank branch has to know."""
+    return (
+        f"{out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where peft is "
+        "installed, and without it the weights compute nonsense"
+    )
 
 
 def _what(format: str, record: dict[str, Any]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
@@ -23,9 +26,11 @@ NO_ADAPTER = "none"
 
 
 ADAPTER_HELP = (
-    "PEFT adapter to put on the model (needs peft); default: the low-rank branch in the model's own folder, where "
-    f"export wrote one; {NO_ADAPTER}: without"
+    "PEFT adapter to put on the model (needs peft); default: the one in the model's own folder, like the low-rank "
+    f"branch that export writes; {NO_ADAPTER}: without"
 )
+
+_CONFIG = "adapter_config.json"
 
 
 def adapter_of(name: str, given: str | None) -> str | None:
@@ -34,11 +39,22 @@ def adapter_of(name: str, given: str | None) -> str | None:
     Args:
         name: folder or hub id of the model.
         given: a folder, `NO_ADAPTER`, or None when nothing was said.
+
+    Raises:
+        ValueError: nothing was said, and the model was exported with an adapter that is not there.
     """
-    own = Path(name) / "adapter"
-    if given is None:
-        return str(own) if (own / "adapter_config.json").is_file() else None
-    return None if given == NO_ADAPTER else given
+    if given is not None:
+        return None if given == NO_ADAPTER else given
+    folder = Path(name)
+    for own in (folder, folder / "adapter"):  # where exports have it, and where they once had it
+        if (own / _CONFIG).is_file():
+            return str(own)
+    if (folder / "sparsity.json").is_file() and read_json(folder / "sparsity.json").get("adapter"):
+        raise ValueError(
+            f"{name}: its low-rank adapter is missing ({_CONFIG}), without which the weights compute nonsense; export "
+            f"again, give --adapter FOLDER, or --adapter {NO_ADAPTER} to measure the weights alone"
+        )
+    return None
 
 
 def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> PreTrainedModel:
@@ -47,18 +63,20 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     Args:
         name: folder or hub id.
         dtype: one of `DTYPES`; auto is what the model was saved in.
-        adapter: folder of a PEFT adapter to put on it (what export writes for SLoRB).
+        adapter: folder of a PEFT adapter to put on it, from `adapter_of`; none else is, even from the model's folder.
 
     Raises:
-        ValueError: there is no such model, or its files cannot be read or do not fit together.
+        ValueError: there is no such model, its files cannot be read or do not fit together, or peft is missing.
     """
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
+    if adapter is not None and importlib.util.find_spec("peft") is None:
+        raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     register_families()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, output_loading_info=True, trust_remote_code=False
+            name, dtype=wanted, output_loading_info=True, trust_remote_code=False, **_without_adapter(name)
         )
     except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise ValueError(f"{name}: cannot be loaded as a causal language model ({reason(error)})") from None
@@ -72,6 +90,15 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _without_adapter(name: str) -> dict[str, Any]:
+    """What makes `from_pretrained` leave an adapter in the model's folder alone: it is to look for one elsewhere.
+
+    Otherwise its report would be of the adapter, and say nothing of weights that are missing.
+    """
+    whole = all((Path(name) / file).is_file() for file in ("config.json", _CONFIG))
+    return {"adapter_kwargs": {"subfolder": "no adapter"}} if whole else {}
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -93,15 +93,18 @@ def add_branches(model: nn.Module, source: Source) -> list[Any]:
 def _answer(request: dict[str, Any]) -> dict[str, Tensor]:
     source = open_source(request["path"], request["model"], request["dtype"])
     model = filled_model(source)
-    if request["adapter"] is None:
-        return {"logits": model(token_ids(model, request["tokens"])).logits}
-    from peft import PeftModel
-
-    model.float()  # so that only the order of sums differs between the two ways to write the branch
     ids = token_ids(model, request["tokens"])
-    answer = {"without": model(ids).logits}
+    answer = {"logits": model(ids).logits}
+    if not source.branches:
+        return answer
+    model.float()  # so that only the order of sums differs between the two ways to write the branch
+    answer["without"] = model(ids).logits
     hooks = add_branches(model, source)
     answer["ours"] = model(ids).logits
+    if request["adapter"] is None:
+        return answer
+    from peft import PeftModel
+
     for each in hooks:
         each.remove()
     answer["peft"] = PeftModel.from_pretrained(model, request["adapter"]).eval()(ids).logits

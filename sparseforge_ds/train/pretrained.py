@@ -61,6 +61,11 @@ def find_model(name: str, flag: str) -> Pretrained:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its config.json cannot be used ({reason(error)})") from None
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{flag} {name}: has a PEFT adapter beside its weights (adapter_config.json), which transformers would "
+            "load as further layers; merge it into the weights (merge_and_unload of peft), or take the file away"
+        )
     _check_weights(folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
 

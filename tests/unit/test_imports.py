@@ -77,7 +77,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "export.reference": {"peft", "model.loading_error"},
     "export.run_source": {"model.family_table"},
     "evaluate.harness": {"lm_eval", "jinja2"},
-    "evaluate.pretrained": {"config", "model.families", "model.loading_error", "model.tokenizer"},
+    "evaluate.pretrained": {"checkpoint.folder", "config", "model.families", "model.loading_error", "model.tokenizer"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "zero.expert_taps": {"transformers.integrations.moe"},
     "evaluate.perplexity": {"tqdm"},
