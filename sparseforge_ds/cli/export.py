@@ -6,6 +6,9 @@ import argparse
 import sys
 from typing import Any
 
+FORMATS = ("hf", "packed24", "mask", "adapter")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 _EPILOG = """\
 formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
@@ -37,8 +40,8 @@ def register(commands: Any) -> None:
         "source", metavar="SOURCE", help="a run folder (its newest checkpoint), one checkpoint, or an exported folder"
     )
     parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--format", default="hf", help="hf, packed24, mask or adapter (default: hf)")
-    parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
+    parser.add_argument("--format", default="hf", choices=FORMATS, help="see below (default: hf)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     parser.add_argument("--workers", type=int, help="threads for hf (default: one per processor, at most 8)")
     parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")

@@ -298,7 +298,6 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
     cases = {
         (run, str(tmp_path / "used")): "is not an empty folder",
         (run, str(tmp_path / "file")): "is not an empty folder",
-        (run, str(tmp_path / "x"), "--dtype", "int8"): "--dtype 'int8': use one of",
         (run, str(tmp_path / "x"), "--max_shard_size", "big"): "size 'big'",
         (run, str(tmp_path / "x"), "--model", str(tmp_path)): "config.json: not a readable JSON file",
         (run, str(tmp_path / "file" / "x")): "cannot be written",
