@@ -58,7 +58,7 @@ def distillation_loss(
     Args:
         student_logits_BSV: (B, S, V) in any floating dtype.
         teacher_logits_BSV: (B, S, V), no gradient flows to it.
-        labels_BS: (B, S) token ids, the same ids as the inputs; -100 is ignored.
+        labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         config: weights, temperature and the tokens of a chunk.
 
     Raises:
@@ -88,7 +88,7 @@ def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024) -
 
     Args:
         logits_BSV: (B, S, V) in any floating dtype.
-        labels_BS: (B, S) token ids, the same ids as the inputs; -100 is ignored.
+        labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         chunk_tokens: tokens whose fp32 log-probabilities exist at a time.
     """
     config = DistillationConfig(weight=0.0, task_weight=1.0, chunk_tokens=chunk_tokens)
