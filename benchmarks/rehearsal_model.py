@@ -84,7 +84,7 @@ def write_model(folder: Path, config: PretrainedConfig, seed: int) -> int:
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         shutil.copyfile(TOKENIZER / name, folder / name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     specs = {name: TensorSpec(shape, torch.bfloat16) for name, shape in _published_shapes(model)}
     std = float(getattr(config, "initializer_range", 0.02))
     tensors = ((name, _random(name, spec.shape, seed, std)) for name, spec in specs.items())

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         model = build_model(args)
     else:
         copy_tokenizer(args.continue_from, args.output_dir)
-        model = LlamaForCausalLM.from_pretrained(args.continue_from, dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(args.continue_from, dtype=torch.float32, trust_remote_code=False)
     train_N, heldout_N = encode(train, args.output_dir), encode(heldout, args.output_dir)
     prunable = sum(weight.numel() for weight in prunable_weights(model))
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -147,7 +147,7 @@ def train_tokenizer(documents: list[str], vocab_size: int, folder: Path) -> None
     (folder / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
-        AutoTokenizer.from_pretrained(folder).save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(scratch)
         shutil.copyfile(f"{scratch}/tokenizer.json", folder / "tokenizer.json")
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 _EPILOG = """\
 CONFIG names a model, a training, a validation and a test text, methods (keys of the `sparseforge` block), learning
-rates, seeds and budgets. Every method's learning rate is chosen on the validation text; the test text decides nothing.
+rates, seeds and budgets. Its paths are read from its own folder, unless they are absolute or begin with a $VARIABLE.
+Every method's learning rate is chosen on the validation text; the test text decides nothing.
 What was interrupted goes on with the same command: a finished run is not made again, an unfinished one continues.
 Methods, seeds, budgets and learning rates may be added to a CONFIG later.
 
 example:
-  sparseforge compare launch/compare_stories.json --out runs/stories   # its paths begin with $SPARSEFORGE_ASSETS
+  sparseforge compare launch/compare_stories.json --out runs/stories   # its texts are in $SPARSEFORGE_ASSETS
 """
 
 

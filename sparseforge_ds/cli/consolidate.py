@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from sparseforge_ds.cli.export import proof_line
+from sparseforge_ds.cli.export import DTYPES, adapter_line, proof_line
 
 _EPILOG = """\
 examples:
@@ -28,7 +28,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="RUN", help="a run folder (its newest checkpoint), or one checkpoint folder")
     parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
     parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the run's)")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     weights = len(sparsity["weights"])
     print(f"{args.out}: {weights} weights in {sparsity['pattern']}, {groups:,} groups, verified")
     if sparsity["adapter"]:
-        print(f"{args.out}/{sparsity['adapter']}: low-rank branch, a PEFT LoRA adapter for this model")
+        print(adapter_line(args.out))
     print(proof_line("hf", sparsity["proof"]))
     return 0
 

@@ -6,6 +6,9 @@ import argparse
 import sys
 from typing import Any
 
+FORMATS = ("hf", "packed24", "mask", "adapter")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 _EPILOG = """\
 formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
@@ -37,8 +40,8 @@ def register(commands: Any) -> None:
         "source", metavar="SOURCE", help="a run folder (its newest checkpoint), one checkpoint, or an exported folder"
     )
     parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--format", default="hf", help="hf, packed24, mask or adapter (default: hf)")
-    parser.add_argument("--dtype", default="auto", help="auto (what config.json says), bfloat16, float16 or float32")
+    parser.add_argument("--format", default="hf", choices=FORMATS, help="see below (default: hf)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     parser.add_argument("--workers", type=int, help="threads for hf (default: one per processor, at most 8)")
     parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
@@ -67,8 +70,18 @@ def run(args: argparse.Namespace) -> int:
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(args.format, record)}")
+    if args.format in ("hf", "packed24") and record["adapter"]:
+        print(adapter_line(args.out))
     print(proof_line(args.format, record.get("proof")))
     return 0
+
+
+def adapter_line(out: str) -> str:
+    """What whoever loads an export with a low-rank branch has to know."""
+    return (
+        f"{out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where peft is "
+        "installed, and without it the weights compute nonsense"
+    )
 
 
 def _what(format: str, record: dict[str, Any]) -> str:

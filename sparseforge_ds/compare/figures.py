@@ -15,6 +15,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from sparseforge_ds.compare.summary import Line, Row
 
@@ -98,7 +99,8 @@ def _tokens(lines: Sequence[Line], styles: Mapping[str, Style], folder: Path) ->
     axes.set_xlabel("training tokens")
     axes.set_ylabel("test perplexity")
     figure.legend(fontsize="small", loc="outside right upper")
-    caption = "mean over seeds; bars are one sample standard deviation"
+    several = any(line.test.deviation is not None for line in lines if line.kind == "result")
+    caption = "mean over seeds; bars are one sample standard deviation" if several else "one seed"
     return _save(figure, folder, "perplexity", "Perplexity against tokens", caption)
 
 
@@ -123,10 +125,11 @@ def _curve(
             axes.plot(curve["steps"], curve["values"], **style, label=label)
     if not labelled:
         return []
-    axes.set_xlabel("optimizer step")
+    _step_axis(axes)
     axes.set_ylabel(title.lower())
     figure.legend(fontsize="small", loc="outside right upper")
-    return [_save(figure, folder, name, title, f"{caption}; a line for each seed, at the largest budget")]
+    seeds = "a line for each seed" if len({row["seed"] for row in runs}) > 1 else "one seed"
+    return [_save(figure, folder, name, title, f"{caption}; {seeds}, at the largest budget")]
 
 
 def _mask_values(runs: Sequence[Row], histories: Mapping[str, History], folder: Path) -> list[Drawn]:
@@ -159,7 +162,7 @@ def _density(axes: Axes, values: Mapping[str, Any]) -> Any:
     edges = np.concatenate([[steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)], steps])
     masked = np.ma.masked_less_equal(share_TB.T, 0.0)
     bins = np.linspace(0.0, 1.0, share_TB.shape[1] + 1)
-    axes.set_xlabel("optimizer step")
+    _step_axis(axes)
     axes.set_ylabel("mask value")
     return axes.pcolormesh(edges, bins, masked, norm=LogNorm(1e-4, 1.0), cmap="viridis")
 
@@ -180,8 +183,14 @@ def _agreement(runs: Sequence[Row], styles: Mapping[str, Style], folder: Path) -
     axes.set_ylabel("share kept by both")
     figure.legend(fontsize="small", loc="outside right upper")
     title = "Agreement with magnitude"
-    caption = "share of what magnitude keeps in the dense model that the final mask keeps too; mean over seeds"
-    return [_save(figure, folder, "agreement", title, f"{caption}, at the largest budget")]
+    caption = "share of what magnitude keeps in the dense model that the final mask keeps too"
+    seeds = "mean over seeds" if len({row["seed"] for row in runs}) > 1 else "one seed"
+    return [_save(figure, folder, "agreement", title, f"{caption}; {seeds}, at the largest budget")]
+
+
+def _step_axis(axes: Axes) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
 
 
 def _short(name: str) -> str:

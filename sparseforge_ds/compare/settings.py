@@ -51,7 +51,7 @@ class Method:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """The file. Paths are as on a command line, and may have $VARIABLES."""
+    """The file. Paths are read from its own folder, unless they are absolute or begin with a $VARIABLE."""
 
     model: str
     """The dense model, a folder or hub id; the baseline, and the start of every run."""
@@ -144,18 +144,20 @@ def read_config(path: str) -> CompareConfig:
         if name not in content and name not in optional:
             raise ValueError(f"{path}: no {name!r}; see launch/compare_stories.json for an example")
     try:
-        config = CompareConfig(**_convert(optional | content))
+        config = CompareConfig(**_convert(optional | content, Path(path).parent))
         _check(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return config
 
 
-def _convert(content: dict[str, Any]) -> dict[str, Any]:
-    for name in ("model", "train_text", "text_field", "dtype"):
+def _convert(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    for name in ("text_field", "dtype"):
         content[name] = _expand(_is(content[name], str, name, "a string"), name)
+    for name in ("model", "train_text"):
+        content[name] = _place(_is(content[name], str, name, "a string"), name, folder)
     for name in ("validation_text", "test_text"):
-        content[name] = _held_out(content[name], name)
+        content[name] = _held_out(content[name], name, folder)
     for name in ("seq_length", "batch", "workers", "ranks", "save_every", "evaluation_batch"):
         content[name] = _integer(content[name], name, 0 if name == "save_every" else 1)
     content["points"] = _integer(content["points"], "points", 0)
@@ -167,18 +169,19 @@ def _convert(content: dict[str, Any]) -> dict[str, Any]:
         content[name] = tuple(_integer(value, name, least) for value in _some(content[name], name))
     content["budgets"] = tuple(sorted(content["budgets"]))
     content["learning_rates"] = _rates(content["learning_rates"], "learning_rates")
-    content["flags"] = _flags(content["flags"], "flags")
+    content["flags"] = _flags(content["flags"], "flags", folder)
     _is(content["keep_models"], bool, "keep_models", "true or false")
     for name, options in (("select_at", get_args(SelectAt)), ("protocol", (*get_args(Protocol), None))):
         if content[name] not in options:
             raise ValueError(f"{name} = {json.dumps(content[name])}: use one of {', '.join(map(json.dumps, options))}")
     if isinstance(content["base"], str):
-        content["base"] = _read_json(_expand(content["base"], "base"), "base")
+        content["base"] = _read_json(_place(content["base"], "base", folder, file=True), "base")
     _is(content["base"], dict, "base", "the path of a DeepSpeed JSON, or such an object")
     _is(content["base"].get("sparseforge", {}), dict, "base.sparseforge", "an object")
     for name in ("methods", "one_shot"):
         entries = _is(content[name], dict, name, "an object of methods by name")
-        content[name] = {key: _method(key, value, content["learning_rates"], name) for key, value in entries.items()}
+        rates = content["learning_rates"]
+        content[name] = {key: _method(key, value, rates, name, folder) for key, value in entries.items()}
     return content
 
 
@@ -217,7 +220,7 @@ def one_shot_steps(method: Method) -> int:
     return int(method.block.get("max_steps", 0 if "method" in method.block else 1))
 
 
-def _method(name: str, entry: Any, rates: tuple[float, ...], where: str) -> Method:
+def _method(name: str, entry: Any, rates: tuple[float, ...], where: str, folder: Path) -> Method:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{where}: {name!r} is to be the name of a folder; use letters, digits, _ . and +")
     entry = _is(entry, dict, f"{where}.{name}", "an object with keys of the sparseforge block")
@@ -226,12 +229,12 @@ def _method(name: str, entry: Any, rates: tuple[float, ...], where: str) -> Meth
     return Method(
         name,
         {key: value for key, value in entry.items() if key not in _IN_A_METHOD},
-        _flags(entry.get("flags"), f"{where}.{name}.flags"),
+        _flags(entry.get("flags"), f"{where}.{name}.flags", folder),
         _rates(entry.get("learning_rates", list(rates)), f"{where}.{name}.learning_rates"),
     )
 
 
-def _flags(value: Any, where: str) -> dict[str, Any]:
+def _flags(value: Any, where: str, folder: Path) -> dict[str, Any]:
     found = _is({} if value is None else value, dict, where, "an object of run flags")
     for flag, given in found.items():
         if flag in _OURS:
@@ -241,16 +244,19 @@ def _flags(value: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}.{flag}: no flag of a run; did you mean {near!r}?")
         if not isinstance(given, (str, int, float)):
             raise ValueError(f"{where}.{flag} = {json.dumps(given)}: use a string, a number, or true")
-    return {flag: _expand(given, where) if isinstance(given, str) else given for flag, given in found.items()}
+    placed = {flag: _expand(given, where) if isinstance(given, str) else given for flag, given in found.items()}
+    if isinstance(found.get("teacher"), str):
+        placed["teacher"] = _place(found["teacher"], f"{where}.teacher", folder)
+    return placed
 
 
-def _held_out(value: Any, where: str) -> HeldOut:
+def _held_out(value: Any, where: str, folder: Path) -> HeldOut:
     if isinstance(value, str):
-        return HeldOut(_expand(value, where))
+        return HeldOut(_place(value, where, folder))
     value = _is(value, dict, where, 'a path, or {"path": ..., "documents": [first, end]}')
     if unknown := sorted(set(value) - {"path", "documents"}):
         raise ValueError(f"{where}.{unknown[0]}: unknown key; there are path and documents")
-    path = _expand(_is(value.get("path"), str, f"{where}.path", "a path"), where)
+    path = _place(_is(value.get("path"), str, f"{where}.path", "a path"), where, folder)
     span = value.get("documents", [0, None])
     whole = isinstance(span, list) and len(span) == 2 and all(type(n) is int or n is None for n in span)
     if not whole or span[0] is None or span[0] < 0 or (span[1] is not None and span[1] <= span[0]):
@@ -289,6 +295,24 @@ def _expand(text: str, where: str) -> str:
     if left := re.search(r"\$\{?\w+\}?", expanded):
         raise ValueError(f"{where} = {text!r}: the environment has no {left[0]}; export it, or write the path")
     return expanded
+
+
+def _place(text: str, where: str, folder: Path, file: bool = False) -> str:
+    """A path of the file, from the working directory; what names none, like a hub id or a built-in text, as it is."""
+    expanded = _expand(text, where)
+    kind, path = ("stream:", expanded[7:]) if expanded.startswith("stream:") else ("", expanded)
+    if Path(path).is_absolute() or text.removeprefix("stream:").startswith("$"):
+        return expanded
+    there = folder / path
+    if there.exists():
+        return f"{kind}{there}"
+    if Path(path).exists():  # which it once meant
+        raise ValueError(
+            f"{where} = {text!r}: paths are read from the folder of CONFIG, where there is none; "
+            f"write {kind + os.path.relpath(path, folder)!r}"
+        )
+    is_file = file or path.startswith(".") or Path(path).suffix in (".json", ".jsonl", ".txt")
+    return f"{kind}{there}" if is_file else expanded
 
 
 def _read_json(path: str, what: str) -> dict[str, Any]:

@@ -30,8 +30,10 @@ def _cells(line: Line) -> list[str]:
 
 def _legend(lines: Sequence[Line], config: CompareConfig) -> str:
     at = "each budget" if config.select_at == "each" else f"{config.budgets[0]} steps"
+    one = len(config.seeds) == 1
+    over = f"of seed {config.seeds[0]} alone" if one else "mean ± sample standard deviation over seeds"
     text = (
-        "Perplexity per token, mean ± sample standard deviation over seeds. At the same budget and seed all methods "
+        f"Perplexity per token, {over}. At the same budget and seed all methods "
         f"read the same tokens in the same order. Learning rates were chosen on the validation text, at {at}, seed "
         f"{config.first_seed}; nothing was chosen on the test text. Differences are taken seed by seed.\n"
     )

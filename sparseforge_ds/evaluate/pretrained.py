@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 from sparseforge_ds.registration import register_families
 
@@ -22,9 +27,11 @@ NO_ADAPTER = "none"
 
 
 ADAPTER_HELP = (
-    "PEFT adapter to put on the model (needs peft); default: the low-rank branch in the model's own folder, where "
-    f"export wrote one; {NO_ADAPTER}: without"
+    "PEFT adapter to put on the model (needs peft); default: the one in the model's own folder, like the low-rank "
+    f"branch that export writes; {NO_ADAPTER}: without"
 )
+
+_CONFIG = "adapter_config.json"
 
 
 def adapter_of(name: str, given: str | None) -> str | None:
@@ -33,11 +40,22 @@ def adapter_of(name: str, given: str | None) -> str | None:
     Args:
         name: folder or hub id of the model.
         given: a folder, `NO_ADAPTER`, or None when nothing was said.
+
+    Raises:
+        ValueError: nothing was said, and the model was exported with an adapter that is not there.
     """
-    own = Path(name) / "adapter"
-    if given is None:
-        return str(own) if (own / "adapter_config.json").is_file() else None
-    return None if given == NO_ADAPTER else given
+    if given is not None:
+        return None if given == NO_ADAPTER else given
+    folder = Path(name)
+    for own in (folder, folder / "adapter"):  # where exports have it, and where they once had it
+        if (own / _CONFIG).is_file():
+            return str(own)
+    if (folder / "sparsity.json").is_file() and read_json(folder / "sparsity.json").get("adapter"):
+        raise ValueError(
+            f"{name}: its low-rank adapter is missing ({_CONFIG}), without which the weights compute nonsense; export "
+            f"again, give --adapter FOLDER, or --adapter {NO_ADAPTER} to measure the weights alone"
+        )
+    return None
 
 
 def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> PreTrainedModel:
@@ -46,22 +64,29 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     Args:
         name: folder or hub id.
         dtype: one of `DTYPES`; auto is what the model was saved in.
-        adapter: folder of a PEFT adapter to put on it (what export writes for SLoRB).
+        adapter: folder of a PEFT adapter to put on it, from `adapter_of`; none else is, even from the model's folder.
 
     Raises:
-        ValueError: there is no such model, or its files cannot be read or do not fit together.
+        ValueError: there is no such model, its files cannot be read or do not fit together, or peft is missing.
     """
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
+    if adapter is not None and importlib.util.find_spec("peft") is None:
+        raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     register_families()
     unreachable = None if Path(name).exists() else why_unreachable()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, output_loading_info=True, local_files_only=unreachable is not None
+            name,
+            dtype=wanted,
+            output_loading_info=True,
+            trust_remote_code=False,
+            local_files_only=unreachable is not None,
+            **_without_adapter(name),
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        why = _first_line(error) if unreachable is None else f"neither a folder nor in the cache; {unreachable}"
+    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
+        why = reason(error) if unreachable is None else f"neither a folder nor in the cache; {unreachable}"
         raise ValueError(f"{name}: cannot be loaded as a causal language model ({why})") from None
     missing = sorted(report["missing_keys"])
     if missing:
@@ -69,10 +94,19 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     if adapter is not None:
         try:
             model.load_adapter(adapter)
-        except (OSError, ValueError, ImportError) as error:
-            raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({_first_line(error)})") from None
+        except (OSError, ValueError, ImportError, UnpicklingError) as error:
+            raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _without_adapter(name: str) -> dict[str, Any]:
+    """What makes `from_pretrained` leave an adapter in the model's folder alone: it is to look for one elsewhere.
+
+    Otherwise its report would be of the adapter, and say nothing of weights that are missing.
+    """
+    whole = all((Path(name) / file).is_file() for file in ("config.json", _CONFIG))
+    return {"adapter_kwargs": {"subfolder": "no adapter"}} if whole else {}
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -85,7 +119,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return tokenizer_of(name)
     except ValueError as error:
-        raise ValueError(f"{name}: has no tokenizer that can be read ({_first_line(error)})") from None
+        raise ValueError(f"{name}: has no tokenizer that can be read ({reason(error)})") from None
 
 
 @torch.no_grad()
@@ -111,7 +145,3 @@ def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseF
         kept_GM = torch.where(top_n(group_GM.abs(), pattern.kept), group_GM, torch.zeros_like(group_GM))
         parameter.copy_(pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape))
     return len(weights)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

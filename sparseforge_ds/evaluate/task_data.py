@@ -17,9 +17,6 @@ _ON_THE_HUB = {
 _SPLITS = {"arc_easy": ("test", "validation"), "arc_challenge": ("test", "validation"), "openbookqa": ("test",)}
 """The splits that the harness scores, best first; where the test labels are secret it is `validation`."""
 
-_PREPARED = {"hellaswag": {"query", "choices", "gold"}}
-"""Columns of rows that the harness' own preparation has been through already."""
-
 
 def find_data(tasks: Sequence[str], data: Sequence[str]) -> dict[str, list[Path]]:
     """The local files of every task.
@@ -53,26 +50,11 @@ def find_data(tasks: Sequence[str], data: Sequence[str]) -> dict[str, list[Path]
     return found
 
 
-def is_prepared(task: str, files: Sequence[Path]) -> bool:
-    """Whether the rows of a .jsonl file are as the harness makes them, and not the original ones.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    if task not in _PREPARED or files[0].suffix != ".jsonl":
-        return False
-    try:
-        with files[0].open(encoding="utf-8") as file:
-            row = json.loads(file.readline())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--data {files[0]}: not a file of JSON lines ({error})") from None
-    return isinstance(row, dict) and set(row) >= _PREPARED[task]
-
-
 def _files(task: str, folder: Path) -> list[Path]:
     """The data files of a folder, or of the only place below it that may be meant."""
     while True:
-        files = sorted(file for file in folder.iterdir() if file.suffix in BUILDERS)
+        # `map` and `filter` of datasets leave their results beside the rows, as cache-*.arrow
+        files = sorted(f for f in folder.iterdir() if f.suffix in BUILDERS and not f.name.startswith("cache-"))
         if files:
             _check_saved(folder, files)
             return files

@@ -6,8 +6,9 @@
 Needs the extra `zero_shot` (lm-eval). Without `--data` the harness downloads a task's data. `--data DIR` looks for
 DIR/TASK.jsonl (or .parquet, .arrow, or a folder DIR/TASK of them, also as `save_to_disk` of datasets writes it, also
 where the hub has it, like DIR/glue/rte/validation); `--data TASK=PATH` names one file or folder. The rows must have
-the task's original columns. The metric to compare with papers is `acc`, unless they say `acc_norm`; both are shown,
-with the standard errors of the harness.
+the columns that the harness reads, or those of another form that is known: BoolQ's own rows (`answer`, with or without
+`title`), HellaSwag as the harness prepares it. Others are refused, and so are rows whose answer is secret. The metric
+to compare with papers is `acc`, unless they say `acc_norm`; both are shown, with the standard errors of the harness.
 
 `--suite paper` is ARC-challenge, ARC-easy, BoolQ, HellaSwag, OpenBookQA, RTE, WinoGrande, RACE and PIQA, with the two
 means of seven that the paper (arXiv 2605.06402) has; `--paper` puts its dense and 2:4 numbers beside ours, as far as
@@ -19,13 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
+from sparseforge_ds.evaluate.harness import LoadedTasks, load_tasks
 from sparseforge_ds.evaluate.pretrained import (
     ADAPTER_HELP,
     DTYPES,
@@ -35,18 +37,14 @@ from sparseforge_ds.evaluate.pretrained import (
     prune_by_magnitude,
 )
 from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES
-from sparseforge_ds.evaluate.task_data import BUILDERS, find_data, is_prepared
+from sparseforge_ds.evaluate.task_data import find_data
 from sparseforge_ds.mask.pattern import parse_pattern
-
-_FOLDERS = {"boolq": "super_glue/boolq", "rte": "glue/rte"}
-"""Where the harness keeps tasks that have no file of their own name."""
 
 
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
-    data: Mapping[str, list[Path]],
+    tasks: LoadedTasks,
     limit: int | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
@@ -54,85 +52,39 @@ def measure(
     """Run the tasks without examples in the prompt.
 
     Args:
-        tasks: names that the harness knows.
-        data: local files by task, from `find_data`.
+        tasks: from `load_tasks`, which refuses rows that do not fit.
         limit: only so many items of each task.
         max_length: tokens of a prompt at most; by default what the model's positions allow.
 
     Returns:
         Metrics by task: `acc`, `acc_stderr`, ..., and `items`.
-
-    Raises:
-        ValueError: lm-eval is not installed, a task is unknown, or its data does not have the task's columns.
     """
-    try:
-        from jinja2 import TemplateError
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ValueError(f"lm-eval cannot be imported ({error}); pip install 'sparseforge_ds[zero_shot]'") from None
-    manager = _task_manager(tasks)
+    from lm_eval import simple_evaluate  # an extra, which load_tasks has found
+    from lm_eval.models.huggingface import HFLM
+
     length = max_length or model.config.get_text_config().max_position_embeddings
     wrapped = HFLM(
-        pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=length, device=str(model.device)
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        max_length=length,
+        device=str(model.device),
+        trust_remote_code=False,
     )
-    # The harness merges overrides into a registered task only inside an inline group.
-    members = [_override(task, data[task]) if task in data else task for task in tasks]
-    try:
-        output = simple_evaluate(
-            wrapped,
-            tasks=[{"group": "sparseforge", "task": members}],
-            num_fewshot=0,
-            limit=limit,
-            bootstrap_iters=1,  # switches standard errors on; those of a mean have a formula
-            task_manager=manager,
-        )
-    except (KeyError, OSError, TypeError, TemplateError) as error:
-        raise ValueError(
-            f"--tasks {','.join(tasks)}: the data does not fit ({type(error).__name__}: {error})"
-        ) from error
+    output = simple_evaluate(
+        wrapped,
+        tasks=list(tasks.by_name.values()),
+        num_fewshot=0,
+        limit=limit,
+        bootstrap_iters=1,  # switches standard errors on; those of a mean have a formula
+        task_manager=tasks.manager,
+    )
     results: dict[str, dict[str, float]] = {}
-    for task in tasks:
+    for task in tasks.by_name:
         metrics = {key.removesuffix(",none"): value for key, value in output["results"][task].items()}
         results[task] = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         results[task]["items"] = output["n-samples"][task]["effective"]
     return results
-
-
-def _task_manager(tasks: Iterable[str]) -> Any:
-    """The harness' index of tasks. To read all its thousands of files takes many seconds; those of a task, none."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    root = Path(lm_eval.__file__).parent / "tasks"
-    folders = {root / _FOLDERS[task] if task in _FOLDERS else _folder_of(root, task) for task in tasks}
-    present = [str(folder) for folder in folders if folder is not None and folder.is_dir()]
-    manager = TaskManager(include_defaults=False, include_path=present)
-    if not set(tasks) <= set(manager.all_tasks):
-        manager = TaskManager()
-    for task in tasks:
-        if task not in manager.all_tasks:
-            raise ValueError(f"--tasks {task}: lm-eval knows no such task; `lm-eval ls tasks` lists them")
-    return manager
-
-
-def _folder_of(root: Path, task: str) -> Path | None:
-    named = next(iter(root.glob(f"*/{task}.yaml")), None)
-    return None if named is None else named.parent
-
-
-def _override(task: str, files: list[Path]) -> dict[str, Any]:
-    prepared = {"process_docs": None, "doc_to_target": "gold"} if is_prepared(task, files) else {}
-    return {
-        "task": task,
-        "dataset_path": BUILDERS[files[0].suffix],
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": [str(file.absolute()) for file in files]}},
-        "training_split": None,
-        "validation_split": None,
-        "test_split": "test",
-        **prepared,
-    }
 
 
 def parser() -> argparse.ArgumentParser:
@@ -187,23 +139,26 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     for flag, path in (("json", args.json), ("markdown", args.markdown)):  # not after hours
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{flag} {path}: cannot be written, there is no folder {Path(path).parent}")
-    data = find_data(tasks, args.data)
     tokenizer = load_tokenizer(args.model)
     dense_tokenizer = None if args.dense is None else load_tokenizer(args.dense)
     adapter = adapter_of(args.model, args.adapter)
+    loaded = load_tasks(tasks, find_data(tasks, args.data), args.limit)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
     model = load_model(args.model, args.dtype, adapter)
     dtype = str(model.dtype).removeprefix("torch.")
     if pattern is not None:
         prune_by_magnitude(model, pattern)
-    found = {"this": measure(model, tokenizer, tasks, data, args.limit, args.batch_size)}
+    found = {"this": measure(model, tokenizer, loaded, args.limit, args.batch_size)}
     if dense_tokenizer is not None:
         del model
         dense = load_model(args.dense, dtype)
-        found["dense"] = measure(dense, dense_tokenizer, tasks, data, args.limit, args.batch_size)
+        found["dense"] = measure(dense, dense_tokenizer, loaded, args.limit, args.batch_size)
     result: dict[str, Any] = {"model": args.model, "tasks": found["this"], "means": _means(found["this"])}
     if "dense" in found:
         result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}
     result |= {"one_shot": args.one_shot, "adapter": adapter, "dtype": dtype, "limit": args.limit}
+    result["notes"] = list(loaded.notes)
     return result, accuracy_table(found, args.paper)
 
 

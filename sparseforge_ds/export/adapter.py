@@ -2,6 +2,9 @@
 
 Ours is y = x (w^T + P^T B^T) with P (in/k, in) a fixed sum over runs of k inputs; LoRA's is y = x w^T + s x A^T B^T. So
 lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1.
+
+Its files lie beside the weights, in the model's own folder: there `from_pretrained` of transformers finds the adapter
+by itself, wherever the folder is moved to, if peft is installed.
 """
 
 from __future__ import annotations
@@ -10,17 +13,43 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
+from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, write_tensors
 from sparseforge_ds.export.source import Source
+
+TENSORS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Where the adapter of an exported folder is: beside the weights, or in `adapter`, where it once was.
+
+    Raises:
+        ValueError: it is in neither place.
+    """
+    for place in (folder, folder / "adapter"):
+        if (place / CONFIG).is_file() and (place / TENSORS).is_file():
+            return place
+    raise ValueError(
+        f"{folder}: its low-rank adapter is missing ({CONFIG}, {TENSORS}), without which the weights compute nonsense; "
+        "copy it there, or export again"
+    )
 
 
 def block_sum(inputs: int, rank: int, dtype: torch.dtype) -> Tensor:
     """P (rank, inputs): row j has ones where the j-th of `rank` equal runs of inputs lies."""
     return torch.eye(rank, dtype=dtype).repeat_interleave(inputs // rank, dim=1)
+
+
+def adapter_record(source: Source, folder: Path) -> dict[str, Any]:
+    """What `sparsity.json` says of the adapter in `folder`: its file, and the hash of that."""
+    if not source.branches:
+        return {"adapter": None}
+    return {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
 
 
 def write_branches(source: Source, folder: Path) -> None:
@@ -79,4 +108,4 @@ def write_adapter(
             yield f"base_model.model.{name}.lora_B.weight", read(name).to(dtype)
 
     write_tensors(folder, "adapter_model", specs, tensors(), max_shard_bytes=1 << 62)
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -4,7 +4,8 @@
 
 OUT is an ordinary folder (safetensors, config, tokenizer) that `AutoModelForCausalLM.from_pretrained` loads without
 this package, plus `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved
-config) and, for a run with a low-rank branch, `adapter/`, a PEFT LoRA adapter that belongs on top.
+config) and, for a run with a low-rank branch, a PEFT LoRA adapter beside the weights, which `from_pretrained` loads
+with them where peft is installed, and a README.md that says so.
 
 What is checked, and when: the checksums of all files of the source before anything is read from them; masks, masters
 and finiteness as a weight is read; its groups and its hash on the very bytes that are written; then all bytes are read
@@ -18,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,8 @@ from sparseforge_ds.checkpoint.tensors import (
     write_at,
     write_index,
 )
-from sparseforge_ds.export.adapter import write_branches
+from sparseforge_ds.export.adapter import adapter_record, write_branches
+from sparseforge_ds.export.card import write_card
 from sparseforge_ds.export.model_files import copy_model_files
 from sparseforge_ds.export.partial import Partial
 from sparseforge_ds.export.source import Source, config_sha256
@@ -152,10 +153,9 @@ def _write_rest(source: Source, partial: Partial, files: list[FileLayout]) -> di
     """Index, adapter, config, tokenizer and sparsity.json, anew even where an interrupted run wrote them."""
     folder = partial.model
     write_index(folder, "model", source.specs, files)
-    adapter = folder / "adapter"
-    shutil.rmtree(adapter, ignore_errors=True)
     if source.branches:
-        write_branches(source, adapter)
+        write_branches(source, folder)
+        write_card(source, folder, packed=False)
     copy_model_files(source, folder)
     rows: dict[str, dict[str, dict[str, Any]]] = {"weights": {}, "dense": {}}
     for name in source.specs:
@@ -166,9 +166,7 @@ def _write_rest(source: Source, partial: Partial, files: list[FileLayout]) -> di
         if name in source.known_as:
             rows[section][name]["known_as"] = source.known_as[name]
         rows[section][name]["dtype"] = str(source.specs[name].dtype).removeprefix("torch.")
-    sparsity = {**source.record, "adapter": adapter.name if source.branches else None}
-    if source.branches:
-        sparsity["adapter_sha256"] = hash_file(adapter / "adapter_model.safetensors")
+    sparsity = {**source.record, **adapter_record(source, folder)}
     sparsity["config_sha256"] = config_sha256(source.model_config)
     sparsity |= {**rows, "proof": None}
     _write_json(folder / "sparsity.json", sparsity)

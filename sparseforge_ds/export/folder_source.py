@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
+from sparseforge_ds.export.adapter import TENSORS, adapter_folder
 from sparseforge_ds.export.packed24 import is_packed
 from sparseforge_ds.export.source import (
     DTYPES,
@@ -80,7 +81,7 @@ class FolderSource(Source):
         self._adapter = None
         self.branches = {}
         if self._sparsity.get("adapter"):
-            self._adapter = self._open_adapter(self.folder / "adapter")
+            self._adapter = self._open_adapter(adapter_folder(self.folder))
         self.identity = {
             "version": importlib.metadata.version("sparseforge_ds"),
             "record": self.record,
@@ -126,7 +127,7 @@ class FolderSource(Source):
         expected = self._sparsity.get("adapter_sha256")
         if expected is None:
             return
-        path = self.folder / "adapter" / "adapter_model.safetensors"
+        path = adapter_folder(self.folder) / TENSORS
         if hash_file(path) != expected:
             raise ValueError(f"{path}: has not the sha256 that sparsity.json gives; export again")
 

@@ -26,7 +26,7 @@ from sparseforge_ds.export.adapter import write_branches
 from sparseforge_ds.export.consolidate import consolidate
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
 from sparseforge_ds.export.packed24 import require_24, write_packed
-from sparseforge_ds.export.proof import prove_adapter, prove_model, require
+from sparseforge_ds.export.proof import prove_adapter, prove_folder, require
 from sparseforge_ds.export.source import Source
 
 FORMATS = ("hf", "packed24", "mask", "adapter")
@@ -74,14 +74,14 @@ def export(
     if format != "mask" and not skip_proof:
         require(source)
     if format == "hf":
-        prove = None if skip_proof else partial(prove_model, source, plain=True)
+        prove = None if skip_proof else partial(prove_folder, source, plain=True)
         return consolidate(source, out, max_shard_size, workers, progress, note, prove)
     shard_bytes = parse_size(max_shard_size)
     source.check_bytes(workers)
     with unfinished_folder(out) as folder:
         if format == "packed24":
             record = write_packed(source, folder, shard_bytes, progress)
-            record["proof"] = None if skip_proof else prove_model(source, folder, plain=False)
+            record["proof"] = None if skip_proof else prove_folder(source, folder, plain=False)
             _write_json(folder / "sparsity.json", record)
         elif format == "mask":
             record = write_masks(source, folder, progress)

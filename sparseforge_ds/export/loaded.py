@@ -19,9 +19,16 @@ for parameter in model.parameters():
     parameter.data = parameter.data.clone()  # kernels may sum in another order where a mapped file is not aligned
 tokens = min(tokens, getattr(model.config, "max_position_embeddings", tokens))
 ids = (torch.arange(tokens)[None] * 7919 + 3) % model.get_input_embeddings().weight.shape[0]
+answers = {}
 with torch.no_grad():
-    logits = model.eval()(ids).logits
-save_file({"logits": logits.contiguous()}, f"{answer}.safetensors")
+    adapter = bool(getattr(model, "_hf_peft_config_loaded", False))  # which transformers found in the folder
+    if adapter:
+        model.disable_adapters()
+    answers["logits"] = model.eval()(ids).logits.contiguous()
+    if adapter:
+        model.enable_adapters()
+        answers["adapted"] = model.float()(ids).logits.contiguous()
+save_file(answers, f"{answer}.safetensors")
 with open(f"{answer}.json", "w") as file:
     found = {key: sorted(map(str, names)) for key, names in report.items()}
     imported = [name for name in ("sparseforge_ds", "deepspeed") if name in sys.modules]

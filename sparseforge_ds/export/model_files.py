@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.export.adapter import CONFIG
 from sparseforge_ds.export.source import Source
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-_WRITTEN = ("config.json", "sparsity.json", "mask.json")
+_WRITTEN = ("config.json", "sparsity.json", "mask.json", CONFIG)
 
 
 def copy_model_files(source: Source, folder: Path, quantization_config: dict[str, Any] | None = None) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor, write_tensors
-from sparseforge_ds.export.adapter import write_branches
+from sparseforge_ds.export.adapter import adapter_record, write_branches
+from sparseforge_ds.export.card import write_card
 from sparseforge_ds.export.model_files import copy_model_files
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.weight_report import check_weight
@@ -82,7 +83,8 @@ def write_packed(source: Source, folder: Path, shard_bytes: int, progress: bool)
         if hash_tensor(read_packed(written, name)) != entry["sha256"]:
             raise ValueError(f"{folder}: {name} does not unpack to the weight that was packed")
     if source.branches:
-        write_branches(source, folder / "adapter")
+        write_branches(source, folder)
+        write_card(source, folder, packed=True)
     copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT})
     sparse = sum(source.specs[name].nbytes for name in source.prunable)
     packed = sum(specs[name].nbytes + specs[name + POSITIONS].nbytes for name in source.prunable)
@@ -94,7 +96,7 @@ def write_packed(source: Source, folder: Path, shard_bytes: int, progress: bool)
             "sparse_weights": {"bytes": packed, "dense_bytes": sparse, "ratio": packed / sparse},
             "model": {"bytes": whole, "dense_bytes": dense, "ratio": whole / dense},
         },
-        "adapter": "adapter" if source.branches else None,
+        **adapter_record(source, folder),
         "config_sha256": config_sha256(source.model_config),
         "weights": {name: rows[name] for name in rows if name in source.prunable},
         "dense": {name: rows[name] for name in rows if name not in source.prunable},

@@ -2,8 +2,9 @@
 
 `hf` and `packed24`: one process fills a model from the source (`reference`), another loads the exported folder by
 `from_pretrained`, for `hf` without our package (`loaded`), both without network and without a GPU. The logits of the
-same tokens must be equal bit by bit, and the loader must report nothing missing, unexpected or mismatched. `adapter`:
-peft puts the adapter on the source's model, and the logits must be those of our own branch, up to the order of sums.
+same tokens must be equal bit by bit, and the loader must report nothing missing, unexpected or mismatched; where the
+source has a low-rank branch, `from_pretrained` must have loaded it too, and the logits with it must be those of our own
+branch, up to the order of sums. `adapter`: the same, of the adapter that peft puts on the source's model.
 One model is in memory at a time.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
@@ -41,14 +43,6 @@ def require(source: Source) -> None:
     _require_memory(source, bool(source.branches))
     if source.branches:
         _require_peft()
-
-
-def prove_model(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
-    """`prove_folder`, and `prove_adapter` if `folder` has an adapter in it."""
-    proof = prove_folder(source, folder, plain)
-    if source.branches:
-        proof["adapter"] = prove_adapter(source, folder / "adapter")
-    return proof
 
 
 def _require_memory(source: Source, adapter: bool) -> None:
@@ -90,7 +84,7 @@ def available_memory() -> int | None:
 
 
 def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
-    """Load `folder` and compare its logits with those of the source, bit by bit.
+    """Load `folder` and compare its logits with those of the source: bit by bit, with an adapter within `TOLERANCE`.
 
     Args:
         source: what `folder` was made from; it is opened again by the other process.
@@ -125,13 +119,19 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
             raise ValueError(f"{folder}: the proof failed: its logits differ from the source's (by up to {worst})")
         if not bool(torch.isfinite(found).all()):
             raise ValueError(f"{folder}: the proof failed: its logits are not finite in {found.dtype}")
-    return {
-        "logits": "bit-equal",
-        "class": told["class"],
-        "tokens": TOKENS,
-        "loaded_by": "transformers" if plain else "transformers with sparseforge_ds",
-        "versions": _versions("torch", "transformers"),
-    }
+        by = "transformers" if plain else "transformers with sparseforge_ds"
+        proof = {
+            "logits": "bit-equal",
+            "class": told["class"],
+            "tokens": TOKENS,
+            "loaded_by": by,
+            "versions": _versions("torch", "transformers"),
+        }
+        if source.branches:
+            if "adapted" not in TensorFolder(scratch, "loaded").specs:
+                raise ValueError(f"{folder}: the proof failed: transformers did not load its low-rank adapter")
+            proof["adapter"] = _adapter_proof(scratch, TensorFolder(scratch, "loaded").read("adapted"), folder, by)
+    return proof
 
 
 def prove_adapter(source: Source, adapter: Path) -> dict[str, Any]:
@@ -145,18 +145,22 @@ def prove_adapter(source: Source, adapter: Path) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="sparseforge-proof-") as scratch:
         _reference(source, Path(scratch), adapter)
-        answers = TensorFolder(scratch, "reference")
-        ours, peft, without = (answers.read(name) for name in ("ours", "peft", "without"))
+        return _adapter_proof(scratch, TensorFolder(scratch, "reference").read("peft"), adapter, "peft")
+
+
+def _adapter_proof(scratch: str, found: Tensor, about: Path, by: str) -> dict[str, Any]:
+    """Compare logits with an adapter with those of the source's own branch."""
+    ours, without = (TensorFolder(scratch, "reference").read(name) for name in ("ours", "without"))
     scale = ours.abs().max().item()
-    error, effect = (peft - ours).abs().max().item() / scale, (ours - without).abs().max().item() / scale
+    error, effect = (found - ours).abs().max().item() / scale, (ours - without).abs().max().item() / scale
     if not error <= TOLERANCE:
-        raise ValueError(f"{adapter}: the proof failed: with peft its logits differ by {error:.2g} of the largest")
+        raise ValueError(f"{about}: the proof failed: with peft its logits differ by {error:.2g} of the largest")
     return {
         "logits": f"within {TOLERANCE} of the largest, fp32",
         "difference": error,
         "effect": effect,
         "tokens": TOKENS,
-        "loaded_by": "peft",
+        "loaded_by": by,
         "versions": _versions("torch", "transformers", "peft"),
     }
 

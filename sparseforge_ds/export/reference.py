@@ -21,6 +21,7 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
 from sparseforge_ds.export.published_names import Piece, pieces
 from sparseforge_ds.export.source import Source, open_source
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.registration import register_families
 
 
@@ -28,15 +29,19 @@ def filled_model(source: Source) -> Any:
     """The source's model, in evaluation mode, on the CPU.
 
     Raises:
-        ValueError: the tensors of the source are not exactly those of the model that config.json describes.
+        ValueError: transformers has no class for its config.json, or the tensors of the source are not exactly those
+            of the model that config.json describes.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     register_families()
-    config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True)
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=source.dtype)
+    try:
+        config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True, trust_remote_code=False)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=source.dtype, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(f"{source.model_folder}/config.json: {reason(error)}") from None
     model.tie_weights()
     state = model.state_dict()
     filled: Counter[int] = Counter()
@@ -88,15 +93,18 @@ def add_branches(model: nn.Module, source: Source) -> list[Any]:
 def _answer(request: dict[str, Any]) -> dict[str, Tensor]:
     source = open_source(request["path"], request["model"], request["dtype"])
     model = filled_model(source)
-    if request["adapter"] is None:
-        return {"logits": model(token_ids(model, request["tokens"])).logits}
-    from peft import PeftModel
-
-    model.float()  # so that only the order of sums differs between the two ways to write the branch
     ids = token_ids(model, request["tokens"])
-    answer = {"without": model(ids).logits}
+    answer = {"logits": model(ids).logits}
+    if not source.branches:
+        return answer
+    model.float()  # so that only the order of sums differs between the two ways to write the branch
+    answer["without"] = model(ids).logits
     hooks = add_branches(model, source)
     answer["ours"] = model(ids).logits
+    if request["adapter"] is None:
+        return answer
+    from peft import PeftModel
+
     for each in hooks:
         each.remove()
     answer["peft"] = PeftModel.from_pretrained(model, request["adapter"]).eval()(ids).logits

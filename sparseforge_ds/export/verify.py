@@ -5,8 +5,8 @@
 Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Prunable weights are those that
 `sparsity.json` lists and those that the family table names (without what the run excluded); in a model of another
 family, all matrices of numbered layers. A group is in order when at most N of its members are not zero. Also reported:
--0.0, values that are not finite, missing weights, bytes that are not the exported ones, and a quantization_config that
-makes other tools misread the folder. Every weight is read once, for its hash and its counts alike.
+-0.0, values that are not finite, missing weights, a missing adapter, bytes that are not the exported ones, and a
+quantization_config that makes other tools misread the folder. Every weight is read once, for its hash and its counts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.checkpoint.tensors import tensor_bytes
+from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.adapter import TENSORS, adapter_folder
 from sparseforge_ds.export.bits import piece_size
 from sparseforge_ds.export.patterns_found import layer_matrices
 from sparseforge_ds.export.source import config_sha256
@@ -138,6 +139,14 @@ def check_folder(
         notes.append("config.json gives another dtype than the weights have")
     if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
         notes.append("config.json is not the exported one: the weights may be those of another model")
+    if sparsity.get("adapter"):
+        try:
+            adapter = adapter_folder(folder) / TENSORS
+        except ValueError as error:
+            missing.append(str(error))
+        else:
+            if sparsity.get("adapter_sha256", hash_file(adapter)) != hash_file(adapter):
+                changed.append(str(adapter))
     return FolderReport(str(pattern), rows, missing + misfits, changed, notes)
 
 

@@ -28,6 +28,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.registration import register_families
 
 IGNORED = -100
@@ -57,7 +58,7 @@ def distillation_loss(
     Args:
         student_logits_BSV: (B, S, V) in any floating dtype.
         teacher_logits_BSV: (B, S, V), no gradient flows to it.
-        labels_BS: (B, S) token ids, the same ids as the inputs; -100 is ignored.
+        labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         config: weights, temperature and the tokens of a chunk.
 
     Raises:
@@ -87,7 +88,7 @@ def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024) -
 
     Args:
         logits_BSV: (B, S, V) in any floating dtype.
-        labels_BS: (B, S) token ids, the same ids as the inputs; -100 is ignored.
+        labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         chunk_tokens: tokens whose fp32 log-probabilities exist at a time.
     """
     config = DistillationConfig(weight=0.0, task_weight=1.0, chunk_tokens=chunk_tokens)
@@ -247,12 +248,16 @@ class Teacher:
             path: folder or hub id.
             config: its `hold` is used.
             ds_config: the student's DeepSpeed configuration.
-            **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given.
+            **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given,
+                and no code of the teacher's own is run.
         """
         register_families()
         kwargs.setdefault("dtype", _dtype(ds_config))
         with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
-            model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+            try:
+                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
+            except ValueError as error:
+                raise ValueError(f"teacher {path}: cannot be loaded ({reason(error)})") from None
         return cls(model, config, ds_config)
 
     def check_student(self, student: PreTrainedModel) -> None:

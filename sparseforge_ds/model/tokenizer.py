@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.loading_error import reason
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
 _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
@@ -39,17 +40,18 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             raise ValueError(f"none of {', '.join(_FILES[:4])} is there; copy the tokenizer's files into the folder")
         bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
         if bare and (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
-            tokenizer = _as_trained(LlamaTokenizer.from_pretrained(folder), folder / "tokenizer.model")
+            tokenizer = _as_trained(
+                LlamaTokenizer.from_pretrained(folder, trust_remote_code=False), folder / "tokenizer.model"
+            )
         else:
             cached = not folder.is_dir() and why_unreachable() is not None
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached)
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
         if bare and (folder / "config.json").is_file():
-            _frame_as_config_says(tokenizer, AutoConfig.from_pretrained(folder))
+            _frame_as_config_says(tokenizer, AutoConfig.from_pretrained(folder, trust_remote_code=False))
         _check_ids(tokenizer, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()
-        raise ValueError(f"its tokenizer cannot be read ({reason[0] if reason else type(error).__name__})") from None
+        raise ValueError(f"its tokenizer cannot be read ({reason(error)})") from None
     return tokenizer
 
 

@@ -119,11 +119,13 @@ def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> Pr
     chosen = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         try:  # what is said here is written into the config
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, attn_implementation=NAME)
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), **chosen, attn_implementation=NAME, trust_remote_code=False
+            )
         except KeyError as error:
             if error.args != (NAME,):  # a family that keeps its attention classes in a table of its own
                 raise
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, trust_remote_code=False)
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparseforge_ds.model.deepseek_moe import register
 from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.planning.known_models import known_config
 
 EMBEDDED_MODEL = "stdlib_llama"
@@ -44,15 +45,17 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     register()  # a family that transformers does not have
     unreachable = why_unreachable() if remote else None
     try:
-        config = AutoConfig.from_pretrained(name if remote else path, local_files_only=unreachable is not None)
+        config = AutoConfig.from_pretrained(
+            name if remote else path, local_files_only=unreachable is not None, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        why = reason(error)
         cure = "its config.json cannot be used"
         if remote:
             cure = "check the name and the network, or give a model folder or its config.json"
         if unreachable is not None:
-            reason = f"neither a folder, nor a model whose sizes the package knows, nor in the cache; {unreachable}"
-        raise ValueError(f"{flag} {name}: {reason}; {cure}") from None
+            why = f"neither a folder, nor a model whose sizes the package knows, nor in the cache; {unreachable}"
+        raise ValueError(f"{flag} {name}: {why}; {cure}") from None
     require_causal(config, f"{flag} {name}")
     return config
 

@@ -22,6 +22,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import sparseforge_ds
 from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.planning.architecture import bare_model
 from sparseforge_ds.planning.model_config import require_causal
@@ -60,10 +61,15 @@ def find_model(name: str, flag: str) -> Pretrained:
         raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
     try:
         sparseforge_ds.register_families()
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {name}: its config.json cannot be used ({error})") from None
+        raise ValueError(f"{flag} {name}: its config.json cannot be used ({reason(error)})") from None
     require_causal(config, f"{flag} {name}")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{flag} {name}: has a PEFT adapter beside its weights (adapter_config.json), which transformers would "
+            "load as further layers; merge it into the weights (merge_and_unload of peft), or take the file away"
+        )
     _check_weights(folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
 
@@ -97,7 +103,9 @@ def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] 
             None to load all of it here.
     """
     with _partitioned(partition):
-        loaded, report = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype, output_loading_info=True)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            model.folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
     return Loaded(model.name, loaded, sorted(report["missing_keys"]))
 
 
@@ -153,11 +161,9 @@ def _folder(name: str, flag: str) -> Path:
             )
         )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if unreachable is not None:
-            reason = f"it is not in the cache, and {unreachable}"
+        why = reason(error) if unreachable is None else f"it is not in the cache, and {unreachable}"
         raise ValueError(
-            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({reason}); "
+            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({why}); "
             "check the name and the network, or give a folder"
         ) from None
 

@@ -94,12 +94,31 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
     return next((message for is_set, message in refusals if is_set), None)
 
 
+def _no_engine(given: object) -> str:
+    """What to do about something that DeepSpeed did not make."""
+    name = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+    if isinstance(given, tuple):
+        return (
+            f"not a DeepSpeed engine, but a tuple of {len(given)}: pass the first thing that deepspeed.initialize gives"
+        )
+    if isinstance(getattr(given, "module", None), torch.nn.Module):
+        name += f" around a {type(given.module).__name__}"  # type: ignore[attr-defined]
+    return (
+        f"not a DeepSpeed engine, but a {name}: pass the first thing that deepspeed.initialize gives. Under accelerate "
+        "that is what prepare() gives with a DeepSpeed plugin (`accelerate launch --use_deepspeed "
+        "--deepspeed_config_file JSON`, or Accelerator(deepspeed_plugin=...)); without one it prepares the model for "
+        "something else"
+    )
+
+
 def refuse_unsupported(engine: DeepSpeedEngine) -> None:
     """Stop at attach time when DeepSpeed is set up in a way that masks cannot survive.
 
     Raises:
         ValueError: what is set, why it cannot work, and what to set instead.
     """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise ValueError(_no_engine(engine))
     inner = getattr(engine, "basic_optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import perplexity, zero_shot
 from sparseforge_ds.evaluate.pretrained import adapter_of, load_model
 from sparseforge_ds.export import formats
 from sparseforge_ds.export.source import open_source
+from sparseforge_ds.train.pretrained import find_model
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.sparse_folders import bits
-from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_text
 from tests.zero.case import Case, batch_at, build, probe_of, train_step
 
 STILL = {"lr": 0.0, "weight_decay": 0.0}
@@ -134,15 +137,73 @@ def test_hf_with_a_branch_is_proved_with_its_adapter(runs: dict[str, Run], tmp_p
     proof = json.loads((out / "sparsity.json").read_text())["proof"]
     assert proof["logits"] == "bit-equal" and proof["loaded_by"] == "transformers"
     assert proof["adapter"]["difference"] <= 1e-5 < 1e-2 < proof["adapter"]["effect"]
-    base = AutoModelForCausalLM.from_pretrained(out)
-    adapted = logits(PeftModel.from_pretrained(base, out / "adapter").eval())
-    torch.testing.assert_close(adapted, runs["llama-branch"].logits, rtol=0, atol=1e-5)
     # our evaluations take it along, and do without it when told to
     measured = load_model(str(out), adapter=adapter_of(str(out), None))
-    torch.testing.assert_close(logits(measured), adapted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(measured), runs["llama-branch"].logits, rtol=0, atol=1e-5)
     bare = load_model(str(out), adapter=adapter_of(str(out), "none"))
-    torch.testing.assert_close(logits(bare), logits(AutoModelForCausalLM.from_pretrained(out)), rtol=0, atol=0)
+    assert (logits(bare) - logits(measured)).abs().max() > 1e-2
+    by_peft = PeftModel.from_pretrained(bare, out).eval()
+    torch.testing.assert_close(logits(by_peft), runs["llama-branch"].logits, rtol=0, atol=1e-5)
     assert adapter_of("gpt2", None) is None and adapter_of(str(out), "elsewhere") == "elsewhere"
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24"])
+def test_from_pretrained_alone_loads_the_branch(
+    runs: dict[str, Run], tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loaded the weights without the branch that they were trained with, and said nothing."""
+    made = export(runs["llama-branch"], tmp_path / "made", "--format", format, "--skip_proof")
+    moved = made.rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    expected = runs["llama-branch"].logits
+    for folder, cwd in ((str(moved), tmp_path / "elsewhere"), ("moved", tmp_path), (".", moved)):
+        monkeypatch.chdir(cwd)
+        torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder)), expected, rtol=0, atol=1e-5)
+    card = (moved / "README.md").read_text()
+    assert "import peft" in card and ("import sparseforge_ds" in card) == (format == "packed24")
+    assert main(["verify", str(moved)]) == 0
+    again = tmp_path / "again"
+    assert main(["export", str(moved), str(again), "--skip_proof"]) == 0
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(again)), expected, rtol=0, atol=1e-5)
+    # as a dense model it would bring further layers
+    with pytest.raises(ValueError, match="has a PEFT adapter beside its weights .* merge it into the weights"):
+        find_model(str(again), "--model")
+    # exports of before: the adapter in a folder of its own
+    (again / "adapter").mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (again / file).rename(again / "adapter" / file)
+    measured = load_model(str(again), adapter=adapter_of(str(again), None))
+    torch.testing.assert_close(logits(measured), expected, rtol=0, atol=1e-5)
+    assert open_source(again).branches and main(["verify", str(again)]) == 0
+
+
+def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
+    runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export(runs["llama-branch"], tmp_path / "out", "--skip_proof")
+    assert "from_pretrained loads it where peft is installed, and without it" in capsys.readouterr().out
+    text = ["--text", str(write_text(tmp_path / "text.jsonl"))]
+    with monkeypatch.context() as without_peft:
+        without_peft.setitem(sys.modules, "peft", None)
+        assert perplexity.main([str(out), *text]) == 2
+        assert f"--adapter {out}: peft is missing, which loads it; pip install" in capsys.readouterr().err
+    held = (out / "adapter_model.safetensors").read_bytes()
+    (out / "adapter_model.safetensors").write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    assert main(["verify", str(out)]) == 1
+    assert f"not the exported bytes: {out / 'adapter_model.safetensors'}" in capsys.readouterr().out
+    (out / "adapter_model.safetensors").unlink()
+    (out / "adapter_config.json").unlink()
+    missing = f"{out}: its low-rank adapter is missing (adapter_config.json"
+    assert main(["verify", str(out)]) == 1
+    assert missing in capsys.readouterr().out
+    for command in (
+        lambda: main(["export", str(out), str(tmp_path / "again")]),
+        lambda: perplexity.main([str(out), *text]),
+        lambda: zero_shot.main([str(out), "--tasks", "piqa"]),
+    ):
+        assert command() == 2
+        assert missing in capsys.readouterr().err
+    assert (logits(load_model(str(out), adapter=adapter_of(str(out), "none"))) - runs["llama-branch"].logits).any()
 
 
 @pytest.mark.parametrize("from_folder", [False, True])
@@ -160,7 +221,7 @@ def test_an_adapter_alone(runs: dict[str, Run], tmp_path: Path, capsys: pytest.C
     assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     packed = export(run, tmp_path / "packed", "--format", "packed24", "--skip_proof")
     base = AutoModelForCausalLM.from_pretrained(packed)
-    with_it = logits(PeftModel.from_pretrained(base, out).eval()).float()
+    with_it = logits(base).float()
     torch.testing.assert_close(with_it, run.logits.float(), rtol=0, atol=2e-2 * run.logits.abs().max().item())
-    alone, beside = (load_file(folder / "adapter_model.safetensors") for folder in (out, packed / "adapter"))
+    alone, beside = (load_file(folder / "adapter_model.safetensors") for folder in (out, packed))
     assert alone.keys() == beside.keys() and all(torch.equal(alone[key], beside[key]) for key in alone)

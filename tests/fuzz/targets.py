@@ -95,10 +95,9 @@ def digest_folder(folder: Path, adapter: bool = True) -> str:
             (folder, "model", "config.json"),
             (folder, "mask", None),
             (folder, "adapter_model", "adapter_config.json"),
-            (folder / "adapter", "adapter_model", "adapter_config.json"),
         ):
             held = any(part.glob(f"{stem}*.safetensors"))
-            if not held or (part.name == "adapter" and not adapter):
+            if not held or (stem == "adapter_model" and not adapter):
                 continue
             yield {} if config is None else json.loads((part / config).read_text())
             tensors = TensorFolder(part, stem)
@@ -148,7 +147,7 @@ def inspected(folder: Path, out: Path, inputs: Path) -> Result:
 
 
 def verified(folder: Path, out: Path, inputs: Path) -> Result:
-    """What `sparseforge verify` says, and the model that it says it of; it does not look into an adapter."""
+    """What `sparseforge verify` says, and the model that it says it of; of an adapter it checks the tensors alone."""
     report = check_folder(folder)
     if not report.ok:
         return Result("", accepted=False)

@@ -75,15 +75,23 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "compare.history": {"tensorboard"},
     "compare.rank": {"train.run"},
     "export.loaded": {"safetensors"},
-    "export.reference": {"peft"},
+    "export.reference": {"peft", "model.loading_error"},
     "export.run_source": {"model.family_table"},
-    "evaluate.pretrained": {"config", "model.families", "model.hub", "model.tokenizer"},
+    "evaluate.harness": {"lm_eval", "jinja2"},
+    "evaluate.pretrained": {
+        "checkpoint.folder",
+        "config",
+        "model.families",
+        "model.hub",
+        "model.loading_error",
+        "model.tokenizer",
+    },
     "model.hub": {"huggingface_hub"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "zero.expert_taps": {"transformers.integrations.moe"},
     "evaluate.perplexity": {"tqdm"},
     "evaluate.text": {"train.stdlib_text"},
-    "evaluate.zero_shot": {"lm_eval", "jinja2"},
+    "evaluate.zero_shot": {"lm_eval"},
 }
 # Parts that may import everything: the way to run it, and the public names.
 FREE = {"train", "__init__", "__main__"}

@@ -57,3 +57,29 @@ def test_expert_parallelism_trains_and_is_refused(stage: int) -> None:
         assert not rank["alike"]
         assert rank["refusal"].startswith("cannot train a mask with this engine: expert_parallel")
         assert "remove it: ZeRO stage 3" in rank["refusal"]
+
+
+def what_is_no_engine() -> dict[str, str]:
+    """accelerate without a DeepSpeed plugin wraps the model in DDP, and says nothing."""
+    import deepspeed
+    from accelerate import Accelerator
+
+    case = Case(stage=1, config={"importance": "magnitude"})
+    model = sf.prepare(BUILDERS["llama"](), case.sparseforge)
+    given: dict[str, Any] = {"bare": model, "accelerate": Accelerator(cpu=True).prepare(model)}
+    groups = sf.param_groups(model, case.sparseforge)
+    given["tuple"] = deepspeed.initialize(model=model, model_parameters=groups, config=case.deepspeed())
+    said = {}
+    for name, what in given.items():
+        with pytest.raises(ValueError) as refused:
+            sf.SparseForge(what, case.sparseforge)
+        said[name] = str(refused.value)
+    return said
+
+
+def test_what_deepspeed_did_not_make_is_refused_by_name() -> None:
+    said = run_distributed(what_is_no_engine, 2)[0]
+    assert said["bare"].startswith("not a DeepSpeed engine, but a transformers.models.llama.modeling_llama.LlamaForCau")
+    assert "DistributedDataParallel around a LlamaForCausalLM: pass the first thing" in said["accelerate"]
+    assert "accelerate launch --use_deepspeed" in said["accelerate"] and "DeepSpeed plugin" in said["bare"]
+    assert said["tuple"].startswith("not a DeepSpeed engine, but a tuple of 4: pass the first thing")

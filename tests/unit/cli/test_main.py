@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from typing import get_args
 
 import pytest
 
@@ -15,6 +16,8 @@ import sparseforge_ds
 from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
+from sparseforge_ds.evaluate import perplexity, pretrained, published, zero_shot
+from sparseforge_ds.export import formats, source
 
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "safetensors", "tqdm")
 
@@ -37,6 +40,33 @@ def test_help_has_an_example_that_parses_and_exit_codes(name: str, capsys: pytes
         arguments = shlex.split(example, comments=True)
         assert arguments[0] == name
         assert callable(parser().parse_args(arguments).run)
+
+
+def options(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {flag: action for action in command._actions for flag in action.option_strings}
+
+
+def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """The parsers name them without importing what they choose from, so they are held against it here."""
+    found = {name: options(command) for name, command in subcommands().items()}
+    found |= {module.__name__: options(module.parser()) for module in (perplexity, zero_shot)}
+    expected = {
+        ("export", "--format"): formats.FORMATS,
+        ("export", "--dtype"): ("auto", *source.DTYPES),
+        ("consolidate", "--dtype"): ("auto", *source.DTYPES),
+        (perplexity.__name__, "--dtype"): pretrained.DTYPES,
+        (perplexity.__name__, "--protocol"): get_args(perplexity.Protocol),
+        (zero_shot.__name__, "--dtype"): pretrained.DTYPES,
+        (zero_shot.__name__, "--suite"): published.SUITES,
+        (zero_shot.__name__, "--paper"): published.PUBLISHED,
+    }
+    said = {(name, flag): action for name, flags in found.items() for flag, action in flags.items() if action.choices}
+    assert said.keys() == expected.keys()
+    for key, action in said.items():
+        assert set(action.choices or ()) == set(expected[key]) and action.metavar is None, key
+    with pytest.raises(SystemExit):
+        main(["export", "run", "out", "--format", "onnx"])
+    assert "--format: invalid choice: 'onnx' (choose from" in capsys.readouterr().err
 
 
 def test_top_level_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure
 from PIL import Image
 
+from sparseforge_ds.compare import figures
 from sparseforge_ds.compare.figures import draw
 from sparseforge_ds.compare.page import page
 from sparseforge_ds.compare.summary import summarize
@@ -60,6 +62,31 @@ def test_every_figure_shows_something(tmp_path: Path) -> None:
     assert text.count('src="data:image/png;base64,') == 6
     assert "<b>x</b>" in text and "1 &amp; 2" in text and "go &lt;there&gt;" in text and "A &lt;title&gt;" in text
     assert "<li>one</li><li>two</li>" in text and "http" not in text, "the page needs nothing besides itself"
+
+
+def test_steps_are_whole_numbers_and_one_seed_is_no_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run had ticks at step 1.5, and captions that spoke of deviations."""
+    made: list[Figure] = []
+    save = figures._save
+
+    def keep(figure: Figure, *rest: Any) -> figures.Drawn:
+        made.append(figure)
+        return save(figure, *rest)
+
+    monkeypatch.setattr(figures, "_save", keep)
+    rows = [row("ours", seed, 5.0, 40, agreement=AGREEMENT) for seed in (0, 1)]
+    histories = {f"ours{seed}40": {"gap": curve(1.0, 0.5, 0.0), "mask_values": SOFT} for seed in (0, 1)}
+    for chosen in (rows, rows[:1]):
+        drawn = draw(summarize(chosen, "ours"), chosen, histories, tmp_path / "figures")
+        told = " ".join(figure.caption for figure in drawn)
+        assert ("deviation" in told) == ("mean over seeds" in told) == ("each seed" in told) == (len(chosen) > 1)
+        assert ("one seed" in told) == (len(chosen) == 1)
+    stepped = [axes for figure in made for axes in figure.axes if axes.get_xlabel() == "optimizer step"]
+    assert len(stepped) == 4
+    for axes in stepped:
+        first, last = axes.get_xlim()
+        ticks = [tick for tick in axes.get_xticks() if first <= tick <= last]
+        assert ticks and all(float(tick).is_integer() for tick in ticks), ticks
 
 
 def test_a_figure_without_data_is_left_out(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def study(request: pytest.FixtureRequest, assets: Path, monkeypatch: pytest.Monk
 
 
 def read(study: Path) -> tuple[CompareConfig, list[dict[str, Any]], list[Line]]:
-    config = read_config(str(study / "config.json"))
+    config = read_config(str(ROOT / "launch" / f"compare_{study.name}.json"))  # whose paths are from there
     rows = [json.loads(line) for line in (study / "results.jsonl").read_text().splitlines()]
     return config, rows, summarize(rows, config.compared_with)
 

@@ -35,7 +35,9 @@ def write(folder: Path, **changes: Any) -> str:
 def test_what_a_config_means(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     assert (config.budgets, config.seeds, config.learning_rates) == ((40, 80), (3, 0), (1e-3, 2e-3))
-    assert config.validation_text == HeldOut("heldout.jsonl", (0, 4)) and config.test_text.documents == (4, None)
+    assert config.validation_text == HeldOut(
+        str(tmp_path / "heldout.jsonl"), (0, 4)
+    ) and config.test_text.documents == (4, None)
     assert config.first_seed == 3 and config.compared_with == "ours" and config.selection_budgets == (40,)
     ours = config.methods["ours"]
     assert ours.learning_rates == (0.5,) and ours.flags == {"teacher": "larger"}
@@ -52,6 +54,36 @@ def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytes
     assert read_config(write(tmp_path, model="$PLACE/model")).model == "/there/model"
     with pytest.raises(ValueError, match=r"the environment has no \$\{OTHER\}; export it"):
         read_config(write(tmp_path, train_text="${OTHER}/train.jsonl"))
+
+
+def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the working directory, where the same names may be other files."""
+    study, elsewhere = tmp_path / "study", tmp_path / "elsewhere"
+    for folder, rate in ((study, 0.1), (elsewhere, 0.2)):
+        (folder / "dense").mkdir(parents=True)
+        (folder / "base.json").write_text(json.dumps({"rate": rate}))
+        (folder / "train.jsonl").touch()
+    path = write(
+        study,
+        base="base.json",
+        model="dense",
+        train_text="stream:train.jsonl",
+        validation_text="stdlib:heldout",
+        methods={"ours": {"flags": {"teacher": "dense"}}, "theirs": {"flags": {"teacher": "owner/model"}}},
+    )
+    monkeypatch.chdir(elsewhere)
+    for name in (path, "../study/config.json"):
+        config, folder = read_config(name), Path(name).parent
+        assert config.base == {"rate": 0.1} and Path(config.model) == folder / "dense"
+        assert config.train_text == f"stream:{folder / 'train.jsonl'}"
+        assert config.validation_text.path == "stdlib:heldout" and config.test_text.path == str(
+            folder / "heldout.jsonl"
+        )
+        assert config.methods["ours"].flags == {"teacher": str(folder / "dense")}
+        assert config.methods["theirs"].flags == {"teacher": "owner/model"}
+    (study / "base.json").unlink()
+    with pytest.raises(ValueError, match=r"base = 'base.json': paths .*; write '\.\./elsewhere/base.json'"):
+        read_config(path)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +112,7 @@ def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytes
         ({"methods": {"a": {"flags": {"warm_up": 0}}}}, "a.flags.warm_up: no flag of a run; did you mean 'warmup'?"),
         ({"flags": {"dry_run": True}}, "flags.dry_run: no flag of a run"),
         ({"one_shot": {"p": {"learning_rates": [1]}}}, "one_shot.p.learning_rates: it does not train"),
-        ({"base": "no.json"}, "base no.json: not a readable JSON file"),
+        ({"base": "no.json"}, "base .*/no.json: not a readable JSON file"),
         ({"workers": 0}, "workers = 0: use an integer >= 1"),
         ({"keep_models": "yes"}, "give true or false"),
     ],
@@ -94,9 +126,9 @@ def test_errors_name_the_key(tmp_path: Path, changes: dict[str, Any], message: s
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "launch").glob("compare_*.json")))
 def test_the_shipped_ones(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
-    monkeypatch.chdir(ROOT)
-    assert main(["compare", f"launch/{name}", "--dry_run"]) == 0
-    config = read_config(f"launch/{name}")
+    monkeypatch.chdir(ROOT / "tests")  # from anywhere
+    assert main(["compare", f"../launch/{name}", "--dry_run"]) == 0
+    config = read_config(f"../launch/{name}")
     assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
     count = len(config.methods) * len(config.seeds) * len(config.budgets)
     assert f"{count} count: {len(config.methods)} methods x {len(config.seeds)} seeds" in capsys.readouterr().out
@@ -106,7 +138,10 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for words, message in (
         ([str(tmp_path / "none.json")], "not a readable JSON file"),
         ([write(tmp_path), "--workers", "0"], "--workers 0"),
-        ([write(tmp_path), "--out", str(tmp_path / "out")], "validation_text: --text heldout.jsonl: cannot be read"),
+        (
+            [write(tmp_path), "--out", str(tmp_path / "out")],
+            f"validation_text: --text {tmp_path / 'heldout.jsonl'}: ",
+        ),
     ):
         assert main(["compare", *words]) == 2
         assert message in capsys.readouterr().err

@@ -51,6 +51,14 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert lines["fixed"].at_the_edge and lines["fixed"].seconds == 10.0 and lines["dense"].seconds is None
 
 
+def test_the_table_of_one_seed_speaks_of_no_deviation(tmp_path: Path) -> None:
+    rows = [row for row in ROWS if row["seed"] == 0]
+    several, one = (read_config(write(tmp_path, seeds=seeds)) for seeds in ([0, 3], [0]))
+    assert "mean ± sample standard deviation over seeds" in markdown(summarize(ROWS, "ours"), ROWS, several, [])
+    alone = markdown(summarize(rows, "ours"), rows, one, [])
+    assert "Perplexity per token, of seed 0 alone. At" in alone and "±" not in alone
+
+
 def test_the_table(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     text = markdown(summarize(ROWS, "ours"), ROWS, config, ["3 of 4 documents are odd."])

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.evaluate import zero_shot
@@ -78,7 +79,35 @@ def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: py
 
     (tmp_path / "odd.jsonl").write_text('{"ctx_a": "A cat", "endings": ["sat", "xyl"]}\n')
     assert main([str(folder), "--tasks", "hellaswag", "--data", f"hellaswag={tmp_path / 'odd.jsonl'}"]) == 2
-    assert "--tasks hellaswag: the data does not fit (KeyError: 'ctx_b')" in capsys.readouterr().err
+    assert "its rows lack activity_label, ctx_b, label, which hellaswag reads" in capsys.readouterr().err
+
+
+def test_boolq_scores_the_same_in_its_three_forms(
+    stories: Path, assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`answer` of google/boolq, where the harness reads SuperGLUE's `label`: it was 0.00 for every model."""
+    pytest.importorskip("lm_eval")
+    original = assets / "benchmarks" / "boolq"
+    if not original.is_dir():
+        pytest.skip(f"no {original}")
+    rows = list(load_from_disk(original / "none" / "validation").select(range(24)))
+    forms: dict[str, list[dict[str, Any]]] = {
+        "label": [{**row, "label": int(row.pop("answer"))} for row in map(dict, rows)],
+        "titled": [{**row, "title": "A thing"} for row in rows],
+        "titled_label": [
+            {**row, "passage": f"A thing -- {row['passage']}", "label": int(row["answer"])} for row in rows
+        ],
+    }
+    found = {}
+    for name, data in ("original", f"{original.parent}"), *((form, f"boolq={tmp_path / form}.jsonl") for form in forms):
+        if name in forms:
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in forms[name]))
+        assert main([str(stories), "--tasks", "boolq", "--data", data, "--limit", "24"]) == 0
+        out, err = capsys.readouterr()
+        found[name] = json.loads(out.splitlines()[-1])
+        assert bool(found[name]["notes"]) == ("note: boolq: its rows are" in err) == (name == "original")
+    scores = {name: result["tasks"]["boolq"]["acc"] for name, result in found.items()}
+    assert scores["original"] == scores["label"] > 0 and scores["titled"] == scores["titled_label"] > 0
 
 
 @pytest.mark.parametrize(
@@ -87,6 +116,7 @@ def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: py
         (["--limit", "0"], "--limit 0: use an integer >= 1"),
         (["--json", "none/here.json"], "--json none/here.json: cannot be written, there is no folder none"),
         (["--dense", "/none/here"], "/none/here: has no tokenizer"),
+        (["--data", str(Path(__file__).parent)], "--data: no data of piqa"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_evaluation(

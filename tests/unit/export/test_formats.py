@@ -126,8 +126,8 @@ def test_what_a_source_has_not_is_refused(tmp_path: Path, capsys: pytest.Capture
     out = str(tmp_path / "out")
     assert main(["export", str(sparse), out, "--format", "adapter"]) == 2
     assert f"{sparse}: has no low-rank branch" in capsys.readouterr().err
-    assert main(["export", str(sparse), out, "--format", "onnx"]) == 2
-    assert "--format 'onnx': use one of hf, packed24, mask, adapter" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--format 'onnx': use one of hf, packed24, mask, adapter"):
+        export(open_source(sparse), out, "onnx")
     assert main(["export", str(sparse), out, "--base", str(tmp_path / "dense")]) == 2
     assert "--format hf needs none" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "dense"), out]) == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparseforge_ds.export import proof
+from sparseforge_ds.export import formats, proof
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.proof import available_memory, prove_folder, require
 from sparseforge_ds.export.source import Source, open_source
@@ -117,7 +117,7 @@ def test_nothing_is_left_of_an_export_that_fails_its_proof(
 
     monkeypatch.undo()
     for format in ("hf", "packed24"):
-        monkeypatch.setattr(proof, "prove_folder", spoil)
+        monkeypatch.setattr(formats, "prove_folder", spoil)
         with pytest.raises(ValueError, match="as it should"):
             export(source, tmp_path / "out", format)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,43 @@
+"""The commands that asked `Do you wish to run the custom code? [y/N]`, with `yes |` before them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.planted_code import YES, plant_model
+from tests.tiny_folders import write_model, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_yes_runs_no_planted_code(tmp_path: Path) -> None:
+    planted, run, text = tmp_path / "planted", tmp_path / "run", write_text(tmp_path / "text.jsonl")
+    mark = plant_model(planted, write_model(tmp_path / "dense"))
+    launch = ["deepspeed", "--num_gpus", "1", "--master_port", "0", "launch/train.py"]
+    commands = [
+        [*launch, "--deepspeed", "ds_configs/zero3.json", "--model", planted, "--dataset", text, "--output_dir", run],
+        [sys.executable, "-m", "sparseforge_ds.evaluate.perplexity", planted, "--text", text],
+    ]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    started = [
+        subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for command in commands
+    ]
+    for process in started:
+        told, _ = process.communicate(YES, timeout=300)
+        assert process.returncode in (1, 2), told
+        assert "needs Python code of its own (auto_map" in told and "custom code? [y/N]" not in told, told
+    assert not mark.exists()
+    assert not run.exists()
