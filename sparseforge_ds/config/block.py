@@ -35,6 +35,7 @@ from sparseforge_ds.config.rules import (
     logit_keys,
 )
 from sparseforge_ds.config.saved import completed
+from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.strict import build, merge, require
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
@@ -265,19 +266,14 @@ class SparseForgeConfig:
         """Read the `sparseforge` block of a DeepSpeed JSON.
 
         Args:
-            path: the file that is also given to `deepspeed.initialize`.
+            path: the file that is also given to `deepspeed.initialize`, or the name of a shipped one, like `zero3`.
             **overrides: top-level keys that win over the file, for example `max_steps=1000`.
 
         Raises:
             ValueError: the file is missing, is not JSON, has no `sparseforge` block, or the block is wrong.
         """
-        path = Path(path)
         try:
-            content = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(
-                f"{path}: no such file; give the DeepSpeed JSON, for example ds_configs/zero3.json"
-            ) from None
+            content = json.loads(configuration_file(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
             raise ValueError(f"{path}: not a readable JSON file ({error})") from None
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):

@@ -7,12 +7,12 @@ import difflib
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.zero.refuse import EXPERTS_DIVIDED
 
@@ -49,15 +49,17 @@ class Batch:
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """The parsed file.
+    """The parsed file, or that of the package which has this name.
 
     Raises:
         ValueError: the file is missing or no JSON object, a key is misspelled, or it has a scheduler.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--deepspeed {path}: no such file; give for example ds_configs/zero3.json") from None
+        file = configuration_file(path)
+    except ValueError as error:
+        raise ValueError(f"--deepspeed {error}") from None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--deepspeed {path}: not a readable JSON file ({error})") from None
     if not isinstance(content, dict):
