@@ -31,3 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from sparseforge_ds.train.run import main
 
     return main(args.flags)
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge train`")

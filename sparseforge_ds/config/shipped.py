@@ -5,6 +5,7 @@ In a checkout `sparseforge_ds/ds_configs` is a link to `ds_configs`, and in an i
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
@@ -24,7 +25,7 @@ def configuration_file(path: str | Path) -> Path:
     given = Path(path)
     shipped = FOLDER / f"{given.name.removesuffix('.json')}.json"
     if not given.exists() or given.is_dir():  # a folder `zero3` is no configuration
-        if given.parent == Path() and shipped.is_file():
+        if not os.path.dirname(path) and shipped.is_file():
             return shipped
         if not given.exists():
             raise ValueError(

@@ -26,6 +26,8 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
         packed = {name for name in archive.namelist() if name.startswith("sparseforge_ds/")}
     assert packed == expected
     assert "sparseforge_ds/assets/stdlib_llama/model.safetensors" in packed
+    shipped = {f"sparseforge_ds/ds_configs/{path.name}" for path in (ROOT / "ds_configs").iterdir()}
+    assert {name for name in packed if name.endswith("zero3.json")} <= shipped <= packed
 
 
 def test_the_embedded_model_is_small() -> None:

@@ -1,9 +1,11 @@
-"""SIGTERM to a real run under the real launcher: it saves, ends, and goes on as if nothing had happened."""
+"""SIGTERM and Ctrl-C to a real run under real launchers: it saves, ends, and goes on as if nothing had happened."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.utils.cpp_extension import get_default_build_root
 
 from tests.distributed import ROOT
 from tests.end_to_end.test_train import differences, flags_of, states, train
-from tests.tiny_folders import deepspeed_json
+from tests.tiny_folders import deepspeed_json, write_text
 
 STEPS = 400
 
@@ -28,15 +31,26 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
+BIN = Path(sys.executable).parent
+ALONE = [sys.executable, "-m", "sparseforge_ds", "train"]
+
+
+def deepspeed() -> list[str]:
+    return [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", free_port(), "launch/train.py"]
+
+
+def torchrun() -> list[str]:
+    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", free_port()]
+    return [*command, "-m", "sparseforge_ds.train"]
+
+
 @contextlib.contextmanager
-def launched(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    """`deepspeed --num_gpus 2 launch/train.py FLAGS` in a process group of its own, of which nothing survives."""
-    bin_folder = Path(sys.executable).parent
-    command = [str(bin_folder / "deepspeed"), "--num_gpus", "2", "--master_port", free_port(), "launch/train.py"]
+def launched(command: list[str], *flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A command and flags in a session of its own, like a terminal's; nothing of it survives."""
     process = subprocess.Popen(
         [*command, *flags],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}:{os.environ['PATH']}"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -45,9 +59,19 @@ def launched(*flags: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
+        for each in descendants(process.pid):
+            each.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes that it has started; those of torchrun have sessions of their own."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def family(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[psutil.Process]]:
@@ -76,9 +100,25 @@ def to_the_command(process: subprocess.Popen[str]) -> None:
     process.terminate()
 
 
-def stopped(flags: list[str], send: Callable[[subprocess.Popen[str]], None]) -> tuple[int, int]:
-    """Start a run, stop it some steps later; the exit code and the step at which it says it stopped."""
-    with launched(*flags) as process:
+def kill_the_command(process: subprocess.Popen[str]) -> None:
+    """As a machine does that is out of memory."""
+    process.kill()
+
+
+def ctrl_c(process: subprocess.Popen[str]) -> None:
+    """What a terminal does: the launcher gets it too, and passes it on in its own way."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def ctrl_c_to_one_rank(process: subprocess.Popen[str]) -> None:
+    family(process)[1][1].send_signal(signal.SIGINT)
+
+
+def stopped(
+    command: list[str], flags: list[str], send: Callable[[subprocess.Popen[str]], None]
+) -> tuple[int, int, str]:
+    """Start a run, stop it some steps later; the exit code, the step at which it says it stopped, and the signal."""
+    with launched(command, *flags) as process:
         assert process.stdout is not None
         lines = []
         seen = 0
@@ -88,16 +128,19 @@ def stopped(flags: list[str], send: Callable[[subprocess.Popen[str]], None]) -> 
             if seen == 3:
                 break
         assert seen == 3, "".join(lines)
-        _, ranks = family(process)
+        ranks = descendants(process.pid)
         send(process)
         rest = process.stdout.read()
         code = process.wait(timeout=60)
         gone, alive = psutil.wait_procs(ranks, timeout=60)
         assert not alive, "no rank trains on"
-        (line,) = [line for line in rest.splitlines() if line.startswith("stopped by SIGTERM")]
+        (line,) = [line for line in rest.splitlines() if line.startswith("stopped by ")]
         assert line.endswith("; continue with --resume")
-        assert "Traceback" not in rest, rest
-        return code, int(line.split("at step ")[1].split(";")[0])
+        if send is not ctrl_c or command == ALONE:
+            assert "Traceback" not in rest, rest
+        for place in ("launch/train.py", "sparseforge_ds"):  # deepspeed and torchrun complain of Ctrl-C themselves
+            assert not re.search(f'File ".*{place}.*", line', rest), rest
+        return code, int(line.split("at step ")[1].split(";")[0]), line.split()[2]
 
 
 def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
@@ -107,10 +150,20 @@ def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     flags = flags_of(tmp_path, content, **more)
     checkpoints = tmp_path / "run" / "checkpoints"
     last = 0
-    for send, code in ((to_the_group, None), (to_one_rank, 143), (to_launch_py, 1), (to_the_command, -signal.SIGTERM)):
-        ended, step = stopped([*flags, "--resume"] if last else flags, send)
+    for command, send, code in (
+        (deepspeed(), to_the_group, None),
+        (deepspeed(), to_one_rank, 143),
+        (deepspeed(), to_launch_py, 1),
+        (deepspeed(), to_the_command, -signal.SIGTERM),
+        (deepspeed(), ctrl_c, -signal.SIGINT),
+        (deepspeed(), ctrl_c_to_one_rank, 130),
+        (torchrun(), ctrl_c, 1),
+        (torchrun(), kill_the_command, -signal.SIGKILL),
+    ):
+        ended, step, by = stopped(command, [*flags, "--resume"] if last else flags, send)
         assert last < step < STEPS, send.__name__
         assert ended == code if code is not None else ended != 0, send.__name__
+        assert by == ("SIGINT" if send in (ctrl_c, ctrl_c_to_one_rank) else "SIGTERM"), send.__name__
         assert (checkpoints / "latest").read_text() == f"step_{step:06d}"
         assert not (tmp_path / "run" / "result.json").exists()
         assert not list(checkpoints.glob("*.tmp"))
@@ -120,6 +173,73 @@ def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     tag = f"step_{STEPS:06d}"
     unbroken = states(tmp_path / "unbroken" / "checkpoints" / tag)
     assert differences(states(checkpoints / tag), unbroken) == []
+
+
+def test_one_process_without_a_launcher_stops_at_ctrl_c_and_goes_on(tmp_path):
+    """As a user types it, in a terminal."""
+    flags = flags_of(tmp_path, deepspeed_json(batch=4, max_steps=STEPS), max_steps=STEPS, save_every=0, log_every=1)
+    code, step, by = stopped(ALONE, flags, ctrl_c)
+    assert (code, by) == (130, "SIGINT")
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{step:06d}"
+    code, later, by = stopped(ALONE, [*flags, "--resume"], to_the_command)
+    assert (code, by) == (143, "SIGTERM")
+    assert later > step
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_while_the_program_is_read_is_quiet(tmp_path):
+    with launched(ALONE, *flags_of(tmp_path, deepspeed_json(batch=4))) as process:
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.01)
+        ctrl_c(process)
+        assert process.stdout is not None
+        assert "Traceback" not in process.stdout.read()
+        assert process.wait(timeout=60) in (-signal.SIGINT, 130)  # shells say 130 of both
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ready", [lambda pid: True, lambda pid: handles_sigterm(pid)], ids=["importing", "reading"])
+def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_path, ready):
+    """It dies of SIGTERM and tells nobody. What a rank would do without it takes far longer than the rank may."""
+    flags = flags_of(tmp_path, deepspeed_json(batch=4))
+    write_text(tmp_path / "text.jsonl", documents=400_000)
+    with launched(deepspeed(), *flags) as process:
+        while not (ranks := [each for each in descendants(process.pid) if "launch/train.py" in each.cmdline()[-20:]]):
+            time.sleep(0.01)
+        launcher = ranks[0].parent()
+        while len(launcher.children()) < 2 or not all(ready(each.pid) for each in launcher.children()):
+            time.sleep(0.01)
+        ranks = launcher.children()
+        process.terminate()
+        assert process.wait(timeout=60) == -signal.SIGTERM
+        _, alive = psutil.wait_procs([launcher, *ranks], timeout=100)
+        assert not alive
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        assert "stopped by SIGTERM before training: there is nothing to save" in rest
+        assert "Traceback" not in rest and "step 1/" not in rest
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_start_removes_the_lock_of_a_compiler_that_was_killed(tmp_path):
+    """On each of two ranks, as after a `kill -9` in the first seconds of another run."""
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    own = tmp_path / "extensions"
+    shutil.copytree(built, own, ignore=shutil.ignore_patterns("lock"))  # with its times, so that nothing is built again
+    folder = own / "deepspeed_shm_comm"
+    folder.mkdir(exist_ok=True)
+    (folder / "lock").touch()
+    flags = flags_of(tmp_path, deepspeed_json(batch=4), max_steps=2)
+    with launched(deepspeed(), *flags, TORCH_EXTENSIONS_DIR=str(own)) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        assert process.wait(timeout=60) == 0, output
+    assert (
+        output.count("set-up: removed") == 1 and f"removed {folder}/lock, left by a process that was killed" in output
+    )
+    assert not (folder / "lock").exists()
 
 
 def handles_sigterm(pid: int) -> bool:

@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
     "cli.compare": {"compare"},
+    "cli.train": {"train.arguments", "train.run"},
     "cli.plan": {"transformers", "planning"},
     "compare.figures": {"matplotlib"},
     "compare.history": {"tensorboard"},
