@@ -27,7 +27,6 @@ def run(args: argparse.Namespace) -> int:
         parse_arguments(args.flags)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while that is imported ends us without a traceback
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from sparseforge_ds.train.run import main
 
     return main(args.flags)

@@ -77,9 +77,12 @@ class Preemption(AbstractContextManager["Preemption"]):
         return self
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if isinstance(error, _AtOnce):
-            sys.stdout.flush()
-            self._end(self._noted)  # closing connections properly would wait for the other ranks
+        if error is not None and not self._training:
+            # What went wrong may be that another rank has noticed the signal sooner and is gone.
+            self._noted = self._noted or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
+            if self._noted:
+                sys.stdout.flush()
+                self._end(self._noted)  # closing connections properly would wait for the other ranks
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             # What a launcher sends again now must not change the exit code.
@@ -118,11 +121,14 @@ class Preemption(AbstractContextManager["Preemption"]):
                         self._end(signal.SIGINT)
                     if number == signal.SIGINT and not pressed:
                         pressed = now
-            elif not first and any(_parent(child) != parent for child, parent in self._parents):
+            elif not first and self._has_lost_its_launcher():
                 os.kill(os.getpid(), signal.SIGTERM)  # which whoever is gone should have passed on
             if first and not self._training and time.monotonic() - since >= _PATIENCE:
                 self._end(first)
         self._reader.close()
+
+    def _has_lost_its_launcher(self) -> bool:
+        return any(_parent(child) != parent for child, parent in self._parents)
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -77,9 +77,27 @@ def descendants(pid: int) -> list[psutil.Process]:
 def family(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[psutil.Process]]:
     """launch.py and the ranks."""
     (launcher,) = psutil.Process(process.pid).children()
-    ranks = [child for child in launcher.children() if "launch/train.py" in child.cmdline()]
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     return launcher, ranks
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes under launch.py which run our script."""
+    found = []
+    for each in descendants(process.pid):
+        with contextlib.suppress(psutil.Error):
+            if "launch/train.py" in each.cmdline()[:3]:  # python -u launch/train.py
+                found.append(each)
+    return found
+
+
+def until(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
+    """Wait for something that a process does."""
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def to_the_group(process: subprocess.Popen[str]) -> None:
@@ -189,8 +207,7 @@ def test_one_process_without_a_launcher_stops_at_ctrl_c_and_goes_on(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_while_the_program_is_read_is_quiet(tmp_path):
     with launched(ALONE, *flags_of(tmp_path, deepspeed_json(batch=4))) as process:
-        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-            time.sleep(0.01)
+        until(process, lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
         ctrl_c(process)
         assert process.stdout is not None
         assert "Traceback" not in process.stdout.read()
@@ -199,18 +216,15 @@ def test_ctrl_c_while_the_program_is_read_is_quiet(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("ready", [lambda pid: True, lambda pid: handles_sigterm(pid)], ids=["importing", "reading"])
+@pytest.mark.parametrize("ready", [lambda pid: True, lambda pid: listens(pid)], ids=["importing", "reading"])
 def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_path, ready):
     """It dies of SIGTERM and tells nobody. What a rank would do without it takes far longer than the rank may."""
     flags = flags_of(tmp_path, deepspeed_json(batch=4))
     write_text(tmp_path / "text.jsonl", documents=400_000)
     with launched(deepspeed(), *flags) as process:
-        while not (ranks := [each for each in descendants(process.pid) if "launch/train.py" in each.cmdline()[-20:]]):
-            time.sleep(0.01)
-        launcher = ranks[0].parent()
-        while len(launcher.children()) < 2 or not all(ready(each.pid) for each in launcher.children()):
-            time.sleep(0.01)
-        ranks = launcher.children()
+        until(process, lambda: len(ranks_of(process)) == 2)
+        launcher, ranks = family(process)
+        until(process, lambda: all(ready(each.pid) for each in ranks))
         process.terminate()
         assert process.wait(timeout=60) == -signal.SIGTERM
         _, alive = psutil.wait_procs([launcher, *ranks], timeout=100)
@@ -242,11 +256,13 @@ def test_a_start_removes_the_lock_of_a_compiler_that_was_killed(tmp_path):
     assert not (folder / "lock").exists()
 
 
-def handles_sigterm(pid: int) -> bool:
-    """Whether a process has a handler of its own by now."""
+def listens(pid: int) -> bool:
+    """Whether a rank has its handlers by now; Ctrl-C has none while the program is read."""
+    if "libtorch" not in Path(f"/proc/{pid}/maps").read_text():
+        return False
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+            return bool(int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1)
     raise AssertionError("no SigCgt")
 
 
@@ -261,7 +277,7 @@ def test_before_training_a_rank_ends_at_once(tmp_path):
         env={**os.environ, **environment, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"},
     )
     try:
-        while not handles_sigterm(process.pid):
+        while not listens(process.pid):
             time.sleep(0.1)
         time.sleep(3)
         began = time.monotonic()
