@@ -37,7 +37,8 @@ _watching = False
 def watch_extension_locks(say: Say | None = None) -> None:
     """From now on, whenever torch is about to compile an extension or to wait for one, say so, and look at its lock.
 
-    More calls change nothing. One process of a machine speaks, by LOCAL_RANK; whoever removes a lock says that.
+    A loop of your own calls it before DeepSpeed does anything; more calls change nothing. One process of a machine
+    speaks, by LOCAL_RANK, but whoever removes a lock says that.
 
     Args:
         say: takes a line for people; by default it is printed.
