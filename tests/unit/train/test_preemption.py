@@ -12,6 +12,15 @@ import pytest
 
 from sparseforge_ds.train.preemption import Preemption, Stopped
 
+
+@pytest.fixture(autouse=True)
+def in_a_terminal():
+    """What a script starts in the background ignores Ctrl-C, and these tests may be part of that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
 
