@@ -11,6 +11,7 @@ half-trained model. `deepspeed` itself dies of both without telling its ranks; t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -81,7 +82,8 @@ class Preemption(AbstractContextManager["Preemption"]):
             # What went wrong may be that another rank has noticed the signal sooner and is gone.
             self._noted = self._noted or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
             if self._noted:
-                sys.stdout.flush()
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
                 self._end(self._noted)  # closing connections properly would wait for the other ranks
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
@@ -140,9 +142,10 @@ class Preemption(AbstractContextManager["Preemption"]):
 
 
 def _tell(line: str) -> None:
-    """Say it on rank 0, whatever the main thread may be doing with its buffers."""
+    """Say it on rank 0, whatever the main thread may be doing with its buffers, and if anybody is left to listen."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(sys.stdout.fileno(), f"{line}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(1, f"{line}\n".encode())
 
 
 def _pressed_again(number: int) -> bool:

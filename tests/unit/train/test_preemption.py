@@ -105,6 +105,18 @@ with Preemption() as preemption:
 """
 
 
+def test_it_ends_where_nobody_reads_what_it_says():
+    """As behind a `| tee` that the same Ctrl-C has ended."""
+    process = subprocess.Popen([sys.executable, "-c", IN_TRAINING], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    time.sleep(3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+
+
 @pytest.mark.parametrize(("environment", "last"), [({}, signal.SIGINT), ({"TORCHELASTIC_RUN_ID": "x"}, signal.SIGTERM)])
 def test_the_second_ctrl_c_ends_a_step_that_takes_long(environment, last):
     """torchrun keeps the second for itself and sends SIGTERM instead; deepspeed does that with the first already."""
