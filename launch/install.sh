@@ -46,12 +46,13 @@ _compile_op() {
         _die "no C++ compiler (${CXX:-g++}), which DeepSpeed needs on a machine without a GPU; install one (Debian and Ubuntu: apt install g++)"
     "$_venv/bin/python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
         _die "no Python.h, which DeepSpeed needs to compile; install the headers (Debian and Ubuntu: apt install python3-dev)"
-    echo "install: DeepSpeed compiles its CPU communication op, once, in one to two minutes"
     local log="$_venv/compile.log"
-    find "$TORCH_EXTENSIONS_DIR" -path '*deepspeed_shm_comm/lock' -delete 2>/dev/null || true  # of an interrupted build
     DS_ACCELERATOR=cpu "$_venv/bin/python" -c '
+import os
 from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' >"$log" 2>&1 ||
+from sparseforge_ds.train.extension_locks import watch_extension_locks
+watch_extension_locks(say=lambda line: os.write(3, f"{line}\n".encode()))  # of an interrupted build, for one
+get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' 3>&1 >"$log" 2>&1 ||
         _die "DeepSpeed could not compile its CPU communication op; the log is $log:" "$(tail -n 20 "$log")"
 }
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.distill import DistillationLoss, Teacher, distillation_loss
     from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.low_rank import low_rank_share, prepare
+    from sparseforge_ds.train.extension_locks import watch_extension_locks
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
 _WHERE = {
@@ -23,6 +24,7 @@ _WHERE = {
     "low_rank_share": "model.low_rank",
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
+    "watch_extension_locks": "train.extension_locks",
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "param_groups",
     "prepare",
     "register_families",
+    "watch_extension_locks",
 ]
 __version__ = "0.1.0"
 

@@ -43,3 +43,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.out}: {len(record['weights'])} weights in {record['pattern']}, verified")
     print(proof_line("hf", record["proof"]))
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge apply`")

@@ -66,3 +66,7 @@ def run(args: argparse.Namespace) -> int:
     print(Study(config, out, Path(args.config).read_text()).run())
     print(f"{out / 'index.html'}: table and figures")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge compare`")

@@ -61,3 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def say(text: str) -> None:
     """Print a note."""
     print(f"note: {text}")
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge consolidate`")

@@ -119,3 +119,7 @@ def proof_line(format: str, proof: dict[str, Any] | None) -> str:
         return f"proved: logits {proof['logits']} (loaded by {proof['loaded_by']})"
     text = f"proved: loaded by {proof['loaded_by']}, logits {proof['logits']}"
     return f"{text}; adapter: logits {proof['adapter']['logits']}" if "adapter" in proof else text
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge export`")

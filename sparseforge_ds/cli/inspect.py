@@ -126,3 +126,7 @@ def _masks(contents: Contents) -> list[tuple[str, str]]:
 def _entry(entry: Entry) -> str:
     step = "?" if entry.step is None else str(entry.step)
     return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {'complete' if entry.complete else 'INCOMPLETE'}"
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge inspect`")

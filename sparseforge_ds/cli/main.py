@@ -15,10 +15,10 @@ import threading
 from collections.abc import Sequence
 
 from sparseforge_ds import __version__
-from sparseforge_ds.cli import apply, compare, consolidate, export, inspect, plan, reshard, verify
+from sparseforge_ds.cli import apply, compare, consolidate, export, inspect, plan, reshard, train, verify
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (inspect, consolidate, export, apply, verify, reshard, plan, compare)
+COMMANDS = (train, inspect, consolidate, export, apply, verify, reshard, plan, compare)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -33,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of `sparseforge`."""
     top = argparse.ArgumentParser(
         prog="sparseforge",
-        description="Turn checkpoints of a SparseForge run into 2:4 sparse models, and look into both.",
-        epilog="`sparseforge COMMAND --help` shows an example of each. Training: deepspeed launch/train.py --help",
+        description="Train 2:4 sparse language models, turn checkpoints into them, and look into both.",
+        epilog="`sparseforge COMMAND --help` shows an example of each.",
     )
     top.add_argument("--version", action="version", version=f"sparseforge {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

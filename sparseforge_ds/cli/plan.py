@@ -167,3 +167,7 @@ def _number(text: str) -> float:
     if value != value or value in (float("inf"), float("-inf")):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number")
     return value
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge plan`")

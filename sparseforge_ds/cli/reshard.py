@@ -51,3 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(done: int, total: int) -> None:
     end = "\n" if done == total else ""
     print(f"\r{done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge reshard`")

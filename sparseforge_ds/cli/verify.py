@@ -109,3 +109,7 @@ def _print_table(report: FolderReport) -> None:
         for entry in entries:
             print(f"{kind}: {entry}")
     print("OK" if report.ok else "NOT OK")
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge verify`")

@@ -36,6 +36,7 @@ from sparseforge_ds.config.rules import (
     logit_keys,
 )
 from sparseforge_ds.config.saved import completed
+from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.strict import build, merge, require
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
@@ -281,13 +282,13 @@ class SparseForgeConfig:
         """Read the `sparseforge` block of a DeepSpeed JSON.
 
         Args:
-            path: the file that is also given to `deepspeed.initialize`.
+            path: the file that is also given to `deepspeed.initialize`, or the name of a shipped one, like `zero3`.
             **overrides: top-level keys that win over the file, for example `max_steps=1000`.
 
         Raises:
             ValueError: the file is missing, is not JSON, has no `sparseforge` block, or the block is wrong.
         """
-        content = read_json(path, str(path))
+        content = read_json(configuration_file(path), str(path))
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):
             raise ValueError(f'{path}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
         return cls.from_dict(merge(content["sparseforge"], overrides))

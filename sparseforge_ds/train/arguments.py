@@ -1,4 +1,4 @@
-"""The command line of `launch/train.py`: what a run reads, how long it is and where it writes.
+"""The command line of `sparseforge train` and `launch/train.py`: what a run reads, how long it is and where it writes.
 
 What decides which weights survive is the `sparseforge` block of the DeepSpeed JSON, and batch size, precision, ZeRO
 stage and offload are DeepSpeed's own keys in the same file.
@@ -28,17 +28,24 @@ SampleBy = Literal["document", "paragraph", "line"]
 """What is a document of a .txt file; the words are those of `datasets`."""
 
 _EXAMPLES = """\
+exit code: 0 the run is complete; 1 an error, said in one line; 2 a flag that does not exist; 143 SIGTERM
+stopped it; 130 Ctrl-C did
+
 examples:
+  sparseforge train --deepspeed zero3
   deepspeed launch/train.py --deepspeed ds_configs/zero3.json
-  deepspeed launch/train.py --deepspeed ds_configs/zero3.json \\
+  deepspeed --module sparseforge_ds.train --deepspeed zero3 \\
       --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
   ... --dataset allenai/c4:en=0.7 allenai/dolmino-mix-1124:flan=0.2 stream:/data/own=0.1
 
-On a machine without an accelerator the deepspeed launcher starts one process; ask it for more with --num_gpus 2.
+`sparseforge train` is one process on one GPU. deepspeed starts one for every GPU, in a checkout by launch/train.py
+and elsewhere by --module sparseforge_ds.train; torchrun does by -m sparseforge_ds.train. On a machine without an
+accelerator deepspeed starts one process; ask it for more with --num_gpus 2.
 The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
 
 SIGTERM (pre-emption) saves at the end of the step and ends all ranks with exit code 143, also when it reaches
-one rank only; before training it ends them at once. The launchers deepspeed and torchrun leave their ranks 30 s
+one rank only; before training it ends them at once. Ctrl-C does the same with exit code 130, and a second one
+ends them without saving. To lose the launcher counts as SIGTERM. deepspeed and torchrun leave their ranks 30 s
 for it: where a step and a save take longer, send the signal to the ranks. --resume goes on from the newest
 complete checkpoint, on any number of ranks and at any ZeRO stage, with the same number of sequences a step;
 --resume auto also starts the run, so that a job that is put back into the queue needs one command only.
@@ -66,7 +73,11 @@ class RunArguments:
     """The run flags. A wrong value is a ValueError that names the flag and the cure."""
 
     deepspeed: str = field(
-        metadata={"metavar": "JSON", "help": 'DeepSpeed configuration with a "sparseforge" block (see ds_configs/)'}
+        metadata={
+            "metavar": "JSON",
+            "help": 'DeepSpeed configuration with a "sparseforge" block: a file, or the name of one in the package, '
+            "which are zero1, zero2, zero3 and zero3_offload",
+        }
     )
     model: str = _flag(
         EMBEDDED_MODEL,
@@ -233,8 +244,8 @@ def argument_parser() -> HfArgumentParser:
     """The parser of the launcher's command line."""
     return _Parser(
         RunArguments,
-        prog="deepspeed launch/train.py",
-        usage="deepspeed launch/train.py --deepspeed JSON [flags]",
+        prog="sparseforge train",
+        usage="sparseforge train --deepspeed JSON [flags]\n       deepspeed launch/train.py --deepspeed JSON [flags]",
         description="Train a dense causal language model into an exact N:M sparse one (SparseForge on DeepSpeed).",
         epilog=_EXAMPLES,
         formatter_class=_Formatter,

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.deepspeed_keys import check_keys, without_autos
 from sparseforge_ds.train.optimizer_settings import check_optimizer
@@ -39,12 +40,16 @@ class Batch:
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """The parsed file.
+    """The parsed file, or that of the package which has this name.
 
     Raises:
         ValueError: the file is missing or no JSON object, or something in it cannot work, as `check_deepspeed` says.
     """
-    content = read_json(path, f"--deepspeed {path}")
+    try:
+        file = configuration_file(path)
+    except ValueError as error:
+        raise ValueError(f"--deepspeed {error}") from None
+    content = read_json(file, f"--deepspeed {path}")
     if not isinstance(content, dict):
         raise ValueError(f"--deepspeed {path}: not a JSON object with keys")
     if "bfloat16" in content:  # DeepSpeed's other spelling

@@ -75,7 +75,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         step = forge.step_count
 
         losses /= batches.layout.accumulation
-        agreed = torch.cat([losses, losses.new_full((1,), float(preemption.requested))])
+        agreed = torch.cat([losses, losses.new_full((1,), float(preemption.requested > 0))])
         dist.all_reduce(agreed)
         *means, asked = (agreed / shop.ranks.world_size).tolist()
         mean = dict(zip(LOSSES, means, strict=True))
@@ -104,7 +104,8 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
             save(shop, checkpoints, monitor, step)
             saved = step
         if stop:
-            raise Stopped(f"SIGTERM at step {step}" + ("" if step else ", with nothing to save yet"))
+            asked_by = max(shop.ranks.gather(preemption.requested))
+            raise Stopped(asked_by, f"at step {step}" + ("" if step else ", with nothing to save yet"))
 
     if failures:
         raise AgreedError(_diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1)))

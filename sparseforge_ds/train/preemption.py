@@ -1,21 +1,24 @@
-"""SIGTERM: the run is to make room. What a process does then depends on where it is.
+"""SIGTERM and Ctrl-C: the run is to end. What a process does then depends on where it is.
 
 Before training there is nothing to save: it ends at once. In training the signal is only noted; the ranks agree on it
 at the end of an optimizer step, save, and end together (loop.py). More of the same signal change nothing, because
 launchers send it again to ranks that have had it: whoever cannot wait sends SIGKILL, which costs the steps since the
-newest checkpoint and nothing else.
+newest checkpoint and nothing else. A second Ctrl-C, which a person presses, ends the process like that.
 
-The exit code is 143, as of a process that SIGTERM ended, and not 0: `train && consolidate` must not take a half-trained
-model. `deepspeed` itself dies of a SIGTERM without telling its ranks; that they have lost it counts as the signal.
+The exit code is 143 or 130, as of a process that the signal ended, and not 0: `train && consolidate` must not take a
+half-trained model. `deepspeed` itself dies of both without telling its ranks; that they have lost it counts as SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -23,84 +26,164 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-EXIT_CODE = 128 + signal.SIGTERM
-"""143."""
 _PATIENCE = 5.0
 """Seconds that a start-up has for cleaning up before it is cut off inside whatever it waits for."""
+_ECHO = 2.0
+"""Seconds in which another SIGINT is the first one, passed on by a launcher."""
+_LOOK = 1.0
+"""Seconds between looks whether the launcher lives."""
 
 
 class Stopped(Exception):
-    """All ranks ended the training at a step because of SIGTERM; what there is to save is saved."""
+    """All ranks ended the training at a step because of a signal; what there is to save is saved.
+
+    Args:
+        number: the signal.
+        where: the step.
+    """
+
+    def __init__(self, number: int, where: str) -> None:
+        super().__init__(f"{signal.Signals(number).name} {where}")
+        self.exit_code = exit_code(number)
 
 
 class _AtOnce(SystemExit):
-    """SIGTERM before training: on the way out, what is half-written is removed."""
+    """The signal came before training: on the way out, what is half-written is removed."""
+
+
+def exit_code(number: int) -> int:
+    """Of a process that the signal ended, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + number
 
 
 class Preemption(AbstractContextManager["Preemption"]):
-    """Listens for SIGTERM in a `with` block of the main thread."""
+    """Listens for SIGTERM and SIGINT in a `with` block of the main thread."""
 
     def __init__(self) -> None:
-        self._noted = False
+        self._noted = 0
         self._training = False
-        self._launcher = _deepspeed_launcher()
+        self._parents = _launchers()
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
         # The interpreter runs handlers between two bytecodes of the main thread, which may be waiting for another rank
         # in C for hours; the byte that arrives here wakes a thread of its own at once.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._handler = signal.signal(signal.SIGTERM, self._handle)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # Ctrl-C is for others
+                self._before[number] = signal.signal(number, self._handle)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="sigterm", daemon=True).start()
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if isinstance(error, _AtOnce):
-            sys.stdout.flush()
-            os._exit(EXIT_CODE)  # closing connections properly would wait for the other ranks
+        if error is not None and not self._training:
+            # What went wrong may be that another rank has noticed the signal sooner and is gone.
+            self._noted = self._noted or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
+            if self._noted:
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
+                self._end(self._noted)  # closing connections properly would wait for the other ranks
         signal.set_wakeup_fd(self._wakeup)
-        # What a launcher sends again now must not change the exit code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if isinstance(error, Stopped) else self._handler)
+        for number, handler in self._before.items():
+            # What a launcher sends again now must not change the exit code.
+            signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
         self._writer.close()
 
     def begin_training(self) -> None:
-        """From now on the signal is noted instead of obeyed."""
+        """From now on the first signal is noted instead of obeyed."""
         self._training = True
 
     @property
-    def requested(self) -> bool:
-        """Whether this process has been asked to stop, or has lost its launcher."""
-        return self._noted or (self._launcher is not None and _parent(self._launcher[0]) != self._launcher[1])
+    def requested(self) -> int:
+        """The signal by which this process has been asked to stop, 0 if it has not been."""
+        return self._noted
 
-    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
-        first, self._noted = not self._noted, True
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        first, self._noted = not self._noted, self._noted or number
         if not self._training and first:
-            raise _AtOnce(EXIT_CODE)
+            raise _AtOnce(exit_code(number))
 
     def _watch(self) -> None:
-        while received := self._reader.recv(1):
-            if received[0] == signal.SIGTERM and not self._training:
-                threading.Event().wait(_PATIENCE)
-                if not self._training:
-                    os._exit(EXIT_CODE)
+        first, since, pressed = 0, 0.0, 0.0
+        while True:
+            if select.select([self._reader], [], [], _LOOK)[0]:
+                received = self._reader.recv(1)
+                if not received:
+                    break
+                number = received[0]
+                if number in self._before:
+                    now = time.monotonic()
+                    if not first:
+                        first, since = number, now
+                        if self._training and number == signal.SIGINT:
+                            _tell("SIGINT: the run saves at the end of this step; Ctrl-C again ends it without")
+                    elif pressed and now - pressed > _ECHO and _pressed_again(number):
+                        self._end(signal.SIGINT)
+                    if number == signal.SIGINT and not pressed:
+                        pressed = now
+            elif not first and self._has_lost_its_launcher():
+                os.kill(os.getpid(), signal.SIGTERM)  # which whoever is gone should have passed on
+            if first and not self._training and time.monotonic() - since >= _PATIENCE:
+                self._end(first)
         self._reader.close()
 
+    def _has_lost_its_launcher(self) -> bool:
+        return any(_parent(child) != parent for child, parent in self._parents)
 
-def _deepspeed_launcher() -> tuple[int, int] | None:
-    """(launch.py, the `deepspeed` command that started it) where this process is a rank of that command."""
+    def _end(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._training:
+            _tell(f"ended at once by {name}; --resume continues from the newest checkpoint")
+        else:
+            _tell(f"stopped by {name} before training: there is nothing to save")
+        os._exit(exit_code(number))
+
+
+def _tell(line: str) -> None:
+    """Say it on rank 0, whatever the main thread may be doing with its buffers, and if anybody is left to listen."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(1, f"{line}\n".encode())
+
+
+def _pressed_again(number: int) -> bool:
+    """Whether a signal after Ctrl-C is another one; torchrun turns the second into SIGTERM."""
+    return number == signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _launchers() -> list[tuple[int, int]]:
+    """(process, its parent) for every two that stay together as long as the launcher of this rank lives.
+
+    They are this process and torchrun, or this process, launch.py and the `deepspeed` command that started it. A parent
+    of -1 is one that had gone before this process looked.
+    """
+    me = (os.getpid(), os.getppid())
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return [me]
     try:
-        parent = psutil.Process(os.getppid())
-        runner = parent.parent()
-        if runner is not None and any(Path(part).name in ("deepspeed", "ds") for part in runner.cmdline()[:2]):
-            return parent.pid, runner.pid
-    except psutil.Error:  # gone, or not ours to look at
-        pass
-    return None
+        launch = psutil.Process(os.getppid())
+        if "deepspeed.launcher.launch" not in launch.cmdline():
+            return []
+        runner = launch.parent()
+        if runner is not None and _is_deepspeed(runner):
+            return [me, (launch.pid, runner.pid)]
+        # Over ssh it leads a session; an orphan stays in the session of the command that has gone.
+        session = os.getsid(launch.pid)
+        orphaned = runner is None or runner.pid == 1 or session not in (launch.pid, os.getsid(runner.pid))
+        return [me, (launch.pid, -1)] if orphaned else [me]
+    except (psutil.Error, ProcessLookupError):  # gone, or not ours to look at
+        return []
+
+
+def _is_deepspeed(process: psutil.Process) -> bool:
+    words = process.cmdline()
+    return any(Path(word).name in ("deepspeed", "ds") for word in words[:2]) or "deepspeed.launcher.runner" in words
 
 
 def _parent(process: int) -> int | None:
     try:
-        return psutil.Process(process).ppid()
+        return int(psutil.Process(process).ppid())
     except psutil.Error:
         return None

@@ -7,8 +7,10 @@ while rank 0 tokenises.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,6 +19,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=7)
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What DeepSpeed asks mpi4py for where one of them is not in the environment."""
+_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""How many processes mpirun or srun has started."""
 _SHARED_BUFFER = "/dev/shm/deepspeed_allreduce_buffer_"
 
 
@@ -93,6 +99,35 @@ def unlink_shared_buffers() -> None:
         place = line.split(maxsplit=5)[-1]
         if place.startswith(_SHARED_BUFFER) and place.endswith(f"_{dist.get_rank()}"):
             Path(place).unlink(missing_ok=True)
+
+
+def take_place() -> None:
+    """Make this process rank 0 of 1 where no launcher has told it its place.
+
+    Raises:
+        ValueError: a launcher has started it with others, but has not told it enough to find them.
+    """
+    missing = [name for name in _PLACE if name not in os.environ]
+    if not missing:
+        return
+    if len(missing) < len(_PLACE) and ("RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        raise ValueError(
+            f"the environment says {', '.join(f'{name}={os.environ[name]}' for name in _PLACE if name in os.environ)} "
+            f"but not {', '.join(missing)}: set all of them, or none for one process, or start with deepspeed or "
+            "torchrun"
+        )
+    for name in _COUNTS:
+        if os.environ.get(name, "1") != "1":
+            if find_spec("mpi4py") is None:
+                raise ValueError(
+                    f"{name}={os.environ[name]}: DeepSpeed finds the processes of mpirun and srun by mpi4py; "
+                    "pip install mpi4py, or start with deepspeed, torchrun or launch/slurm.sh"
+                )
+            return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ.update(zip(_PLACE, ("0", "0", "1", "127.0.0.1", str(port)), strict=True))
 
 
 def world_size_from_launcher() -> int:

@@ -14,8 +14,6 @@ from typing import Any
 
 import deepspeed
 import transformers
-from deepspeed.accelerator import get_accelerator
-from torch.utils.cpp_extension import get_default_build_root
 
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.train.arguments import RunArguments, parse_arguments
@@ -23,11 +21,12 @@ from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
+from sparseforge_ds.train.extension_locks import watch_extension_locks
 from sparseforge_ds.train.loop import train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.plan import Plan, make_plan, read_config
-from sparseforge_ds.train.preemption import EXIT_CODE, Preemption, Stopped
-from sparseforge_ds.train.ranks import AgreedError, Ranks, unlink_shared_buffers, world_size_from_launcher
+from sparseforge_ds.train.preemption import Preemption, Stopped
+from sparseforge_ds.train.ranks import AgreedError, Ranks, take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import (
     begins_anew,
@@ -50,11 +49,11 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     Raises:
         ValueError: something in the input is wrong; AgreedError where all ranks raise it together.
         OSError: something cannot be written.
-        Stopped: SIGTERM ended the training, and it is saved.
+        Stopped: SIGTERM or Ctrl-C ended the training, and it is saved.
     """
     _quiet()
     _check_at_once(arguments)
-    _announce_compilation()
+    watch_extension_locks()
     deepspeed.init_distributed()
     unlink_shared_buffers()
     ranks = Ranks()
@@ -108,7 +107,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """The launcher's whole body: run, and turn what went wrong into one line and an exit code on every rank.
 
     Returns:
-        0 when the run is complete, 1 after an error, 143 when SIGTERM stopped it and it can be resumed.
+        0 when the run is complete, 1 after an error; 143 when SIGTERM, 130 when Ctrl-C stopped it, saved if it trained.
     """
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -120,7 +119,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except Stopped as stop:
         if first:
             print(f"stopped by {stop}; continue with --resume", flush=True)
-        return EXIT_CODE
+        return stop.exit_code
     except (AgreedError, ForgeError) as error:  # every rank has it
         return _fail(error, first)
     except InstantError as error:  # found before the processes met: on every rank, so each machine says it once
@@ -186,18 +185,9 @@ def _parse(command_line: Sequence[str] | None) -> RunArguments:
 def _check_at_once(arguments: RunArguments) -> None:
     try:
         read_config(arguments, world_size_from_launcher())
+        take_place()
     except ValueError as error:
         raise InstantError(str(error)) from None
-
-
-def _announce_compilation() -> None:
-    """Say why the first start on a CPU takes minutes: DeepSpeed compiles a communication library."""
-    if get_accelerator().device_name() != "cpu" or os.environ.get("RANK", "0") != "0":
-        return
-    name = "deepspeed_shm_comm"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not any(root.rglob(f"{name}.so")):
-        print(f"set-up: DeepSpeed compiles {name} for this machine once, which takes a minute or two", flush=True)
 
 
 def _quiet() -> None:
@@ -207,3 +197,7 @@ def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

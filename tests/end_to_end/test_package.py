@@ -1,7 +1,8 @@
-"""`pip install .` from a clean clone gives a whole package: every module, and the demo's model."""
+"""`pip install .` from a clean clone gives a whole package: every module, the demo's model, and training."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,23 +10,39 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PIP = [sys.executable, "-m", "pip"]
 
 
 def test_the_wheel_is_complete(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "sparseforge_ds", source / "sparseforge_ds", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("sparseforge_ds", "ds_configs"):  # the package has a link to the latter, as in a clone
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
+    assert (source / "sparseforge_ds" / "ds_configs").is_symlink()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     expected = {str(path.relative_to(source)) for path in (source / "sparseforge_ds").rglob("*") if path.is_file()}
+    expected |= {f"sparseforge_ds/ds_configs/{path.name}" for path in (ROOT / "ds_configs").iterdir()}
 
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run([*PIP, "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)], check=True, timeout=300)
 
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("sparseforge_ds/")}
     assert packed == expected
     assert "sparseforge_ds/assets/stdlib_llama/model.safetensors" in packed
+
+    subprocess.run([*PIP, "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
+    trained = subprocess.run(
+        [sys.executable, "-m", "sparseforge_ds", "train", "--deepspeed", "zero3", "--dry_run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "ZeRO-3" in trained.stdout
 
 
 def test_the_embedded_model_is_small() -> None:

@@ -1,9 +1,11 @@
-"""SIGTERM to a real run under the real launcher: it saves, ends, and goes on as if nothing had happened."""
+"""SIGTERM and Ctrl-C to a real run under real launchers: it saves, ends, and goes on as if nothing had happened."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.utils.cpp_extension import get_default_build_root
 
 from tests.distributed import ROOT
 from tests.end_to_end.test_train import differences, flags_of, states, train
-from tests.tiny_folders import deepspeed_json
+from tests.tiny_folders import deepspeed_json, write_text
 
 STEPS = 400
 
@@ -28,34 +31,79 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
+BIN = Path(sys.executable).parent
+ALONE = [sys.executable, "-m", "sparseforge_ds", "train"]
+
+
+def deepspeed() -> list[str]:
+    return [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", free_port(), "launch/train.py"]
+
+
+def torchrun() -> list[str]:
+    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", free_port()]
+    return [*command, "-m", "sparseforge_ds.train"]
+
+
 @contextlib.contextmanager
-def launched(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    """`deepspeed --num_gpus 2 launch/train.py FLAGS` in a process group of its own, of which nothing survives."""
-    bin_folder = Path(sys.executable).parent
-    command = [str(bin_folder / "deepspeed"), "--num_gpus", "2", "--master_port", free_port(), "launch/train.py"]
+def launched(command: list[str], *flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A command and flags in a session of its own, like a terminal's; nothing of it survives."""
     process = subprocess.Popen(
         [*command, *flags],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}:{os.environ['PATH']}"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=heeds_ctrl_c,
     )
     try:
         yield process
     finally:
+        for each in descendants(process.pid):
+            each.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
+def heeds_ctrl_c() -> None:
+    """Jobs that a script starts in the background do not, and these tests may be part of one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes that it has started; those of torchrun have sessions of their own."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
 def family(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[psutil.Process]]:
     """launch.py and the ranks."""
     (launcher,) = psutil.Process(process.pid).children()
-    ranks = [child for child in launcher.children() if "launch/train.py" in child.cmdline()]
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     return launcher, ranks
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes under launch.py which run our script."""
+    found = []
+    for each in descendants(process.pid):
+        with contextlib.suppress(psutil.Error):
+            if "launch/train.py" in each.cmdline()[:3]:  # python -u launch/train.py
+                found.append(each)
+    return found
+
+
+def until(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
+    """Wait for something that a process does."""
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def to_the_group(process: subprocess.Popen[str]) -> None:
@@ -76,9 +124,21 @@ def to_the_command(process: subprocess.Popen[str]) -> None:
     process.terminate()
 
 
-def stopped(flags: list[str], send: Callable[[subprocess.Popen[str]], None]) -> tuple[int, int]:
-    """Start a run, stop it some steps later; the exit code and the step at which it says it stopped."""
-    with launched(*flags) as process:
+def kill_the_command(process: subprocess.Popen[str]) -> None:
+    """As a machine does that is out of memory."""
+    process.kill()
+
+
+def ctrl_c(process: subprocess.Popen[str]) -> None:
+    """What a terminal does: the launcher gets it too, and passes it on in its own way."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def stopped(
+    command: list[str], flags: list[str], send: Callable[[subprocess.Popen[str]], None]
+) -> tuple[int, int, str]:
+    """Start a run, stop it some steps later; the exit code, the step at which it says it stopped, and the signal."""
+    with launched(command, *flags) as process:
         assert process.stdout is not None
         lines = []
         seen = 0
@@ -88,16 +148,18 @@ def stopped(flags: list[str], send: Callable[[subprocess.Popen[str]], None]) -> 
             if seen == 3:
                 break
         assert seen == 3, "".join(lines)
-        _, ranks = family(process)
+        ranks = descendants(process.pid)
         send(process)
         rest = process.stdout.read()
         code = process.wait(timeout=60)
         gone, alive = psutil.wait_procs(ranks, timeout=60)
         assert not alive, "no rank trains on"
-        (line,) = [line for line in rest.splitlines() if line.startswith("stopped by SIGTERM")]
+        (line,) = [line for line in rest.splitlines() if line.startswith("stopped by ")]
         assert line.endswith("; continue with --resume")
-        assert "Traceback" not in rest, rest
-        return code, int(line.split("at step ")[1].split(";")[0])
+        # deepspeed and torchrun have a traceback of their own for Ctrl-C, the ranks have none.
+        assert not re.search('File ".*(launch/train.py|sparseforge_ds).*", line', rest), rest
+        assert send is ctrl_c and command != ALONE or "Traceback" not in rest, rest
+        return code, int(line.split("at step ")[1].split(";")[0]), line.split()[2]
 
 
 def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
@@ -107,10 +169,19 @@ def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     flags = flags_of(tmp_path, content, **more)
     checkpoints = tmp_path / "run" / "checkpoints"
     last = 0
-    for send, code in ((to_the_group, None), (to_one_rank, 143), (to_launch_py, 1), (to_the_command, -signal.SIGTERM)):
-        ended, step = stopped([*flags, "--resume"] if last else flags, send)
+    for command, send, code in (
+        (deepspeed(), to_the_group, None),
+        (deepspeed(), to_one_rank, 143),
+        (deepspeed(), to_launch_py, 1),
+        (deepspeed(), to_the_command, -signal.SIGTERM),
+        (deepspeed(), ctrl_c, -signal.SIGINT),
+        (torchrun(), ctrl_c, 1),
+        (torchrun(), kill_the_command, -signal.SIGKILL),
+    ):
+        ended, step, by = stopped(command, [*flags, "--resume"] if last else flags, send)
         assert last < step < STEPS, send.__name__
         assert ended == code if code is not None else ended != 0, send.__name__
+        assert by == ("SIGINT" if send is ctrl_c else "SIGTERM"), send.__name__
         assert (checkpoints / "latest").read_text() == f"step_{step:06d}"
         assert not (tmp_path / "run" / "result.json").exists()
         assert not list(checkpoints.glob("*.tmp"))
@@ -122,11 +193,77 @@ def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     assert differences(states(checkpoints / tag), unbroken) == []
 
 
-def handles_sigterm(pid: int) -> bool:
-    """Whether a process has a handler of its own by now."""
+def test_one_process_without_a_launcher_stops_at_ctrl_c_and_goes_on(tmp_path):
+    """As a user types it, in a terminal."""
+    flags = flags_of(tmp_path, deepspeed_json(batch=4, max_steps=STEPS), max_steps=STEPS, save_every=0, log_every=1)
+    code, step, by = stopped(ALONE, flags, ctrl_c)
+    assert (code, by) == (130, "SIGINT")
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{step:06d}"
+    module = [sys.executable, "-m", "sparseforge_ds.train.run"]
+    code, later, by = stopped(module, [*flags, "--resume"], to_the_command)
+    assert (code, by) == (143, "SIGTERM")
+    assert later > step
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_while_the_program_is_read_is_quiet(tmp_path):
+    with launched(ALONE, *flags_of(tmp_path, deepspeed_json(batch=4))) as process:
+        until(process, lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+        ctrl_c(process)
+        assert process.stdout is not None
+        assert "Traceback" not in process.stdout.read()
+        assert process.wait(timeout=60) in (-signal.SIGINT, 130)  # shells say 130 of both
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ready", [lambda pid: True, lambda pid: listens(pid)], ids=["importing", "reading"])
+def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_path, ready):
+    """It dies of SIGTERM and tells nobody. What a rank would do without it takes far longer than the rank may."""
+    flags = flags_of(tmp_path, deepspeed_json(batch=4))
+    write_text(tmp_path / "text.jsonl", documents=400_000)
+    with launched(deepspeed(), *flags) as process:
+        until(process, lambda: len(ranks_of(process)) == 2)
+        launcher, ranks = family(process)
+        until(process, lambda: all(ready(each.pid) for each in ranks))
+        process.terminate()
+        assert process.wait(timeout=60) == -signal.SIGTERM
+        _, alive = psutil.wait_procs([launcher, *ranks], timeout=100)
+        assert not alive
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        assert "stopped by SIGTERM before training: there is nothing to save" in rest
+        assert "Traceback" not in rest and "step 1/" not in rest
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_start_removes_the_lock_of_a_compiler_that_was_killed(tmp_path):
+    """On each of two ranks, as after a `kill -9` in the first seconds of another run."""
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    own = tmp_path / "extensions"
+    shutil.copytree(built, own, ignore=shutil.ignore_patterns("lock"))  # with its times, so that nothing is built again
+    folder = own / "deepspeed_shm_comm"
+    folder.mkdir(exist_ok=True)
+    (folder / "lock").touch()
+    flags = flags_of(tmp_path, deepspeed_json(batch=4), max_steps=2)
+    with launched(deepspeed(), *flags, TORCH_EXTENSIONS_DIR=str(own)) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        assert process.wait(timeout=60) == 0, output
+    assert (
+        output.count("set-up: removed") == 1 and f"removed {folder}/lock, left by a process that was killed" in output
+    )
+    assert not (folder / "lock").exists()
+
+
+def listens(pid: int) -> bool:
+    """Whether a rank has its handlers by now; Ctrl-C has none while the program is read."""
+    if "libtorch" not in Path(f"/proc/{pid}/maps").read_text():
+        return False
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+            return bool(int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1)
     raise AssertionError("no SigCgt")
 
 
@@ -141,7 +278,7 @@ def test_before_training_a_rank_ends_at_once(tmp_path):
         env={**os.environ, **environment, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"},
     )
     try:
-        while not handles_sigterm(process.pid):
+        while not listens(process.pid):
             time.sleep(0.1)
         time.sleep(3)
         began = time.monotonic()

@@ -201,7 +201,7 @@ def test_from_json(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, ["no such file", "zero3.json"]),
+        (None, ["no such file", "zero3"]),
         (b"{", ["not a readable JSON file"]),
         (b"\xff\xfe\x00", ["not a readable JSON file"]),
         (b"[]", ['no "sparseforge" block', '"sparseforge": {}']),

@@ -70,6 +70,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
     "cli.compare": {"compare"},
     "cli.inspect": {"model.coverage"},
+    "cli.train": {"train.arguments", "train.run"},
     "cli.plan": {"transformers", "planning"},
     "compare.figures": {"matplotlib"},
     "compare.history": {"tensorboard"},

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -86,16 +87,45 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
+    names = [name for name in subcommands() if name != "train"]  # transformers parses its flags
     code = f"""
 import contextlib, io, sys
 from sparseforge_ds.cli.main import main
-for name in {["", *subcommands()]}:
+for name in {["", *names]}:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main([name, "--help"] if name else ["--help"])
 print(*sorted(set({HEAVY}) & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("command", [["-m", "sparseforge_ds", "train"], ["-m", "sparseforge_ds.train"]])
+def test_help_of_training_imports_no_deepspeed(command: list[str]) -> None:
+    trace = [sys.executable, "-X", "importtime", *command, "--help"]
+    done = subprocess.run(trace, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: sparseforge train --deepspeed JSON [flags]\n")
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "transformers" in imported and not {"torch", "deepspeed"} & imported
+
+
+def test_flags_of_training_are_its_own() -> None:
+    words = ["train", "--deepspeed", "zero3", "--version", "-h", "--", "--allow_dense", "*.a"]
+    assert parser().parse_args(words).flags == words[1:]
+
+
+def test_a_module_that_looks_like_a_command_is_one_or_says_what_is() -> None:
+    """`python -m sparseforge_ds.cli.verify MODEL` must not end well without having verified anything."""
+    for path in sorted(Path(sparseforge_ds.__file__).parent.rglob("*.py")):
+        text = path.read_text()
+        if re.search(r"^def (main\(|register\(commands)", text, flags=re.MULTILINE):
+            assert '\nif __name__ == "__main__":\n' in text, path
+    done = subprocess.run([sys.executable, "-m", verify.__name__, "models/x"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1,
+        "",
+        "error: this module is run as `sparseforge verify`\n",
+    )
 
 
 def test_help_is_there_at_once() -> None:

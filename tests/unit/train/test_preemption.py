@@ -1,4 +1,4 @@
-"""SIGTERM, as one process sees it; tests/end_to_end/test_preemption.py sends it to whole runs."""
+"""SIGTERM and Ctrl-C, as one process sees them; tests/end_to_end/test_preemption.py sends it to whole runs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,49 @@ import pytest
 from sparseforge_ds.train.preemption import Preemption, Stopped
 
 
-def test_in_training_it_is_noted_however_often_it_comes():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.fixture(autouse=True)
+def in_a_terminal():
+    """What a script starts in the background ignores Ctrl-C, and these tests may be part of that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+
+
+@SIGNALS
+def test_in_training_it_is_noted_however_often_a_launcher_sends_it(number, code):
+    before = signal.getsignal(number)
     with Preemption() as preemption:
         preemption.begin_training()
         assert not preemption.requested
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.requested
-    assert signal.getsignal(signal.SIGTERM) is before
+        for again in (number, number, signal.SIGTERM):
+            os.kill(os.getpid(), again)
+        assert preemption.requested == number
+    assert signal.getsignal(number) is before
 
 
-def test_once_stopped_the_signal_changes_nothing():
-    before = signal.getsignal(signal.SIGTERM)
+@SIGNALS
+def test_once_stopped_the_signal_changes_nothing(number, code):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with pytest.raises(Stopped), Preemption():
-            raise Stopped("for a test")
-        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped, match="at step 3") as stopped, Preemption():
+            raise Stopped(number, "at step 3")
+        assert stopped.value.exit_code == code
+        os.kill(os.getpid(), number)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def test_a_job_in_the_background_is_none_of_ctrl_c_s_business():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Preemption():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 BEFORE_TRAINING = """
@@ -49,8 +73,9 @@ with Preemption():
 STUCK = "import ctypes; libc = ctypes.CDLL(None); [libc.sleep(60) for _ in range(2)]"
 
 
+@SIGNALS
 @pytest.mark.parametrize(("wait", "cleaned", "seconds"), [("time.sleep(60)", True, 3), (STUCK, None, 10)])
-def test_before_training_it_ends_the_process_at_once(tmp_path, wait, cleaned, seconds):
+def test_before_training_it_ends_the_process_at_once(tmp_path, number, code, wait, cleaned, seconds):
     leftover = tmp_path / "half-written"
     leftover.touch()
     process = subprocess.Popen(
@@ -59,8 +84,51 @@ def test_before_training_it_ends_the_process_at_once(tmp_path, wait, cleaned, se
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
     assert time.monotonic() - began < seconds
+    said = f"stopped by {signal.Signals(number).name} before training: there is nothing to save\n"
+    assert process.stdout.read() == said
     if cleaned:
         assert not leftover.exists()
+
+
+IN_TRAINING = """
+import ctypes
+from sparseforge_ds.train.preemption import Preemption
+with Preemption() as preemption:
+    preemption.begin_training()
+    print("ready", flush=True)
+    ctypes.CDLL(None).sleep(600)
+    while True:
+        ctypes.CDLL(None).sleep(600)
+"""
+
+
+def test_it_ends_where_nobody_reads_what_it_says():
+    """As behind a `| tee` that the same Ctrl-C has ended."""
+    process = subprocess.Popen([sys.executable, "-c", IN_TRAINING], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    time.sleep(3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+
+
+@pytest.mark.parametrize(("environment", "last"), [({}, signal.SIGINT), ({"TORCHELASTIC_RUN_ID": "x"}, signal.SIGTERM)])
+def test_the_second_ctrl_c_ends_a_step_that_takes_long(environment, last):
+    """torchrun keeps the second for itself and sends SIGTERM instead; deepspeed does that with the first already."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_TRAINING], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline().startswith("SIGINT: the run saves at the end of this step; Ctrl-C again ")
+    process.send_signal(signal.SIGINT)  # the same one, once more from a launcher
+    time.sleep(3)
+    assert process.poll() is None
+    process.send_signal(last)
+    assert process.wait(timeout=60) == 130
+    assert process.stdout.read() == "ended at once by SIGINT; --resume continues from the newest checkpoint\n"

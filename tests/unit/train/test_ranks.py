@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from sparseforge_ds.train.ranks import AgreedError, Ranks, unlink_shared_buffers
+from sparseforge_ds.train.ranks import AgreedError, Ranks, take_place, unlink_shared_buffers
 from tests.distributed import run_distributed
 
 
@@ -79,3 +80,48 @@ def test_buffers_of_deepspeed_end_with_the_run(tmp_path):
         assert other.exists()
     finally:
         other.unlink()
+
+
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without a launcher; what `take_place` sets is taken back."""
+    for name in (*PLACE, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_without_a_launcher_a_process_is_alone(nowhere: pytest.MonkeyPatch) -> None:
+    nowhere.setenv("MASTER_ADDR", "somewhere.else")  # as clusters set it for whole jobs
+    nowhere.setenv("SLURM_STEP_NUM_TASKS", "1")
+    take_place()
+    *place, port = (os.environ[name] for name in PLACE)
+    assert place == ["0", "0", "1", "127.0.0.1"]
+    assert 1024 <= int(port) < 65536
+
+
+def test_a_place_is_kept(nowhere: pytest.MonkeyPatch) -> None:
+    given = dict(zip(PLACE, ("3", "1", "4", "node0", "29500"), strict=True))
+    for name, value in given.items():
+        nowhere.setenv(name, value)
+    take_place()
+    assert {name: os.environ[name] for name in PLACE} == given
+
+
+def test_half_a_place_is_refused(nowhere: pytest.MonkeyPatch) -> None:
+    nowhere.setenv("RANK", "1")
+    nowhere.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="RANK=1, WORLD_SIZE=2 but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT: set all"):
+        take_place()
+    assert "LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py finds the others")
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_processes_of_mpirun_do_not_each_train_alone(nowhere: pytest.MonkeyPatch, name: str) -> None:
+    nowhere.setenv(name, "2")
+    with pytest.raises(ValueError, match=f"{name}=2: .* pip install mpi4py, or start with deepspeed"):
+        take_place()

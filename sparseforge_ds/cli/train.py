@@ -1,0 +1,37 @@
+"""`sparseforge train`: the trainer as one process. Its flags are its own (train/arguments.py)."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from typing import Any
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "train",
+        help="train a dense model into a sparse one in this process; deepspeed and torchrun start more",
+        add_help=False,  # the trainer has its own
+        prefix_chars="\0",  # whatever follows, flags too, is for the trainer
+    )
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; the exit code is the trainer's."""
+    from sparseforge_ds.train.arguments import argument_parser
+
+    if {"-h", "--help"} & set(args.flags):  # without waiting for DeepSpeed to be imported
+        argument_parser().print_help()
+        return 0
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while that is imported ends us without a traceback
+    from sparseforge_ds.train.run import main
+
+    return main(args.flags)
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge train`")
