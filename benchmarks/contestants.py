@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -15,12 +16,29 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import sparseforge_ds as sf
 from benchmarks.phases import Phases
 from sparseforge_ds.model.distill import Teacher, distillation_loss
+from sparseforge_ds.zero.probe import Closure
 
 WEIGHT_DECAY = 0.01
 PHASE_WINDOWS = {"heating": (1.0, 1.0), "hardening": (0.0, 1.0), "frozen": (0.0, 0.0)}
 """Hardening window, as fractions of the run, that keeps all of it in one phase."""
 
 Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepText:
+    """What probes read, where they take passes of their own: the micro-batches of the step."""
+
+    engine: Any
+    batches: list[Batch]
+
+    def passes(self, batch: int) -> list[Closure]:
+        """The same for every probe."""
+        return [partial(self._loss, data) for data in self.batches]
+
+    def _loss(self, data: Batch) -> Tensor:
+        loss: Tensor = self.engine(**data).loss
+        return loss
 
 
 @dataclass
@@ -39,7 +57,7 @@ class Contestant:
             self.engine.backward(self._loss(batch))
             self.engine.step()
             if self.forge is not None:
-                self.forge.step(probe=lambda batch=batch: self.engine(**batch).loss)
+                self.forge.step(StepText(self.engine, batches) if self.forge.needs_probe else None)
 
     def _loss(self, batch: Batch) -> Tensor:
         if self.teacher is None:

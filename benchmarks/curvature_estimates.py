@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparseforge_ds as sf
 from benchmarks.curvature_quality import Diagonal
-from sparseforge_ds.estimate import ESTIMATORS
+from sparseforge_ds.estimate import estimator_of, sums_of
 from sparseforge_ds.mask.curvature import counter_key, rademacher
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.zero.probe import batches_of
 
 LoadModel = Callable[[str], Any]
 """dtype -> the model."""
@@ -69,6 +70,12 @@ ESTIMATES: tuple[Estimate, ...] = (
 )
 
 
+def additive(row_R: Tensor, column_C: Tensor) -> Tensor:
+    """(R * C,) fp32: the elements of r / C + c / R - total / RC, a matrix with these sums, linear in them."""
+    full_RC = ((row_R - row_R.mean()) / len(column_C))[:, None] + column_C / len(row_R)
+    return full_RC.flatten().float()
+
+
 class OneRank:
     """The product's estimators on an engine of this process alone; its learning rate is 0."""
 
@@ -89,20 +96,30 @@ class OneRank:
 
     def samples(self, estimate: Own, batches: list[Tensor]) -> Iterator[tuple[Diagonal, float]]:
         """One refresh after the other, each on the next batch, and its seconds."""
-        curvature = {"first_probes": 1, **estimate.curvature}
+        curvature: dict[str, Any] = {"first_probes": 1, **estimate.curvature}
+        if estimate.importance in ("fisher", "gauss_newton"):
+            curvature["factored"] = False  # its elements are judged; the judge forms their sums
         config = sf.SparseForgeConfig.from_dict(
             {**self.config.to_dict(), "importance": estimate.importance, "curvature": curvature}
         )
-        build = ESTIMATORS[config.importance]
-        assert build is not None
         shards = self.forge._ranking.shards
-        estimator = build(shards, config)
+        sums = sums_of(shards, config) if config.keeps_sums else None
+        elements = None if config.keeps_sums else estimator_of(shards, config)
         step = 0
         while True:
             batch_BS = batches[step % len(batches)]
             began = seconds()
             sample = shards.zeros()
-            applied = estimator.refresh(lambda batch_BS=batch_BS: self._loss(batch_BS), step, 1, sample)
+            probe = batches_of(lambda batch_BS=batch_BS: self._loss(batch_BS))
+            if elements is not None:
+                applied = elements.refresh(probe, step, 1, sample)
+            else:
+                assert sums is not None
+                applied = sums.refresh(probe, step, 1)
+                found, counts = sums.finish()
+                for name in sample:
+                    (matrix,) = found.matrices.rows[name]
+                    sample[name] = additive(*(one / counts[matrix] for one in found.of(matrix)))
             spent = seconds() - began
             assert applied, "neither fp32 nor bf16 overflows"
             yield {name: value.cpu() for name, value in sample.items()}, spent

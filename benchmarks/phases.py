@@ -20,13 +20,13 @@ from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.zero.publish import STATE_KEYS, Publication
 
 FORGE_PHASES = {
-    "_ranking.refresh": "probe",
+    "_ranking.refresh": "curvature",
     "_rule.move": "gate",
     "_rule.project": "gate",
     "_republish": "push",
 }
 """What of a forge makes up everything that it does in an update; the two optimizer hooks are `publication`."""
-PHASES = ("publication", "probe", "gate", "push", "teacher", "distillation")
+PHASES = ("publication", "curvature", "gate", "push", "teacher", "distillation")
 
 
 class Phases:

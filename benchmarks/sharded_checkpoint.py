@@ -6,12 +6,14 @@ those of a finished 2:4 run in bf16 with AdamW, which a test holds against a run
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from deepspeed import __version__ as deepspeed_version
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -24,7 +26,7 @@ from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import prunable_weights
 
 STEPS = 100
-_STATES = ("exp_avg", "exp_avg_sq", "dense", "mask", "curvature")
+_STATES = ("exp_avg", "exp_avg_sq", "dense", "mask")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -47,16 +49,16 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
     groups = sf.param_groups(model, config, weight_decay=0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shapes = [OrderedDict((names[id(p)], p.shape) for p in group["params"]) for group in groups]
+    weights = prunable_weights(model, config)
+    sums = numpy.ones(sum(w.matrices * sum(w.matrix) for w in weights), "<f4")
     state = {
         "version": 1,
         "config": config.to_dict(),
-        "weights": [
-            {"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis}
-            for w in prunable_weights(model, config)
-        ],
+        "weights": [{"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis} for w in weights],
         "groups": [list(held) for held in shapes],
         "step": STEPS,
         "refreshes": 1,
+        "curvature_sums": base64.b64encode(sums.tobytes()).decode("ascii"),
     }
     (folder / "sparseforge.json").write_text(json.dumps({"config": config.to_dict(), "coverage": {}}))
     deepspeed = _deepspeed_config(ranks)
@@ -183,5 +185,5 @@ def _values(numel: int, prunable: bool, seed: int) -> dict[str, Tensor]:
     values = {"master": dense, "exp_avg": dense.flip(0) * 1e-3, "exp_avg_sq": dense.roll(1).square() * 1e-3}
     if prunable:
         mask = top_n(dense.view(-1, 4).abs(), 2).view(-1).float()
-        values |= {"dense": dense, "mask": mask, "master": dense * mask + 0.0, "curvature": dense.roll(2).square()}
+        values |= {"dense": dense, "mask": mask, "master": dense * mask + 0.0}
     return values

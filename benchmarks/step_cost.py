@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.contestants import PHASE_WINDOWS, Batch, Contestant, build, forge_config, memory
+from benchmarks.contestants import PHASE_WINDOWS, Batch, Contestant, StepText, build, forge_config, memory
 from benchmarks.phases import PHASES, Messages, Phases, held_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.ranks import unlink_shared_buffers
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         base = memory()
         contestants[name] = build(arguments, config, phases, with_forge=name == "forge")
         if (forge := contestants[name].forge) is not None:
-            forge.start(probe=lambda: contestants["forge"].engine(**data[0]).loss)
+            forge.start(StepText(contestants["forge"].engine, data) if forge.needs_probe else None)
         run_block(contestants[name], data, arguments)
         growth[name] = memory(base)
     contestants["split"] = contestants["forge"]

@@ -22,7 +22,7 @@ from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.saved_state import STATE_VERSION, check_saved_state
-from sparseforge_ds.zero.probe import Closure, Probe
+from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.restore import restore
@@ -70,6 +70,8 @@ class SparseForge:
         self._hard_now = False
         self._ready = not self._starts
         self._rule.resume()
+        self._skipped = engine.skipped_steps
+        self._listen()
 
     @property
     def step_count(self) -> int:
@@ -87,8 +89,9 @@ class SparseForge:
         return self._ranking.lost_refreshes
 
     @property
-    def _estimator(self) -> Any:
-        return self._ranking.estimator
+    def needs_probe(self) -> bool:
+        """Whether `start` or `step` take passes of their own, and so need a probe."""
+        return self._ranking.measures and not self.config.listens or self.config.importance == "sparsegpt"
 
     @property
     def _starts(self) -> bool:
@@ -96,12 +99,15 @@ class SparseForge:
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
-    def start(self, probe: Closure | None = None) -> None:
+    def start(self, probe: Closure | ProbeBatches | None = None) -> None:
         """Before the first step of a fresh run: shifts weights into SLoRB's branches, if it has them so, and chooses
         the mask that the method starts from, if it does.
 
         Args:
             probe: as in `step`; needed where a mask is chosen now, unless by `magnitude`.
+
+        Raises:
+            ValueError: a probe is needed, and there is none.
         """
         if self._ready or self.step_count:
             return
@@ -113,22 +119,26 @@ class SparseForge:
         self._switch_on_branches(0)
         self._republish()
 
-    def step(self, probe: Closure | None = None) -> bool:
+    def step(self, probe: Closure | ProbeBatches | None = None) -> bool:
         """After `engine.step`: curvature, gates and masks when an update is due; otherwise next to nothing. Collective.
 
         Args:
-            probe: runs the engine's forward on one micro-batch and returns the scalar loss, for example
-                `lambda: engine(**batch).loss`. It is called only when an update is due, and leaves no trace.
+            probe: where `needs_probe`: runs the engine's forward on one micro-batch and returns the scalar loss, for
+                example `lambda: engine(**batch).loss`, or gives the micro-batches of several such batches. It is
+                called only when an update is due, and leaves no trace.
 
         Returns:
             Whether masks were updated.
 
         Raises:
+            ValueError: an update needs a probe, and there is none.
             ForgeError: an engine step was not followed by this call, or the curvature of a weight is missing.
         """
         begun, self._publication.steps_begun = self._publication.steps_begun, 0
-        if begun == 0:
-            return False  # accumulating, or an fp16 overflow skipped the step
+        if begun == 0:  # accumulating, or an fp16 overflow skipped the step: what was heard of it counts for nothing
+            if self._skipped != self.engine.skipped_steps:
+                self._listen()
+            return False
         if begun > 1:
             raise ForgeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
         if not self._ready:
@@ -143,11 +153,12 @@ class SparseForge:
             self.metrics = metrics
         if started or (metrics is not None and self._rule.moved):
             self._republish()
+        self._listen()
         return metrics is not None
 
     def finish(self) -> None:
         """At the end of a run: raises if the mask of some weight was formed without its curvature, or never frozen."""
-        if self._estimator is not None and not self.refreshes:
+        if not self._ranking.ready:
             raise ForgeError(
                 f"the curvature of {len(self.weights)} weights was never refreshed, {self.weights[0].name} among them: "
                 "every probe overflowed or none was due; use bf16, or lower schedule.update_every"
@@ -193,8 +204,7 @@ class SparseForge:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
         table = torch.zeros(len(self._shards), 2 * bins, dtype=torch.float64, device=self._layout.device)
         row_of = {name: row for row, name in enumerate(self._shards)}
-        for piece in self._ground.pieces():
-            _, curvature = self._ground.dense_and_curvature(piece)
+        for piece, curvature in self._ranking.curvatures():
             corrected = None if curvature is None else curvature / self._ground.correction(piece.name)
             of_piece = histogram_counts(self._publication.of(piece, "mask"), corrected, bins)
             table[row_of[piece.name]] += of_piece.to(table.device)
@@ -205,26 +215,39 @@ class SparseForge:
         result = {}
         for name, row_counts in zip(self._shards, counts, strict=True):
             result[f"mask/{name}"] = (row_counts[:bins], mask_edges)
-            if self._estimator is not None:
+            if self._ranking.measures:
                 result[f"curvature_log10/{name}"] = (row_counts[bins:], curvature_edges)
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint's client state must carry; plain JSON types. Tensors are optimizer state already."""
+        """What a checkpoint's client state must carry; plain JSON types. Collective.
+
+        What has one number a weight is optimizer state already; row and column sums are here, as text.
+        """
         state = {
             "version": STATE_VERSION,
             "config": self.config.to_dict(),
-            "weights": [
-                {"name": weight.name, "shape": list(weight.shape), "input_axis": weight.input_axis}
-                for weight in self.weights
-            ],
+            "weights": self._described(),
             "groups": self._layout.groups,
             "step": self.step_count,
             "refreshes": self.refreshes,
         }
         if self._load.names:
             state["experts"] = self._load.state_dict()
+        if self._ranking.running is not None:
+            state["curvature_sums"] = self._ranking.running.state_dict()
         return state
+
+    def _described(self) -> list[dict[str, Any]]:
+        return [
+            {"name": weight.name, "shape": list(weight.shape), "input_axis": weight.input_axis}
+            for weight in self.weights
+        ]
+
+    def _listen(self) -> None:
+        """Hear the next step's passes if a mask update follows it; nothing of those before."""
+        self._skipped = self.engine.skipped_steps
+        self._ranking.listen(self.schedule.is_update(self.step_count + 1))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
@@ -266,20 +289,25 @@ class SparseForge:
 
     def _check_saved(self, state: dict[str, Any]) -> None:
         """Whether a saved state is of a run like this one."""
-        check_saved_state(state, self.config, self.state_dict()["weights"])
+        check_saved_state(state, self.config, self._described())
         if self._load.names:
             self._load.check(state.get("experts"))
+        if self._ranking.running is not None:
+            self._ranking.running.check(state.get("curvature_sums"))
 
     def _continue(self, state: dict[str, Any]) -> None:
         self._ground.step, self._ground.refreshes = state["step"], state["refreshes"]
         if self._load.names:
             self._load.load_state_dict(state["experts"])
+        if self._ranking.running is not None:
+            self._ranking.running.load_state_dict(state["curvature_sums"])
         self._publication.steps_begun = 0
         self._ready = self.step_count > 0 or not self._starts
         self._health.forget_targets()
         for name, branch in branches(self.engine.module).items():
             branch.enabled = self.step_count >= self.config.branch_step and name in self._shards
         self._rule.resume()
+        self._listen()
 
     # -- publication --------------------------------------------------------------------------------------------------
 

@@ -181,6 +181,7 @@ class ReferenceForge:
         self.mask = {name: [1.0] * self.master[name].numel() for name in input_axes}
         self.curvature = {name: torch.zeros(self.master[name].numel(), dtype=torch.float64) for name in input_axes}
         self.target: dict[str, list[float]] = {}
+        self.heard: dict[str, Tensor] = {}
         self.refreshes = 0
         self.step_count = 0
         self.formed = False  # whether masks have moved: before that, a group of ones has no top n
@@ -198,6 +199,8 @@ class ReferenceForge:
 
     def train_step(self, micro_batches: list[Batch]) -> float:
         """One optimizer step on the mean gradient of equally large parts (ranks and accumulation alike)."""
+        if self._listens and self._is_update(self.step_count + 1):
+            self.heard = self._per_token(micro_batches, False, 0)
         gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
@@ -220,7 +223,7 @@ class ReferenceForge:
     def forge_step(self, probes: list[Batch]) -> bool:
         """What follows an optimizer step: a mask update or the projection, when due."""
         step, dials = self.step_count, self._dials(self.step_count)
-        if 0 < step < dials["freeze"] and step % dials["every"] == 0:
+        if self._is_update(step):
             self._refresh(probes)
             self._update()
         elif step == dials["freeze"]:
@@ -230,6 +233,17 @@ class ReferenceForge:
             return False
         self.publish(step)
         return True
+
+    def _is_update(self, step: int) -> bool:
+        dials = self._dials(step)
+        return 0 < step < dials["freeze"] and step % dials["every"] == 0
+
+    @property
+    def _listens(self) -> bool:
+        """Whether the curvature is that of the training step before an update, at the weights it was made with."""
+        part, soft = self.config["curvature"], self._dials(0)["freeze"] > 0
+        summed = part["per_token"] if part["factored"] is None else part["factored"] and part["per_token"]
+        return self.config["importance"] == "fisher" and soft and summed and part["source"] == "training"
 
     def effective_mask(self, name: str, step: int) -> Tensor:
         """m_eff, eq. 10."""
@@ -303,7 +317,8 @@ class ReferenceForge:
         if kind == "magnitude":
             return
         probes = part["probes"] if self.refreshes else part["first_probes"]
-        for name, sample in self.curvature_sample(kind, batches, probes).items():
+        found = self.heard if self._listens else self.curvature_sample(kind, batches, probes)
+        for name, sample in found.items():
             self.curvature[name] = part["decay"] * self.curvature[name] + (1 - part["decay"]) * sample.double()
         self.refreshes += 1
 

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
     if {"-h", "--help"} & set(args.flags):  # without waiting for DeepSpeed to be imported
         argument_parser().print_help()
-        return 0
+        raise SystemExit(0)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while that is imported ends us without a traceback
     from sparseforge_ds.train.run import main

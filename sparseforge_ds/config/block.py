@@ -97,6 +97,13 @@ class SparseForgeConfig:
             f'importance "{self.importance}" has no curvature to take row and column sums of; leave it out, or use '
             'importance "fisher"',
         )
+        require(
+            self.curvature.source != "training" or self.can_listen,
+            "curvature.source",
+            self.curvature.source,
+            "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
+            'training step; leave it out, or use "probe"',
+        )
         if self.low_rank is not None and self.shifts:
             pattern = self.parsed_pattern
             require(
@@ -193,13 +200,34 @@ class SparseForgeConfig:
 
     @property
     def keeps_curvature(self) -> bool:
-        """Whether every weight has a curvature beside it."""
+        """Whether scores need a curvature."""
         return self.importance not in ("magnitude", "sparsegpt")
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether what is measured and kept of the curvature are its row and column sums."""
+        return self.keeps_curvature and self.factored and self.curvature.per_token
+
+    @property
+    def keeps_elements(self) -> bool:
+        """Whether every weight has a curvature of its own beside it."""
+        return self.keeps_curvature and not self.keeps_sums
+
+    @property
+    def listens(self) -> bool:
+        """Whether the curvature is measured in the training step itself, without passes of its own."""
+        return self.curvature.source == "training" and self.can_listen
+
+    @property
+    def can_listen(self) -> bool:
+        """Whether the training step says what masks are to be formed by."""
+        soft = self.method == "sparseforge" and self.resolved_schedule.freeze_step > 0
+        return soft and self.importance == "fisher" and self.keeps_sums
 
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Optimizer states, one fp32 number per prunable element each, beside `dense` and `mask`."""
-        keys: tuple[str, ...] = ("curvature",) if self.keeps_curvature else ()
+        keys: tuple[str, ...] = ("curvature",) if self.keeps_elements else ()
         if self.method == "maskllm":
             assert isinstance(self.parsed_pattern, NM)
             keys += logit_keys(self.parsed_pattern.n, self.parsed_pattern.m)

@@ -69,6 +69,12 @@ class CurvatureConfig:
 
     decay: float = 0.9
     """EMA decay per refresh, bias-corrected."""
+    source: Literal["training", "probe"] = "probe"
+    """probe: of the task loss, on passes of its own; training: of the training loss, by taps that listen to the passes
+    of the step before a mask update, at no pass of its own (sparseforge with a soft mask, fisher by row and column
+    sums)."""
+    sequences: int | None = None
+    """Sequences of a probe batch, over all ranks: a multiple of ranks times micro-batch; null: as many as in a step."""
     probes: int = 1
     """Probe batches averaged in one refresh."""
     first_probes: int = 4
@@ -88,6 +94,12 @@ class CurvatureConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.decay < 1, "curvature.decay", self.decay, "use 0 <= decay < 1")
+        require(
+            self.sequences is None or self.sequences >= 1,
+            "curvature.sequences",
+            self.sequences,
+            "use null or an integer >= 1",
+        )
         require(self.probes >= 1, "curvature.probes", self.probes, "use an integer >= 1")
         require(self.first_probes >= 1, "curvature.first_probes", self.first_probes, "use an integer >= 1")
         require(self.damping >= 0, "curvature.damping", self.damping, "use a value >= 0")

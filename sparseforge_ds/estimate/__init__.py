@@ -1,13 +1,16 @@
-"""Curvature estimators on shards, interchangeable behind one method: `refresh(closure, step, probes, total)`.
+"""Curvature estimators on shards. What is estimated always refers to the published weight, which the loss depends on.
 
-    hutchinson      v (H v) by a central gradient difference, two extra passes a probe: v at the outputs of layers,
-                    or at the weights (`per_token` false: the paper's, eq. 2)
-    fisher          squared gradients of the training loss, per token where the layer is linear
+By row and column sums, from which the default scores are made (`SumsEstimator`); no weight-shaped matrix is formed:
+
+    fisher          squared gradients per token, by taps in the training step itself or in passes of their own
     gauss_newton    the same with labels drawn from the model (Sophia's estimator, arXiv 2305.14342)
-    wanda           mean squared input of each column (arXiv 2306.11695), forward only
-    magnitude       none: the score is W^2
+    hutchinson      v (H v) by a central gradient difference, v at the outputs of layers
 
-What is estimated always refers to the published weight, the only one that the loss depends on.
+By elements, one fp32 number a weight (`Estimator`): `curvature.factored` or `per_token` false, and wanda:
+
+    hutchinson      v at the weights (the paper's, eq. 2)
+    fisher, gauss_newton
+    wanda           mean squared input of each column (arXiv 2306.11695), forward only
 
 Of a routed expert it is the mean over the tokens that the expert saw, on all ranks; zero where it saw none.
 """
@@ -17,23 +20,36 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.estimate.fisher_sums import FisherSums
 from sparseforge_ds.estimate.hutchinson import Hutchinson
 from sparseforge_ds.estimate.input_norms import InputNorms
 from sparseforge_ds.estimate.output_hutchinson import OutputHutchinson
-from sparseforge_ds.estimate.shards import Diagonal, Estimator, Shards, Take
+from sparseforge_ds.estimate.running_sums import RunningSums
+from sparseforge_ds.estimate.shards import Diagonal, Estimator, Shards, SumsEstimator
 from sparseforge_ds.estimate.squared_gradients import SquaredGradients
 
-__all__ = ["ESTIMATORS", "Diagonal", "Estimator", "Shards", "Take"]
+__all__ = ["Diagonal", "Estimator", "FisherSums", "RunningSums", "Shards", "SumsEstimator", "estimator_of", "sums_of"]
 
 
-def _hutchinson(shards: Shards, config: SparseForgeConfig) -> Estimator:
-    return (OutputHutchinson if config.curvature.per_token else Hutchinson)(shards, config)
+def estimator_of(shards: Shards, config: SparseForgeConfig) -> Estimator:
+    """The estimator of elements that a config names.
+
+    Raises:
+        ValueError: it cannot work on some prunable weight.
+    """
+    kinds: dict[str, Callable[[Shards, SparseForgeConfig], Estimator]] = {
+        "hutchinson": Hutchinson,
+        "gauss_newton": SquaredGradients,
+        "fisher": SquaredGradients,
+        "wanda": InputNorms,
+    }
+    return kinds[config.importance](shards, config)
 
 
-ESTIMATORS: dict[str, Callable[[Shards, SparseForgeConfig], Estimator] | None] = {
-    "hutchinson": _hutchinson,
-    "gauss_newton": SquaredGradients,
-    "fisher": SquaredGradients,
-    "wanda": InputNorms,
-    "magnitude": None,
-}
+def sums_of(shards: Shards, config: SparseForgeConfig) -> SumsEstimator:
+    """The estimator of row and column sums that a config names.
+
+    Raises:
+        ValueError: it cannot work on some prunable weight.
+    """
+    return (OutputHutchinson if config.importance == "hutchinson" else FisherSums)(shards, config)

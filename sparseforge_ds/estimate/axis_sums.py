@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.mask.factored import add_sums
@@ -33,14 +32,37 @@ class AxisSums:
                 end += height + columns
         self.values = torch.zeros(end, dtype=torch.float64, device=device)
 
+    @property
+    def lengths(self) -> list[int]:
+        """R + C of every matrix."""
+        return [end - start for start, _, end in self._bounds]
+
+    def totals(self) -> list[float]:
+        """Sum over the elements of every matrix."""
+        lengths = torch.tensor([middle - start for start, middle, _ in self._bounds], device=self.values.device)
+        ends = torch.tensor([middle for _, middle, _ in self._bounds], device=self.values.device)
+        cumulative = torch.cat([self.values.new_zeros(1), self.values.cumsum(0)])
+        totals: list[float] = (cumulative[ends] - cumulative[ends - lengths]).tolist()
+        return totals
+
     def _size(self, name: str) -> int:
         """Elements of one of the weight's matrices."""
         return math.prod(self.shards[name].shape) // len(self.matrices.rows[name])
+
+    def to(self, device: torch.device) -> AxisSums:
+        """Move the numbers."""
+        self.values = self.values.to(device)
+        return self
 
     def of(self, matrix: int) -> tuple[Tensor, Tensor]:
         """Views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""
         start, middle, end = self._bounds[matrix]
         return self.values[start:middle], self.values[middle:end]
+
+    def all_of(self, name: str) -> Tensor:
+        """View of the sums of all matrices of a weight, end to end, row sums before column sums."""
+        rows = self.matrices.rows[name]
+        return self.values[self._bounds[rows.start][0] : self._bounds[rows.stop - 1][2]]
 
     def first(self, name: str, part: Part) -> int:
         """First element that a part of a shard has of its matrix."""
@@ -54,8 +76,3 @@ class AxisSums:
                 for run in runs(inside):
                     add_sums(inside[run], self.first(name, part) + run.start, *self.of(part.row))
         self.values = self.matrices.reduce(self.values.to(self.matrices.layout.device)).to(self.values.device)
-
-    def average(self, count: float) -> None:
-        """Divide by `count` what every rank has added for whole matrices, summed over the ranks. Collective."""
-        dist.all_reduce(self.values)
-        self.values /= count

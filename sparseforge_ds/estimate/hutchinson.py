@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.estimate.shards import Diagonal, Shards, Take
+from sparseforge_ds.estimate.shards import Diagonal, Shards
 from sparseforge_ds.mask.curvature import counter_key, hutchinson_sample, rademacher
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
@@ -26,22 +27,19 @@ class Hutchinson:
         dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype
         self.radius = config.curvature.radius or RADIUS[dtype]
 
-    def streamed(self) -> set[str]:
-        """See `Estimator`; every part is the sum of two passes."""
-        return set()
-
-    def refresh(self, closure: Closure, step: int, probes: int, total: Diagonal, take: Take | None = None) -> bool:
-        """See `Estimator`; 2 * `probes` forward-backward passes."""
+    def refresh(self, batches: ProbeBatches, step: int, probes: int, total: Diagonal) -> bool:
+        """See `Estimator`; two forward and backward passes for every pass of a batch."""
         on = self.on
         radii = self._radii()
         on.load.begin()
         try:
             for probe in range(probes):
                 keys = {name: counter_key(self.seed, step, probe, name) for name in on.shards}
+                passes = batches.passes(probe)
                 for side in (1.0, -1.0):
                     self._displace(keys, {name: side * radius for name, radius in radii.items()})
                     with on.counting() if side > 0 else nullcontext():
-                        applied = self._add_side(closure, keys, radii, side / probes, total)
+                        applied = self._add_side(passes, keys, radii, side / probes, total)
                     if not applied:
                         return False
         finally:
@@ -62,7 +60,7 @@ class Hutchinson:
         layout.push()
 
     def _add_side(
-        self, closure: Closure, keys: dict[str, int], radii: dict[str, float], factor: float, into: Diagonal
+        self, passes: Sequence[Closure], keys: dict[str, int], radii: dict[str, float], factor: float, into: Diagonal
     ) -> bool:
         """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
 
@@ -74,7 +72,7 @@ class Hutchinson:
                 into[shard.name][inside].add_(sample, alpha=factor)
 
         names = set(self.on.shards)
-        return self.on.probe.gradients(closure, lambda flat, g: self.on.add_gradient(flat, g, names, add))
+        return self.on.probe.gradients(passes, lambda flat, g: self.on.add_gradient(flat, g, names, add))
 
     @staticmethod
     def _sign(key: int, shard: Shard, device: torch.device) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.estimate.shards import Diagonal, Shards, Take
+from sparseforge_ds.estimate.shards import Diagonal, Shards
 from sparseforge_ds.zero.expert_taps import expert_inputs
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import ProbeBatches
 from sparseforge_ds.zero.taps import layer_inputs
 
 
@@ -27,12 +27,8 @@ class InputNorms:
                 f'({len(missing)} in all) has not; use "fisher"'
             )
 
-    def streamed(self) -> set[str]:
-        """See `Estimator`."""
-        return set()
-
-    def refresh(self, closure: Closure, step: int, probes: int, total: Diagonal, take: Take | None = None) -> bool:
-        """See `Estimator`; `probes` forward passes and one reduction of a vector per layer."""
+    def refresh(self, batches: ProbeBatches, step: int, probes: int, total: Diagonal) -> bool:
+        """See `Estimator`; a forward pass for every pass of a batch, and one reduction of a vector per layer."""
         on, layout = self.on, self.on.layout
         # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
         sums: dict[str, Tensor] = {}
@@ -57,8 +53,9 @@ class InputNorms:
             layer_inputs(on.modules, on_inputs),
             expert_inputs(on.fused, on_experts) if on.fused else nullcontext(),
         ):
-            for _ in range(probes):
-                on.probe.loss(closure)
+            for probe in range(probes):
+                for closure in batches.passes(probe):
+                    on.probe.loss(closure)
         if unseen := sorted(set(on.modules) - set(sums)):
             raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
         vector = torch.cat([sums[name].view(-1) for name in on.shards])

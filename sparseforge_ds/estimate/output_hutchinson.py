@@ -8,7 +8,7 @@ what it keeps.
 
 Only the row sums, over tokens of D_to |x_t|^2, and the column sums, of (sum of D_t) x_ti^2, are formed: a few numbers a
 token are kept between the two sides, where elements would need both sides' gradients. No weight-shaped matrix is
-formed or reduced. The sample is the additive matrix with these sums, so that a running mean keeps the mean of the sums.
+formed or reduced.
 
 Legend of shape suffixes: T tokens, O outputs, I inputs.
 """
@@ -22,10 +22,9 @@ from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.estimate.axis_sums import AxisSums
-from sparseforge_ds.estimate.shards import Diagonal, Shards, Take
+from sparseforge_ds.estimate.shards import Shards
 from sparseforge_ds.mask.curvature import counter_key, rademacher_rows
-from sparseforge_ds.mask.factored import additive
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.taps import displaced_outputs
 
 RADIUS = 0.1
@@ -57,32 +56,34 @@ class OutputHutchinson:
         self.on = shards
         self.seed = config.seed
         self.radius = config.curvature.radius or RADIUS
+        self._sums: AxisSums | None = None
+        self._passes = 0
         assert shards.modules.keys() == shards.shards.keys() and not shards.load.rows  # refused before
 
-    def streamed(self) -> set[str]:
-        """See `Estimator`."""
-        return set()
-
-    def refresh(self, closure: Closure, step: int, probes: int, total: Diagonal, take: Take | None = None) -> bool:
-        """See `Estimator`; 2 * `probes` forward-backward passes and one reduction of two vectors a layer."""
-        on, layout = self.on, self.on.layout
-        sums = AxisSums(on.matrices, on.shards, layout.device)
-        on.load.begin()
+    def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
+        """See `SumsEstimator`; two forward and backward passes for every pass of a batch."""
+        on = self.on
+        sums = self._sums = AxisSums(on.matrices, on.shards, on.layout.device)
+        self._passes = 0
         for probe in range(probes):
             keys = {name: counter_key(self.seed, step, probe, f"{name} outputs") for name in on.shards}
-            kept: dict[str, _Between] = {}
-            for side in (1.0, -1.0):
-                if not self._pass(closure, side, keys, kept, sums):
-                    return False
-        sums.average(layout.world_size * probes)
-        for name, shard in on.shards.items():
-            output_O, input_I = self._sums_of(name, sums)
-            output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
-            rows_and_columns = sums.of(on.matrices.rows[name].start)
-            for piece in on.pieces[name]:
-                inside = slice(piece.start - shard.start, piece.stop - shard.start)
-                total[name][inside] = additive(*rows_and_columns, piece.start, piece.stop)
+            for number, closure in enumerate(batches.passes(probe)):
+                kept: dict[str, _Between] = {}
+                for side in (1.0, -1.0):
+                    if not self._pass(closure, side, keys, number, kept, sums):
+                        return False
+                self._passes += 1
         return True
+
+    def finish(self) -> tuple[AxisSums, list[float]]:
+        """See `SumsEstimator`."""
+        assert self._sums is not None
+        for name in self.on.shards:
+            output_O, input_I = self._sums_of(name, self._sums)
+            output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
+        passes = float(self.on.layout.world_size * self._passes)
+        sums, self._sums = self._sums, None
+        return sums, [passes] * len(self.on.matrices.names)
 
     def _sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
         """Views of the sums by output and by input."""
@@ -91,14 +92,21 @@ class OutputHutchinson:
         return (column_C, row_R) if name in self.on.input_first else (row_R, column_C)
 
     def _pass(
-        self, closure: Closure, side: float, keys: dict[str, int], kept: dict[str, _Between], sums: AxisSums
+        self,
+        closure: Closure,
+        side: float,
+        keys: dict[str, int],
+        number: int,
+        kept: dict[str, _Between],
+        sums: AxisSums,
     ) -> bool:
-        """One side of the difference, added to `sums`; False on an fp16 overflow."""
+        """One side of the difference on pass `number`, added to `sums`; False on an fp16 overflow."""
         on = self.on
+        place = number * on.layout.world_size + on.layout.rank  # signs belong to the tokens, whoever has them
 
         def signs(name: str, like_TO: Tensor) -> Tensor:
             rows = like_TO.shape[0]
-            return rademacher_rows(keys[name], on.layout.rank * rows, rows, like_TO.shape[1], like_TO)
+            return rademacher_rows(keys[name], place * rows, rows, like_TO.shape[1], like_TO)
 
         def displacement(name: str, output_TO: Tensor) -> Tensor:
             if name not in kept:
@@ -125,7 +133,7 @@ class OutputHutchinson:
             output_O += side * (layer.square_T @ slope_TO)
 
         with displaced_outputs(on.modules, displacement, receive):
-            return on.probe.gradients(closure, lambda _index, _gradient: None)
+            return on.probe.gradients((closure,), lambda _index, _gradient: None)
 
 
 def _square(values: Tensor) -> Tensor:

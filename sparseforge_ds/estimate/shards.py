@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from sparseforge_ds.estimate.axis_sums import AxisSums
 from sparseforge_ds.zero.edges import Edges
 from sparseforge_ds.zero.expert_load import ExpertLoad
 from sparseforge_ds.zero.expert_taps import expert_gradients, untappable
 from sparseforge_ds.zero.moments import Matrices
-from sparseforge_ds.zero.probe import Closure, Probe
+from sparseforge_ds.zero.probe import Probe, ProbeBatches
 from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.shard import Layout, Shard
 from sparseforge_ds.zero.taps import token_gradients
@@ -22,29 +23,34 @@ Diagonal = dict[str, Tensor]
 """(numel of the shard,) fp32 by weight name."""
 
 
-Take = Callable[[str, int, Tensor, list[int]], None]
-"""(name, first element of the shard, (n,) sums over tokens, tokens of each expert in the weight) of a finished part."""
-
-
 class Estimator(Protocol):
-    """One way to estimate the diagonal."""
+    """One way to estimate the diagonal, by elements."""
 
-    def refresh(self, closure: Closure, step: int, probes: int, total: Diagonal, take: Take | None = None) -> bool:
+    def refresh(self, batches: ProbeBatches, step: int, probes: int, total: Diagonal) -> bool:
         """Average `probes` probes. Collective.
 
         Args:
-            closure: of one micro-batch.
+            batches: what the probes read.
             step: optimizer steps so far, for random numbers.
-            probes: how many; 1 with `take`.
-            total: zeros by weight name, which the average is written to; weights of `streamed` may be missing.
-            take: gets the parts of the weights that are missing, once each.
+            probes: how many, each on a batch of its own.
+            total: zeros by weight name, which the average is written to.
 
         Returns:
             False when a probe overflowed in fp16 and nothing can be said.
         """
 
-    def streamed(self) -> set[str]:
-        """Weights whose average need not be held whole: their parts are finished one after another."""
+
+class SumsEstimator(Protocol):
+    """One way to estimate the row and column sums of the diagonal, of which no elements are formed."""
+
+    def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
+        """Collect the sums of `probes` probes, else as `Estimator.refresh`."""
+
+    def finish(self) -> tuple[AxisSums, list[float]]:
+        """What this rank has collected, and by what every matrix's sums over all ranks are to be divided. Collective.
+
+        An expert that saw no token has 0.
+        """
 
 
 class Shards:
@@ -135,12 +141,11 @@ class Shards:
                 if by[row]:
                     diagonal[name][part.start : part.stop] /= by[row]
 
-    def zeros(self, without: Collection[str] = ()) -> Diagonal:
-        """A diagonal of zeros, on the devices of the master partitions; `without` some weights."""
+    def zeros(self) -> Diagonal:
+        """A diagonal of zeros, on the devices of the master partitions."""
         return {
             name: torch.zeros(shard.numel, dtype=torch.float32, device=self.layout.flats[shard.flat].device)
             for name, shard in self.shards.items()
-            if name not in without
         }
 
     def add_gradient(self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]) -> None:

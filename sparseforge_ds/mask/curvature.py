@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 EXPERT_BYTES = 1 << 28
 """Of the sums of squares that exist at a time, where a weight holds many experts."""
+TOKEN_BYTES = 1 << 26
+"""Of the squares of a layer's inputs and gradients that exist at a time."""
 
 # Odd constants of the splitmix64 finalizer (Steele et al., 2014), as signed 64-bit integers.
 _GOLDEN = -7046029254386353131
@@ -132,6 +134,57 @@ def token_fisher(grad_TO: Tensor, input_TI: Tensor, loss_scale: float = 1.0) -> 
     if input_TI.device.type != "cpu" and input_TI.dtype in (torch.bfloat16, torch.float16):
         return (grad_square_OT.bfloat16() @ input_square_TI.bfloat16()).float()
     return grad_square_OT @ input_square_TI
+
+
+def fisher_sums(grad_TO: Tensor, input_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column sums of `token_fisher`, without the matrix: sum_t g_to^2 |x_t|^2 and sum_t x_ti^2 |g_t|^2.
+
+    Args:
+        grad_TO: (T, out) dL/dy.
+        input_TI: (T, in) x.
+
+    Returns:
+        (out,) and (in,) fp32.
+    """
+    row_O = grad_TO.new_zeros(grad_TO.shape[1], dtype=torch.float32)
+    column_I = input_TI.new_zeros(input_TI.shape[1], dtype=torch.float32)
+    for rows in _token_runs(grad_TO, input_TI):
+        grad_square_TO, input_square_TI = grad_TO[rows].float().square(), input_TI[rows].float().square()
+        row_O.addmv_(grad_square_TO.t(), input_square_TI.sum(dim=1))
+        column_I.addmv_(input_square_TI.t(), grad_square_TO.sum(dim=1))
+    return row_O, column_I
+
+
+def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacked: int = 1) -> tuple[Tensor, Tensor]:
+    """`fisher_sums` of every expert, over the rows that belong to it, of each of its stacked matrices.
+
+    Args:
+        grad_SO: (S, out) dL/dy, rows sorted by expert.
+        input_SI: (S, in) x.
+        stop_E: (E,) one past the last row of each expert.
+        stacked: matrices that lie one above the other in an expert's weight (gate and up), of equal height.
+
+    Returns:
+        (E, stacked, out / stacked) and (E, stacked, in) fp32; zeros where an expert has no row.
+    """
+    experts, (S, outputs), inputs = len(stop_E), grad_SO.shape, input_SI.shape[1]
+    row_EO = grad_SO.new_zeros(experts, outputs, dtype=torch.float32)
+    column_EHI = input_SI.new_zeros(experts, stacked, inputs, dtype=torch.float32)
+    expert_S = torch.searchsorted(stop_E, torch.arange(S, device=stop_E.device, dtype=stop_E.dtype), right=True)
+    for rows in _token_runs(grad_SO, input_SI):
+        expert = expert_S[rows]
+        grad_square_SO, input_square_SI = grad_SO[rows].float().square(), input_SI[rows].float().square()
+        row_EO.index_add_(0, expert, grad_square_SO * input_square_SI.sum(dim=1, keepdim=True))
+        of_half_SH = grad_square_SO.view(-1, stacked, outputs // stacked).sum(dim=2)
+        for half in range(stacked):
+            column_EHI[:, half].index_add_(0, expert, input_square_SI * of_half_SH[:, half, None])
+    return row_EO.view(experts, stacked, -1), column_EHI
+
+
+def _token_runs(grad_TO: Tensor, input_TI: Tensor) -> Iterator[slice]:
+    """Runs of tokens whose fp32 squares take about `TOKEN_BYTES`."""
+    length = max(1, TOKEN_BYTES // (4 * (grad_TO.shape[1] + input_TI.shape[1])))
+    return (slice(start, start + length) for start in range(0, grad_TO.shape[0], length))
 
 
 def experts_at_once(outputs: int, inputs: int) -> int:

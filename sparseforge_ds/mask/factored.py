@@ -60,16 +60,6 @@ def vanishes(row_R: Tensor, column_C: Tensor) -> bool:
     return one_sided and bool(both.isfinite().all()) and bool(both.any())
 
 
-def additive(row_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor:
-    """(stop - start,) fp32: the elements of r / C + c / R - total / RC, a matrix with these signed sums.
-
-    Linear in the sums, whose totals must be equal, so that a running mean of such matrices has their running means.
-    """
-    first, last = _rows(start, stop, column_C.numel())
-    left_R = ((row_R - row_R.mean()) / column_C.numel()).float()
-    return _run(left_R[first:last, None] + (column_C / row_R.numel()).float(), start, stop)
-
-
 def _rows(start: int, stop: int, columns: int) -> tuple[int, int]:
     """First row that the run touches, and one past the last."""
     return start // columns, -(-stop // columns)

@@ -19,7 +19,7 @@ from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.refreshed import RefreshedMask
 from sparseforge_ds.model.weight_scale import Scaled, scaled_layers
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -30,7 +30,7 @@ class Cast(RefreshedMask):
         super().__init__(ground, ranking)
         ground.require_adam("cast")
 
-    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+    def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """See `Rule`; when the mask freezes, factors are folded and masked weights are gone."""
         self.moved = self.on.schedule.is_projection(step)
         if self.moved:

@@ -13,7 +13,7 @@ from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.rule import Rule
 from sparseforge_ds.methods.sparsegpt import SparseGPT
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches, batches_of
 
 
 class FixedMask(Rule):
@@ -24,12 +24,12 @@ class FixedMask(Rule):
         reconstructed = ground.config.importance == "sparsegpt"
         self._sparsegpt = SparseGPT(ground, ranking.probe) if reconstructed else None
 
-    def start(self, probe: Closure | None) -> None:
+    def start(self, probe: Closure | ProbeBatches | None) -> None:
         """See `Rule`."""
         self.choose(probe)
 
     @torch.no_grad()
-    def choose(self, probe: Closure | None) -> dict[str, float]:
+    def choose(self, probe: Closure | ProbeBatches | None) -> dict[str, float]:
         """Take the N best of every group as the mask; metrics of it. Collective.
 
         Raises:
@@ -39,7 +39,7 @@ class FixedMask(Rule):
         if self._sparsegpt is not None:
             if probe is None:
                 raise ValueError('importance "sparsegpt" needs calibration batches: call forge.start(probe)')
-            self._sparsegpt.choose(probe, on.config.curvature.first_probes)
+            self._sparsegpt.choose(batches_of(probe), on.config.curvature.first_probes)
             on.account()
             return self.ranking.report()
         self.ranking.refresh(probe)

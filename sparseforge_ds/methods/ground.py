@@ -108,8 +108,8 @@ class Ground:
         return self.from_groups(shard, top_n(self.to_groups(shard, values, missing), self.pattern.kept))
 
     def dense_and_curvature(self, shard: Shard) -> tuple[Tensor, Tensor | None]:
-        """Both as (numel of the shard,) views; None where no curvature is kept."""
-        return self.of(shard, "dense"), self.of(shard, "curvature") if self.config.keeps_curvature else None
+        """Both as (numel of the shard,) views; None where no curvature is kept by elements."""
+        return self.of(shard, "dense"), self.of(shard, "curvature") if self.config.keeps_elements else None
 
     def correction(self, name: str) -> float:
         """By which the running mean of a weight's curvature is to be divided; experts' means have no bias."""

@@ -25,7 +25,7 @@ from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.zero.edges import Missing
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -50,7 +50,7 @@ class MaskLLM(FixedMask):
 
     # -- the rule -----------------------------------------------------------------------------------------------------
 
-    def start(self, probe: Closure | None) -> None:
+    def start(self, probe: Closure | ProbeBatches | None) -> None:
         """See `Rule`; the chosen mask is what the logits lean to."""
         super().start(probe)
         on = self.on
@@ -68,7 +68,7 @@ class MaskLLM(FixedMask):
         """See `Rule`."""
         self._missing = {index: self._exchange(index) for index in self.on.publication.flats}
 
-    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+    def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """See `Rule`; masks have moved already, and are looked at."""
         if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
             return None

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.estimate import ESTIMATORS, Estimator, Shards
+from sparseforge_ds.estimate import (
+    Estimator,
+    FisherSums,
+    RunningSums,
+    Shards,
+    SumsEstimator,
+    estimator_of,
+    sums_of,
+)
 from sparseforge_ds.estimate.axis_sums import AxisSums
 from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one, vanishes
@@ -25,7 +34,7 @@ from sparseforge_ds.methods.ground import ForgeError, Ground
 from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.zero.edges import Piece
 from sparseforge_ds.zero.moments import Part
-from sparseforge_ds.zero.probe import Closure, Probe
+from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -43,45 +52,107 @@ class Ranking:
         self.lost_refreshes = 0
         """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
         self.estimator: Estimator | None = None
+        """Of elements, which are optimizer state."""
+        self.sums: SumsEstimator | None = None
+        self.running: RunningSums | None = None
+        """What is kept where scores are made of sums."""
+        self._hearing = ExitStack()
         self._by_magnitude: set[int] = set()
-        build = ESTIMATORS[ground.config.importance] if ground.config.keeps_curvature else None
-        if build is not None:
+        self._metrics: dict[str, float] = {}
+        """Of the sums that the newest scores are made of."""
+        config = ground.config
+        if config.keeps_curvature:
             module = ground.engine.module
-            refuse_unmeasurable(module, ground.weights.values(), ground.config)
+            refuse_unmeasurable(module, ground.weights.values(), config)
             layers = {weight.name: module.get_submodule(weight.module) for weight in ground.weights.values()}
             linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
             fused = {w.module: module.get_submodule(w.module) for w in ground.routed if len(w.shape) == 3}
             self.shards = Shards(probe, ground.matrices, ground.edges, linear, ground.load, fused)
-            self.estimator = build(self.shards, ground.config)
+            if config.keeps_sums:
+                self.sums = sums_of(self.shards, config)
+                self.running = RunningSums(ground.matrices, ground.shards)
+            else:
+                self.estimator = estimator_of(self.shards, config)
+
+    @property
+    def measures(self) -> bool:
+        """Whether scores need a curvature."""
+        return self.estimator is not None or self.sums is not None
 
     @property
     def ready(self) -> bool:
         """Whether there is something to score by."""
-        return self.estimator is None or self.on.refreshes > 0
+        return not self.measures or self.on.refreshes > 0
+
+    def listen(self, due: bool) -> None:
+        """Hear the passes of the training step that begins, or hear none: whatever was heard before is forgotten."""
+        self._hearing.close()
+        if due and self.on.config.listens:
+            assert isinstance(self.sums, FisherSums)
+            self.sums.begin()
+            self._hearing.enter_context(self.sums.listening())
 
     @torch.no_grad()
-    def refresh(self, probe: Closure | None) -> None:
+    def refresh(self, probe: Closure | ProbeBatches | None) -> None:
         """Take a new sample of the curvature into the running mean. Collective.
 
         Raises:
-            ValueError: there is no probe.
+            ValueError: it takes passes of its own, and there is no probe.
+            ForgeError: a layer was not heard in the passes.
         """
-        on = self.on
-        if self.estimator is None:
+        on, part = self.on, self.on.config.curvature
+        if not self.measures:
+            return
+        if on.config.listens:
+            self._hearing.close()
+            self._take_sums()
             return
         if probe is None:
             raise ValueError(
-                f'importance "{on.config.importance}" needs a probe: '
+                f'importance "{on.config.importance}" is measured in passes of its own here: '
                 "call forge.step(probe=lambda: engine(**batch).loss)"
             )
-        part = on.config.curvature
-        if not on.refreshes:
-            self._refresh_first(self.estimator, probe)
-            return
-        streamed = self.estimator.streamed() if part.probes == 1 else set()
-        sample = self.shards.zeros(without=streamed)
+        batches = batches_of(probe)
+        probes = part.probes if on.refreshes else part.first_probes
+        if self.sums is not None:
+            with torch.enable_grad():
+                applied = self.sums.refresh(batches, on.step, probes)
+            if applied:
+                self._take_sums()
+            else:
+                self.lost_refreshes += 1
+        elif on.refreshes:
+            self._refresh_elements(batches, probes)
+        else:
+            self._refresh_first(batches, probes)
+
+    def _take_sums(self) -> None:
+        on = self.on
+        assert self.sums is not None and self.running is not None
+        sums, counts = self.sums.finish()
+        silent = [
+            on.matrices.names[matrix]
+            for matrix, count in enumerate(counts)
+            if not count and on.load.of_matrix[matrix] is None
+        ]
+        if silent:
+            raise ForgeError(
+                f"no usable curvature for {len(silent)} of {len(counts)} matrices at step {on.step}: "
+                f"{', '.join(silent[:5])}{' ...' if len(silent) > 5 else ''}. Their layers took no part in the loss, "
+                "or were compiled (torch.compile), where they cannot be heard; use all of the model as it is, or "
+                "exclude these weights"
+            )
+        rates = on.load.fade(self._rate)
+        of_matrix = [1 - on.config.curvature.decay if row is None else rates[row] for row in on.load.of_matrix]
+        self.running.take(sums, counts, of_matrix)
+        on.refreshes += 1
+
+    def _refresh_elements(self, batches: ProbeBatches, probes: int) -> None:
+        on = self.on
+        assert self.estimator is not None
+        sample = self.shards.zeros()
         with torch.enable_grad():
-            applied = self.estimator.refresh(probe, on.step, part.probes, sample, self._take if streamed else None)
+            applied = self.estimator.refresh(batches, on.step, probes, sample)
         if not applied:
             self.lost_refreshes += 1
             return  # keep the average as it is
@@ -92,15 +163,16 @@ class Ranking:
                 self._accumulate_experts(name, average, new, rates)
                 continue
             on.health.add_refresh(average, new)
-            accumulate(average, new, part.decay)
+            accumulate(average, new, on.config.curvature.decay)
         on.refreshes += 1
 
-    def _refresh_first(self, estimator: Estimator, probe: Closure) -> None:
+    def _refresh_first(self, batches: ProbeBatches, probes: int) -> None:
         """The running mean is 0, and the sample is formed in its place."""
         on, part = self.on, self.on.config.curvature
+        assert self.estimator is not None
         averages = {name: on.of(shard, "curvature") for name, shard in on.shards.items()}
         with torch.enable_grad():
-            applied = estimator.refresh(probe, on.step, part.first_probes, averages)
+            applied = self.estimator.refresh(batches, on.step, probes, averages)
         if not applied:
             self.lost_refreshes += 1
             for average in averages.values():
@@ -124,20 +196,6 @@ class Ranking:
     def _rate(self, tokens: float, recent: float) -> tuple[float, float]:
         return token_rate(tokens, recent, self.on.config.curvature.decay)
 
-    def _take(self, name: str, first: int, total: Tensor, tokens: list[int]) -> None:
-        """Take sums over the tokens of experts, some elements of a shard, into the running mean."""
-        on, rows = self.on, self.on.load.rows[name]
-        average = on.of(on.shards[name], "curvature")
-        for part in on.matrices.parts[name]:
-            start, stop = max(part.start, first), min(part.stop, first + total.numel())
-            row = on.load.of_matrix[part.row]
-            assert row is not None
-            count = tokens[row - rows.start]
-            if start < stop and count:
-                sample = total[start - first : stop - first].div_(float(count))
-                on.health.add_refresh(average[start:stop], sample)
-                average[start:stop].lerp_(sample, self._rate(count, on.load.recent[row])[0])
-
     def _accumulate_experts(self, name: str, average: Tensor, sample: Tensor, rates: list[float]) -> None:
         """Average by tokens; an expert that saw none keeps what it has."""
         for part in self.on.matrices.parts[name]:
@@ -156,7 +214,11 @@ class Ranking:
         """
         on = self.on
         sums = None  # a local of this generator, so that they go with it
-        if on.config.factored:
+        if self.running is not None:
+            sums = self.running.whole().to(on.layout.flats[0].device)
+            corrections = [on.correction(name) for name, rows in on.matrices.rows.items() for _ in rows]
+            self._metrics = self.running.metrics(sums, corrections)
+        elif on.config.factored:
             sums = AxisSums(on.matrices, on.shards, on.layout.flats[0].device)
             sums.add_shards(lambda shard: on.of(shard, "curvature"))
         moments = on.matrices.table(MOMENTS)
@@ -203,9 +265,29 @@ class Ranking:
         first = sums.first(shard.name, part) - part.start
         return rank_one(*sums.of(part.row), first + inside.start, first + inside.stop)
 
+    def curvatures(self) -> Iterator[tuple[Shard, Tensor | None]]:
+        """(piece, running mean of H of its elements, without bias correction) for every piece of this rank's shards.
+
+        Of sums, it is the product that scores take. Collective, before the first.
+        """
+        on = self.on
+        sums = None if self.running is None else self.running.whole().to(on.layout.flats[0].device)
+        for piece in on.pieces():
+            if sums is None:
+                yield piece, None if self.estimator is None else on.of(piece, "curvature")
+                continue
+            shard, found = on.shards[piece.name], []
+            for part in on.matrices.parts[piece.name]:
+                start = max(part.start, piece.start - shard.start)
+                stop = min(part.stop, piece.stop - shard.start)
+                if start < stop:
+                    first = sums.first(piece.name, part) - part.start
+                    found.append(rank_one(*sums.of(part.row), first + start, first + stop))
+            yield piece, torch.cat(found)
+
     def report(self) -> dict[str, float]:
         """Metrics of the masks accounted for since the last report, and of the curvature. Collective."""
-        metrics = self.on.health.report(self.estimator is not None)
+        metrics = self.on.health.report(self.estimator is not None) | self._metrics
         if self.on.load.names:
             metrics["experts/unseen"] = float(len(self.on.load.unseen))
         if self.lost_refreshes:
@@ -235,7 +317,7 @@ class Ranking:
         vanished = [] if sums is None else [row for row in bad if vanishes(*sums.of(row))]
         absent = [row for row in bad if row not in vanished]
         why = (  # more probes would not help those without any curvature: they come first
-            "Their layers took no part in the probe's loss, or it is not finite; use all of the model in the probe, "
+            "Their layers took no part in the loss, or it is not finite; use all of the model in every step and probe, "
             "or exclude these weights"
             if absent
             else "All of their row sums, or all of their column sums, are <= 0, which leaves no product of them: the "

@@ -15,7 +15,7 @@ from sparseforge_ds.mask.anneal import progress
 from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class RefreshedMask(FixedMask):
@@ -29,7 +29,7 @@ class RefreshedMask(FixedMask):
         steps = [round(end * ground.config.max_steps) for end in self.part.ramp]
         self._ramp = (steps[0], steps[1])
 
-    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+    def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """See `Rule`; masks have moved already, and are looked at."""
         if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
             return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseforge_ds.mask.quench import publish
 from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -40,10 +40,10 @@ class Rule:
         """Whether publishing the step that begins needs W as it is now, by `Publication.before`."""
         return False
 
-    def start(self, probe: Closure | None) -> None:
+    def start(self, probe: Closure | ProbeBatches | None) -> None:
         """Before the first step of a fresh run. Collective."""
 
-    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+    def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """After optimizer step `step`: whatever is due. Collective.
 
         Returns:

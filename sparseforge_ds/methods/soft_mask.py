@@ -11,7 +11,7 @@ from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.rule import Rule
 from sparseforge_ds.zero.edges import Missing
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -37,7 +37,7 @@ class SoftMask(Rule):
         """See `Rule`; hardening may begin before the first update."""
         self._mask_edges = self.on.exchange("mask")
 
-    def update(self, step: int, probe: Closure | None) -> dict[str, float] | None:
+    def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """See `Rule`."""
         if self.on.schedule.is_update(step):
             self.ranking.refresh(probe)

@@ -7,6 +7,8 @@ a time is whole, and the X^T X of one block exist at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from sparseforge_ds.config import ReconstructionConfig
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.methods.ground import Ground
-from sparseforge_ds.zero.probe import Closure, Probe
+from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.taps import layer_inputs
 
@@ -46,16 +48,17 @@ class SparseGPT:
             self.blocks.setdefault(_block(weight.module), []).append(name)
 
     @torch.no_grad()
-    def choose(self, closure: Closure, batches: int) -> None:
+    def choose(self, batches: ProbeBatches, count: int) -> None:
         """Set mask and dense weights of everything. Collective.
 
         Args:
-            closure: runs one calibration batch; the same ones come again for every block.
-            batches: how many there are.
+            batches: of calibration text; the same ones are run for every block.
+            count: how many.
         """
         on = self.on
+        passes = [closure for batch in range(count) for closure in batches.passes(batch)]
         for names in self.blocks.values():
-            gram = self._collect(names, closure, batches)
+            gram = self._collect(names, passes)
             ranks = on.layout.world_size
             for first in range(0, len(names), ranks):
                 together = names[first : first + ranks]
@@ -67,7 +70,7 @@ class SparseGPT:
             on.publication.write_masters()
             on.layout.push()
 
-    def _collect(self, names: list[str], closure: Closure, batches: int) -> dict[str, Tensor]:
+    def _collect(self, names: list[str], passes: Sequence[Closure]) -> dict[str, Tensor]:
         """(in, in) fp32 sum of x x^T over this rank's tokens, by weight."""
         on = self.on
         modules = {name: on.engine.module.get_submodule(on.weights[name].module) for name in names}
@@ -81,7 +84,7 @@ class SparseGPT:
             gram[name].addmm_(input_TI.t(), input_TI)
 
         with layer_inputs(modules, add):
-            for _ in range(batches):
+            for closure in passes:
                 self.probe.loss(closure)
         return gram
 

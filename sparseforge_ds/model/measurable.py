@@ -12,19 +12,27 @@ from sparseforge_ds.model.families import PrunableWeight
 
 
 def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], config: SparseForgeConfig) -> None:
-    """Refuse probes at the outputs of layers where a weight has no layer that every token passes.
+    """Refuse weights without a layer where the importance is measured at layers.
 
     Args:
         model: may have no weights.
         weights: of it, under a mask.
-        config: its `importance` and `curvature.per_token` are used.
+        config: its `importance` and `curvature` are used.
 
     Raises:
         ValueError: there is such a weight.
     """
-    if config.importance != "hutchinson" or not config.curvature.per_token:
+    if not config.keeps_sums:
         return
     linear = (nn.Linear, Conv1D)
+    if config.importance != "hutchinson":
+        bare = [w.name for w in weights if not w.experts and not isinstance(model.get_submodule(w.module), linear)]
+        if bare:
+            raise ValueError(
+                f"{bare[0]} ({len(bare)} in all) belongs to no linear layer, so that the tokens that reach it cannot "
+                'be seen; use "curvature": {"factored": false}, which squares gradients of whole batches there'
+            )
+        return
     without = [w.name for w in weights if w.experts or not isinstance(model.get_submodule(w.module), linear)]
     if without:
         raise ValueError(

@@ -52,6 +52,8 @@ class Sizes:
 
     parameters: tuple[Parameter, ...]
     """In `named_parameters` order; tied ones once."""
+    rows_and_columns: int
+    """Of all matrices that are scored by themselves."""
 
     @property
     def total(self) -> int:
@@ -83,8 +85,6 @@ class Architecture(Sizes):
     """Linear weights that nobody has decided about, as lines for people."""
     masked_shapes: tuple[tuple[int, ...], ...]
     """Shape of every weight under a mask."""
-    rows_and_columns: int
-    """Of all matrices that are scored by themselves."""
     input_first: bool
     """Whether some of them are stored as (in, out)."""
     active: int
@@ -143,8 +143,12 @@ def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch
 
 def sizes(model: nn.Module, weights: Iterable[PrunableWeight]) -> Sizes:
     """Of a model whose `weights` are under a mask; it may have no weights."""
+    weights = list(weights)
     masked = {weight.name for weight in weights}
-    return Sizes(tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()))
+    return Sizes(
+        parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),
+        rows_and_columns=sum(weight.matrices * sum(weight.matrix) for weight in weights),
+    )
 
 
 def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tuple[str, ...] = ()) -> Architecture:
@@ -174,13 +178,12 @@ def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tu
         score, value = int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)
     return Architecture(
         model_type=str(model.config.model_type),
-        parameters=sizes(model, weights).parameters,
+        **vars(sizes(model, weights)),
         modules=modules,
         left=left,
         coverage=coverage(model, weights),
         uncovered=tuple(uncovered_weights(model, forge).lines()),
         masked_shapes=tuple(weight.shape for weight in weights),
-        rows_and_columns=sum(weight.matrices * sum(weight.matrix) for weight in weights),
         input_first=any(weight.input_axis == -2 for weight in weights),
         active=sum(int(p.numel() * (share if is_expert(n) else 1)) for n, p in named),
         expert_share=share,

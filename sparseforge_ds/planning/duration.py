@@ -70,10 +70,11 @@ def duration(
     passes, backward = probe_passes(settings)
     schedule = settings.forge.resolved_schedule
     share = schedule.freeze_step / settings.forge.max_steps if settings.forge.max_steps else 0.0
-    probed = settings.micro_batch * settings.ranks * settings.seq_length * share / schedule.update_every
+    probed = settings.micro_batch * settings.ranks * settings.seq_length * share / max(1, schedule.update_every)
     if passes:
         per_token = forward * (passes + (2 + settings.checkpointing) * backward)
-        if settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token:
+        squared = settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token
+        if squared and settings.forge.keeps_elements:
             used = (math.prod(s) * (1 if len(s) == 2 else model.expert_share) for s in model.masked_shapes)
             per_token += 2.0 * sum(used) * backward
         flops["mask updates"] = per_token * probed
@@ -85,4 +86,6 @@ def checkpoint_bytes(model: Sizes, settings: Settings) -> int:
     """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
     total, masked = model.total, model.masked
     states = moments(total, masked, settings) + masked * (8 + 4 * len(settings.forge.state_keys))
+    if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state
+        states += math.ceil(4 * model.rows_and_columns * 4 / 3) * (settings.ranks if settings.stage == 3 else 1)
     return states + settings.of_master * total + (settings.low * total if settings.stage < 3 else 0)

@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import torch
 
-from sparseforge_ds.mask.curvature import experts_at_once, rademacher, rademacher_rows, token_fisher
+from sparseforge_ds.mask.curvature import experts_at_once, fisher_sums, rademacher, rademacher_rows, token_fisher
 from sparseforge_ds.mask.runs import PIECE
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, is_expert
@@ -154,13 +154,13 @@ def _moments(model: Architecture, settings: Settings, trace: Trace, gathered: Ga
             passing["gradient bucket"] = settings.bucket * low * (2 if settings.overlapped else 1)
     shard = _largest_shard(model, settings)
     return {
-        "forward and backward": {**passing, **_of_pass(trace(settings.micro_batch, settings.checkpointing, True))},
-        "optimizer step": _step(model, settings, shard),
-        "mask update": {
+        "forward and backward": {
             **passing,
-            **_of_pass(trace(settings.micro_batch, settings.checkpointing, False)),
-            **_probe(model, settings, shard),
+            **_of_pass(trace(settings.micro_batch, settings.checkpointing, True)),
+            **(_heard(model, settings) if settings.forge.listens else {}),
         },
+        "optimizer step": _step(model, settings, shard),
+        "mask update": _update(model, settings, trace, passing, shard),
     }
 
 
@@ -206,12 +206,44 @@ def _before_step(model: Architecture, settings: Settings) -> int:
     return 4 * (min(masked, settings.sub_group) if settings.stage == 3 else masked)
 
 
+def _update(model: Architecture, settings: Settings, trace: Trace, passing: Kinds, shard: int) -> Kinds:
+    """A mask update; scores and gates come after the passes of a probe, where there is one."""
+    scratch = {"mask's temporaries": _MASK_SCRATCH * min(shard, PIECE)}
+    if settings.forge.listens:
+        # What was heard and its fp32 copy, the numbers that each matrix's are divided and averaged by, and the mean.
+        return {"row and column sums": 20 * model.rows_and_columns, **scratch}
+    if not settings.forge.keeps_curvature:
+        return scratch
+    return {
+        **passing,
+        **_of_pass(trace(settings.micro_batch, settings.checkpointing, False)),
+        **_probe(model, settings, shard),
+    }
+
+
+def _heard(model: Architecture, settings: Settings) -> Kinds:
+    """What listening to a training step needs: the sums, and squares of some of a layer's tokens."""
+    tokens = settings.micro_batch * settings.seq_length
+    most = 0
+    for shape in set(model.masked_shapes):
+        outputs, inputs = reversed(shape[-2:]) if model.input_first else shape[-2:]
+        grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
+        input_TI = torch.empty(tokens, inputs, dtype=settings.dtype, device="meta")
+        most = max(most, measured(partial(fisher_sums, grad_TO, input_TI)))
+    return {"row and column sums": 8 * model.rows_and_columns, "squares": most}
+
+
 def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
     """What a refresh of the curvature needs besides a pass; scores and gates come later, and take less."""
     forge, tokens = settings.forge, settings.micro_batch * settings.seq_length
-    kinds = {"new curvature": 0 if settings.optimizer_on_host else 4 * _held_samples(model, settings)}
+    kinds: Kinds = {}
+    if forge.keeps_elements and not settings.optimizer_on_host:
+        kinds["new curvature"] = 4 * local(model, settings, 1, only_masked=True)
     if forge.importance in ("fisher", "gauss_newton") and forge.curvature.per_token:
-        kinds["Fisher matrix"] = _fisher(model, settings, tokens)
+        if forge.keeps_sums:
+            kinds |= _heard(model, settings)
+        else:
+            kinds["Fisher matrix"] = _fisher(model, settings, tokens)
     if forge.importance == "gauss_newton":
         # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once.
         kinds["sampled labels"] = 3 * 4 * tokens * model.vocabulary
@@ -222,19 +254,6 @@ def _probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
     if settings.displaces_weights and not settings.optimizer_on_host:
         kinds["random signs"] = measured(lambda: rademacher(1, 0, min(shard, PIECE), torch.device("meta")))
     return kinds
-
-
-def _held_samples(model: Architecture, settings: Settings) -> int:
-    """Elements of this rank whose new curvature is held until it is whole; the first goes where the average will be."""
-    if not settings.has_curvature:
-        return 0
-    held, part = local(model, settings, 1, only_masked=True), settings.forge.curvature
-    squared = settings.forge.importance in ("fisher", "gauss_newton") and part.per_token and part.probes == 1
-    if not squared or settings.dtype == torch.float16:
-        return held
-    # Fused experts are taken in a few at a time.
-    others = [math.prod(shape) for shape in model.masked_shapes if len(shape) < 3]
-    return min(held, sum(math.ceil(size / settings.ranks) if settings.stage == 3 else size for size in others))
 
 
 def _displaced(model: Architecture, settings: Settings, tokens: int) -> int:

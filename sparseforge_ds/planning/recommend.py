@@ -101,7 +101,7 @@ def _ladder(now: Settings) -> Iterator[tuple[str, Settings]]:
         )
     if now.stage == 3:
         yield '"offload_param": {"device": "cpu"} in zero_optimization', change(now, weights_on_host=True)
-    if now.has_curvature:
+    if now.forge.keeps_elements:
         magnitude = dataclasses.replace(now.forge, importance="magnitude")
         yield '"importance": "magnitude" in sparseforge, which costs quality', change(now, forge=magnitude)
 

@@ -75,9 +75,10 @@ class Settings:
         return (2 if self.bf16_states else 4) if self.has_master else 0
 
     @property
-    def has_curvature(self) -> bool:
-        """Whether the score needs one."""
-        return self.forge.keeps_curvature
+    def probe_passes(self) -> int:
+        """Micro-batches of a probe batch on a rank."""
+        sequences = self.forge.curvature.sequences
+        return self.accumulation if sequences is None else sequences // (self.micro_batch * self.ranks)
 
     @property
     def displaces_weights(self) -> bool:

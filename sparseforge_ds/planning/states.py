@@ -19,7 +19,8 @@ def model_states(model: Sizes, settings: Settings) -> Kinds:
         "moments": moments(states, masked, settings),
         "dense": 4 * masked,
         "mask": 4 * masked,
-        "curvature": 4 * masked if settings.has_curvature else 0,
+        "curvature": 4 * masked if settings.forge.keeps_elements else 0,
+        "curvature sums": math.ceil(4 * model.rows_and_columns / settings.ranks) if settings.forge.keeps_sums else 0,
         "logits": 4 * masked * sum("logit" in key for key in settings.forge.state_keys),
         "flip bits": math.ceil(masked / 8),
     }

@@ -33,10 +33,10 @@ class Traffic:
 
 
 def probe_passes(settings: Settings) -> tuple[int, int]:
-    """(forward, backward) passes over one micro-batch in one mask update."""
-    if settings.forge.method != "sparseforge":
-        return 0, 0  # only a starting mask is measured
-    forward = _PASSES[settings.forge.importance] * settings.forge.curvature.probes
+    """(forward, backward) passes of its own over a micro-batch in one mask update."""
+    if settings.forge.method != "sparseforge" or settings.forge.listens:
+        return 0, 0  # of other methods, only a starting mask is measured
+    forward = _PASSES[settings.forge.importance] * settings.forge.curvature.probes * settings.probe_passes
     return forward, 0 if settings.forge.importance == "wanda" else forward
 
 
@@ -62,14 +62,16 @@ def traffic(model: Architecture, settings: Settings, teacher: Architecture | Non
     forward, backward = probe_passes(settings)
     if settings.forge.method == "sparseforge" and settings.forge.resolved_schedule.freeze_step:
         # A probe ends in DeepSpeed's own step; one that displaces weights does so before, and puts them back at last.
-        pushes = published * (2 * backward + 1 if settings.displaces_weights else backward)
+        at_outputs = settings.forge.importance == "hutchinson" and settings.forge.curvature.per_token
+        steps = backward if at_outputs else backward // settings.probe_passes
+        pushes = published * (2 * steps + 1 if settings.displaces_weights else steps)
         if not backward:
             gathered = weights_gathered(model, settings, backward=False).moved * settings.low
-        probe = gathered * forward + reduced * backward + pushes
+        probe = gathered * forward + reduced * (backward if settings.stage >= 2 else steps) + pushes
         ours["probe"] = probe // every
         ours["curvature reduced"] = _curvature(model, settings) // every
-        if settings.forge.factored and settings.stage:
-            ours["curvature's sums"] = _sums_reduced(model) // every
+        if settings.forge.factored and settings.forge.keeps_elements and settings.stage:
+            ours["curvature's sums"] = 2 * 8 * model.rows_and_columns // every
         ours["masks published"] = published // every
     return Traffic(_positive(training), _positive(ours))
 
@@ -85,22 +87,17 @@ def micro_batch(model: Architecture, settings: Settings) -> tuple[int, int, int]
 
 
 def _curvature(model: Architecture, settings: Settings) -> int:
-    """Full-size fp32 sums of squares, reduced a layer at a time, or vectors: Wanda's, or of probes at outputs."""
+    """Full-size fp32 sums of squares, reduced a layer at a time, or vectors: row and column sums, or Wanda's."""
     probes = settings.forge.curvature.probes
     if settings.forge.importance == "wanda":
         columns = ((shape[0 if model.input_first else -1] + 1) * math.prod(shape[:-2]) for shape in model.masked_shapes)
         return 2 * 4 * sum(columns)
-    if settings.forge.importance == "hutchinson" and settings.forge.curvature.per_token:
-        return _sums_reduced(model)
+    if settings.forge.keeps_sums:
+        return 2 * 4 * model.rows_and_columns  # reduced to slices, and gathered from them
     if settings.forge.importance not in ("fisher", "gauss_newton") or not settings.forge.curvature.per_token:
         return 0
     elements = sum(math.prod(shape) for shape in model.masked_shapes)
-    return 4 * elements * probes * (2 if settings.stage == 0 else 1)
-
-
-def _sums_reduced(model: Architecture) -> int:
-    """One fp64 number for every row and column of every matrix, in one all-reduce."""
-    return 2 * 8 * model.rows_and_columns
+    return 4 * elements * probes * settings.probe_passes * (2 if settings.stage == 0 else 1)
 
 
 def _positive(kinds: dict[str, int]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -21,6 +22,7 @@ from sparseforge_ds.train.engine import Workshop
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError
+from sparseforge_ds.zero.probe import Closure
 
 LOSSES = ("total", "cross_entropy", "kl", "balance")
 """What the log says of a loss, as `loss/...`."""
@@ -47,7 +49,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
     scalars: dict[str, float] = {}
     saved, failures = first_step if plan.arguments.resume else None, 0
     if first_step == 0:
-        forge.start(probe=ProbeLoss(shop, 0, 1))
+        forge.start(probe=ProbeText(shop, 0, 1))
 
     while forge.step_count < max_steps:
         for group in engine.basic_optimizer.param_groups:
@@ -67,7 +69,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
             engine.step()
             losses += parts
             try:
-                updated = forge.step(probe=ProbeLoss(shop, batches.position, -1))
+                updated = forge.step(probe=ProbeText(shop, batches.position, -1))
             except RuntimeError as error:
                 if torch.isfinite(losses).all():
                     raise
@@ -166,32 +168,30 @@ def _cross_entropy(shop: Workshop, token_BS: Tensor) -> Tensor:
     return task_loss(shop.engine(input_ids=token_BS, use_cache=False).logits, token_BS)
 
 
-class ProbeLoss:
-    """The task loss, which curvature is the curvature of, on another micro-batch for every probe of a refresh.
+class ProbeText:
+    """What probes of the curvature read: the task loss on the run's own sequences, which are not consumed.
 
     Args:
         shop: the run.
         position: sequences that the run has consumed.
-        direction: -1 to walk back from the newest micro-batch, 1 to look ahead from here; consumes nothing.
+        direction: -1 to walk back from here, a batch a probe, 1 to look ahead.
     """
 
     def __init__(self, shop: Workshop, position: int, direction: int) -> None:
         self.shop = shop
-        self.stride = direction * shop.batches.layout.micro_batch * shop.ranks.world_size
-        self.position = position + min(0, self.stride)
-        # The two sides of a gradient difference must see the same tokens.
-        self.calls_per_batch = 2 if shop.plan.config.importance == "hutchinson" else 1
-        # SparseGPT asks for the same calibration batches once a block.
-        reconstructed = shop.plan.config.importance == "sparsegpt"
-        self.batches = shop.plan.config.curvature.first_probes if reconstructed else None
-        self.calls = 0
+        self.position = position
+        self.direction = direction
 
-    def __call__(self) -> Tensor:
-        """() the loss, with its graph."""
-        batch = self.calls // self.calls_per_batch
-        position = self.position + (batch if self.batches is None else batch % self.batches) * self.stride
-        self.calls += 1
-        return _cross_entropy(self.shop, self.shop.batches.at(max(0, position)).to(self.shop.device))
+    def passes(self, batch: int) -> list[Closure]:
+        """This rank's micro-batches of a probe batch."""
+        layout = self.shop.batches.layout
+        size = self.shop.plan.config.curvature.sequences or layout.global_batch
+        first = max(0, self.position + size * (batch if self.direction > 0 else -1 - batch))
+        stride = layout.micro_batch * layout.world_size
+        return [partial(self._loss, position) for position in range(first, first + size, stride)]
+
+    def _loss(self, position: int) -> Tensor:
+        return _cross_entropy(self.shop, self.shop.batches.at(position).to(self.shop.device))
 
 
 def _look_closer(shop: Workshop, monitor: Monitor, step: int) -> None:

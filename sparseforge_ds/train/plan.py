@@ -203,6 +203,7 @@ def make_outline(
         supports_fp16=hardware.fp16,
         fuses_optimizer=hardware.fused,
     )
+    _check_sequences(filled, config, world_size)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     return Outline(
         arguments=arguments,
@@ -229,6 +230,16 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
         leaf["name_suffixes"] = [s for s in leaf["name_suffixes"] if any(name.endswith(s) for name in modules)]
         if not any(leaf.values()):
             del zero["leaf_module"]
+
+
+def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_size: int) -> None:
+    """Whether the sequences of a probe batch can be divided like those of a step."""
+    sequences, at_once = config.curvature.sequences, int(filled["train_micro_batch_size_per_gpu"]) * world_size
+    if sequences is not None and sequences % at_once:
+        raise ValueError(
+            f"sparseforge.curvature.sequences = {sequences}: {world_size} ranks with a micro-batch of "
+            f"{at_once // world_size} read {at_once} at a time; use a multiple of that, or null for those of a step"
+        )
 
 
 def _check_vocabulary(model: Pretrained, teacher: Pretrained) -> None:

@@ -69,7 +69,7 @@ def expert_inputs(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None
 
 @contextmanager
 def _tap(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterator[None]:
-    assert not _tapped
+    assert not _tapped.keys() & set(modules.values()), "two estimators listen to one model"
     configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     before = {key: config._experts_implementation for key, config in configs.items()}
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
@@ -81,7 +81,8 @@ def _tap(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterat
             config._experts_implementation = _NAME
         yield
     finally:
-        _tapped.clear()
+        for module in modules.values():
+            del _tapped[module]
         for key, config in configs.items():
             config._experts_implementation = before[key]
 

@@ -7,9 +7,10 @@ Everything that DeepSpeed counts or scales on the way is put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,29 @@ from sparseforge_ds.zero.publish import Harvest, Publication
 from sparseforge_ds.zero.shard import Layout, Shard
 
 Closure = Callable[[], Tensor]
+"""Runs the engine's forward on one micro-batch and returns the scalar loss."""
+
+
+class ProbeBatches(Protocol):
+    """The sequences that probes read. A batch is the same sequences on any number of ranks."""
+
+    def passes(self, batch: int) -> Sequence[Closure]:
+        """This rank's micro-batches of probe batch `batch`, counted from 0; as many on every rank."""
+        ...
+
+
+def batches_of(probe: Closure | ProbeBatches) -> ProbeBatches:
+    """What a probe reads; a bare closure stands for batches of the one micro-batch that it runs."""
+    return _OneMicroBatch(probe) if callable(probe) else probe
+
+
+@dataclass(frozen=True)
+class _OneMicroBatch:
+    closure: Closure
+
+    def passes(self, batch: int) -> Sequence[Closure]:
+        return (self.closure,)
+
 
 # What a step of DeepSpeed's optimizers counts or caches, beside the loss scaler.
 _OPTIMIZER_SCALARS = ("overflow", "_global_grad_norm", "clip_grad", "_hp_optimizer_states_linked")
@@ -42,11 +66,11 @@ class Probe:
         """What dL/dy is multiplied by during a probe's backward pass."""
         return self.layout.loss_scale / self.accumulation
 
-    def gradients(self, closure: Closure, harvest: Harvest) -> bool:
-        """One forward and backward of `closure`; `harvest(flat, gradient)` sees every master partition's gradient.
+    def gradients(self, passes: Sequence[Closure], harvest: Harvest) -> bool:
+        """Forward and backward of every pass; `harvest(flat, gradient)` sees every master partition's mean gradient.
 
         Args:
-            closure: runs the engine forward and returns the scalar loss.
+            passes: each runs the engine forward on a micro-batch and returns the scalar loss.
             harvest: gets the index of a master partition and its averaged, unscaled, unclipped gradient.
 
         Returns:
@@ -58,15 +82,16 @@ class Probe:
         def on_gradient(index: int, gradient: Tensor) -> None:
             nonlocal harvested
             harvested = True
-            harvest(index, gradient * self.accumulation if self.accumulation > 1 else gradient)
+            share = self.accumulation / len(passes)
+            harvest(index, gradient if share == 1 else gradient * share)
 
         with self._untraced():
-            engine.set_gradient_accumulation_boundary(True)
             self._forget_gradients()
-            loss = self._loss(closure)
             # The engine divides by the accumulation steps, and so does not overflow where training does not; a probe
-            # is one micro-batch, so its gradient is multiplied back afterwards.
-            engine.backward(loss)
+            # may have another number of passes, so that the mean over them is formed afterwards.
+            for number, closure in enumerate(passes):
+                engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
+                engine.backward(self._loss(closure))
             self.publication.harvest = on_gradient
             try:
                 optimizer.step()

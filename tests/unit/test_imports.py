@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero": {"torch", "deepspeed", "mask.pattern", "mask.runs", "checkpoint"},
     "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern", "mask.packing", "registration"},
     "registration": {"model.packed24", "model.deepseek_moe"},
-    "estimate": {"torch", "config", "mask", "zero"},
+    "estimate": {"torch", "numpy", "config", "mask", "zero"},
     "health": {"torch", "mask", "zero", "model.families"},
     "methods": {
         "torch",

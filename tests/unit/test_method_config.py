@@ -51,7 +51,8 @@ def test_when_masks_freeze() -> None:
 
 def test_states_of_a_method() -> None:
     assert build(method="ast").state_keys == ()
-    assert build().state_keys == ("curvature",)
+    assert build().state_keys == (), "row and column sums are no state of an element"
+    assert build(curvature={"factored": False}).state_keys == ("curvature",)
     assert build(method="naive_retrain", importance="sparsegpt").state_keys == ()
     assert build(method="maskllm").state_keys == (
         *("logit_0", "logit_1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,13 +151,43 @@ def probe_of(engine: Any, case: Case, step: int) -> Callable[[], Tensor]:
     return lambda: engine(**batch).loss
 
 
+@dataclass(frozen=True)
+class StepText:
+    """What probes after optimizer step `step` read: its micro-batches."""
+
+    engine: Any
+    case: Case
+    step: int
+
+    def passes(self, batch: int) -> list[Callable[[], Tensor]]:
+        """The same for every probe."""
+        numbers = range(self.step * self.case.gas, (self.step + 1) * self.case.gas)
+        return [partial(self._loss, number) for number in numbers]
+
+    def _loss(self, number: int) -> Tensor:
+        loss: Tensor = self.engine(**my_part(batch_at(number))).loss
+        return loss
+
+
 def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
-    """`dense`, `mask` or `curvature` of every prunable weight, whole and flat. Collective."""
+    """`dense`, `mask` or `curvature` of every prunable weight, whole and flat. Collective.
+
+    Where row and column sums are kept, the curvature is the product that scores take.
+    """
+    curvatures: dict[str, Tensor] = {}
+    if key == "curvature":
+        for piece, values in forge._ranking.curvatures():
+            numel = forge._weight[piece.name].numel
+            whole = curvatures.setdefault(piece.name, torch.zeros(numel, device=values.device))
+            whole[piece.start : piece.stop] = values
     result = {}
     for name, shard in forge._shards.items():
         numel = forge._weight[name].numel
         full = torch.zeros(numel, device=forge._layout.device)
-        full[shard.start : shard.stop] = forge._publication.of(shard, key).detach().to(full.device)
+        if key != "curvature":
+            full[shard.start : shard.stop] = forge._publication.of(shard, key).detach().to(full.device)
+        elif shard.numel:
+            full += curvatures[name].to(full.device)
         if not forge._layout.replicated:
             dist.all_reduce(full)
         result[name] = full.cpu()
@@ -174,11 +205,11 @@ def published(engine: Any) -> dict[str, Tensor]:
 def run(case: Case) -> dict[str, Any]:
     """Train `case.steps` steps; losses, masks and curvature after every update, and the final state. Collective."""
     engine, forge = build(case)
-    forge.start(probe_of(engine, case, 0))
+    forge.start(StepText(engine, case, 0))
     record: dict[str, Any] = {"losses": [], "updates": [], "metrics": []}
     for step in range(case.steps):
         record["losses"].append(train_step(engine, case, step))
-        if forge.step(probe_of(engine, case, step)):
+        if forge.step(StepText(engine, case, step)):
             update = {"step": step + 1, "mask": gathered(forge, "mask"), "dense": gathered(forge, "dense")}
             if case.sparseforge.importance != "magnitude":
                 update["curvature"] = gathered(forge, "curvature")

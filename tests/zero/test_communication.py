@@ -120,8 +120,9 @@ NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 
 
 def test_bytes_of_an_update_do_not_grow_with_the_weights() -> None:
+    training = {"curvature": {"source": "training"}}
     requests = [
-        (Case(stage=stage, zero=NOTHING_PERSISTENT if stage == 3 else {}), hidden, intermediate)
+        (Case(stage=stage, zero=NOTHING_PERSISTENT if stage == 3 else {}, config=training), hidden, intermediate)
         for stage in (0, 1, 2, 3)
         for hidden, intermediate in ((32, 64), (64, 128))
     ]
@@ -132,15 +133,19 @@ def test_bytes_of_an_update_do_not_grow_with_the_weights() -> None:
             stage = requests[i][0].stage
             assert not small["cut"] and not large["cut"]
             assert large["parameters"] == 4 * small["parameters"]
-            sums = [("all_reduce", 8 * one["sides"]) for one in (small, large)]  # fp64
-            if stage:  # at stage 0 every rank has all of every matrix
-                small["maths"].remove(sums[0])
-                large["maths"].remove(sums[1])
+            for one in (small, large):  # of the fp32 row and column sums, a half from each rank
+                one["maths"].remove(("all_gather_into_tensor", 4 * one["sides"] * 3 // 2))
             assert large["maths"] == small["maths"], stage
             assert len(small["maths"]) <= 2, (stage, small["maths"])
             assert total(small["maths"]) <= 64 * small["matrices"] + 256, (stage, small["maths"])
             assert not [name for name, _ in small["maths"] if "all_to_all" in name], stage
             assert small["between"] == [], stage
+            # What was heard in training is reduced to slices: no pass of its own, and no gradient moves.
+            reduced = [size for name, size in large["whole"] if name == "reduce_scatter_tensor"]
+            assert reduced == [4 * large["sides"] * 3 // 2], stage
+            weights = ("all_gather_into_tensor", "all_gather_single", "all_gather", "_all_gather_base")
+            rest = [size for name, size in large["whole"] if name not in (*weights, "reduce_scatter_tensor")]
+            assert sum(rest) <= 96 * large["matrices"] + 512, (stage, large["whole"])
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "wanda"])

@@ -159,7 +159,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         losses.append(mean.item() / dist.get_world_size())
         updated = forge.step(lambda step=step: loss_of(step))
         updates += updated
-        if updated and updates == 1 and forge._estimator is not None:
+        if updated and updates == 1 and forge._ranking.measures:
             first_curvature = gathered(forge, "curvature")
     forge.finish()
     return {

@@ -163,11 +163,16 @@ def unused_layer(case: Case, in_training: bool) -> str:
     return "no error"
 
 
+TRAINING = {"curvature": {"source": "training"}}
+OF_OWN_PASSES = [{}, {"importance": "hutchinson", "curvature": {"per_token": False}}]
 UNUSED = [
-    (Case(stage=stage, config={"importance": kind, "curvature": {"per_token": kind == "fisher"}}, steps=3), in_training)
-    for stage in (0, 2, 3)
-    for kind in ("fisher", "hutchinson")
-    for in_training in (True, False)
+    *(
+        (Case(stage=stage, config=config, steps=3), in_training)
+        for stage in (0, 2, 3)
+        for config in OF_OWN_PASSES
+        for in_training in (True, False)
+    ),
+    *((Case(stage=stage, steps=3, config=TRAINING), False) for stage in (0, 2, 3)),
 ]
 
 
@@ -179,6 +184,23 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
     for (case, in_training), said in zip(UNUSED, run_distributed(unused_all, 2)[0], strict=True):
         where = (case.stage, case.sparseforge.importance, in_training, said)
         assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
+
+
+def compiled() -> str:
+    engine, forge = build(Case(stage=1, config=TRAINING))
+    engine.module.compile(backend="eager")
+    try:
+        for step in range(3):
+            train_step(engine, Case(), step)
+            forge.step()
+    except sf.ForgeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_compiled_layers_that_are_not_heard_stop_the_run() -> None:
+    said = run_distributed(compiled, 1)[0]
+    assert "no usable curvature for 7 of 7 matrices at step 2" in said and "torch.compile" in said, said
 
 
 # -- before the first update ------------------------------------------------------------------------------------------

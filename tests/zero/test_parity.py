@@ -26,11 +26,16 @@ BF16_MEAN_WEIGHT, BF16_MEAN_MASK, BF16_SAME_TARGET = 2e-3, 3e-2, 0.9
 
 EXCLUDE_K = {"exclude": ["*.k_proj.weight"]}
 BY_WEIGHTS = {"per_token": False}
+TRAINING = {"curvature": {"source": "training"}}
 ODD = {"exclude": ["*.down_proj.weight", "*.up_proj.weight", "*.k_proj.weight"]}
 
 FP32: dict[str, Case] = {
     "2:4": Case(),
     "2:4-ragged": Case(config=EXCLUDE_K),
+    "2:4-training": Case(config={**TRAINING, **EXCLUDE_K}, gas=2),
+    "2:4-training-odd": Case(model="llama_odd", config={**TRAINING, **ODD}),
+    "conv1d-training": Case(model="gpt2", config=TRAINING, clip=0.1),
+    "2:4-gas": Case(config=EXCLUDE_K, gas=2),
     "2:4-odd": Case(model="llama_odd", config=ODD),
     "1:4-gauss-newton": Case(config={"pattern": "1:4", "importance": "gauss_newton", **EXCLUDE_K}),
     "4:8-magnitude-nth": Case(
@@ -101,24 +106,32 @@ def reference_of(case: Case, step_at_init: bool = False) -> dict[str, Any]:
         clip=case.clip,
         step_at_init=step_at_init,
     )
-    reference.start([batch_at(0)])
+    reference.start([batch_at(i) for i in range(case.gas)])
     record: dict[str, Any] = {"losses": [], "updates": []}
     for step in range(case.steps):
         micro = [batch_at(step * case.gas + i) for i in range(case.gas)]
         record["losses"].append(reference.train_step(micro))
-        if reference.forge_step([batch_at(step * case.gas)]):
+        if reference.forge_step(micro):
             update = {
                 "step": step + 1,
                 "mask": {name: torch.tensor(mask) for name, mask in reference.mask.items()},
                 "dense": {name: reference.master[name].detach().flatten().clone() for name in reference.mask},
                 "target": {name: torch.tensor(target) for name, target in reference.target.items()},
-                "curvature": {name: value.clone() for name, value in reference.curvature.items()},
+                "curvature": {name: as_kept(reference, name) for name in reference.curvature},
             }
             record["updates"].append(update)
     record["mask"] = {name: torch.tensor(mask) for name, mask in reference.mask.items()}
     record["dense"] = {name: reference.master[name].detach().flatten() for name in reference.mask}
     record["published"] = {name: value.detach() for name, value in reference.model.named_parameters()}
     return record
+
+
+def as_kept(reference: ReferenceForge, name: str) -> Tensor:
+    """The curvature of a weight as the forge keeps it: its elements, or the product of its row and column sums."""
+    part = reference.config["curvature"]
+    if not part["per_token"] or part["factored"] is False or reference.config["importance"] in ("magnitude", "wanda"):
+        return reference.curvature[name].clone()
+    return torch.tensor(reference.score_takes(name), dtype=torch.float64)
 
 
 _references: dict[str, dict[str, Any]] = {}
@@ -175,10 +188,13 @@ def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> Non
             if update["step"] == dials["freeze"]:
                 expected = harden(before[weight.name], groups, kept_of(block["pattern"]))
             else:
+                curvature = update["curvature"][weight.name].tolist()
+                if not case.sparseforge.keeps_sums:  # else it is the product already
+                    curvature = scored_curvature(curvature, weight.shape, block)
                 expected, _ = updated_mask(
                     before[weight.name],
                     update["dense"][weight.name].tolist(),
-                    scored_curvature(update["curvature"][weight.name].tolist(), weight.shape, block),
+                    curvature,
                     groups,
                     kept_of(block["pattern"]),
                     dials,

@@ -16,6 +16,7 @@ from tests.distributed import run_distributed
 from tests.zero.case import Case, build, gathered, probe_of, published, train_step
 
 ODD = {"exclude": ["*.down_proj.weight"]}
+ELEMENTS = {"curvature": {"factored": False}}
 CASES = {
     "stage 3": Case(stage=3),
     "cut groups": Case(stage=3, model="llama_odd", config=ODD),
@@ -26,21 +27,20 @@ CASES = {
     "experts": Case(stage=3, model="qwen3_moe"),
     "experts, stage 1": Case(stage=1, model="qwen3_moe", dtype="bf16"),
     "experts, stage 0": Case(stage=0, model="qwen3_moe"),
+    "experts by elements": Case(stage=3, model="qwen3_moe", config=ELEMENTS),
+    "experts by elements, stage 1": Case(stage=1, model="qwen3_moe", config=ELEMENTS),
     "two probes": Case(stage=3, model="qwen3_moe", config={"curvature": {"probes": 2}}),
     "sr_ste": Case(stage=3, model="llama_odd", config={"method": "sr_ste", **ODD}),
     "maskllm": Case(stage=3, model="llama_odd", config={"method": "maskllm", **ODD}),
 }
 
 
-def train(case: Case, small: bool, held: bool) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    """Weights and states after a run, numbers of its last update, and pieces; `held`: no curvature in parts."""
+def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """Weights and states after a run, numbers of its last update, and pieces."""
     with ExitStack() as stack:
         if small:
             stack.enter_context(mock.patch("sparseforge_ds.zero.edges.PIECE", 1))
             stack.enter_context(mock.patch("sparseforge_ds.mask.curvature.EXPERT_BYTES", 1))
-        if held:
-            streamed = "sparseforge_ds.estimate.squared_gradients.SquaredGradients.streamed"
-            stack.enter_context(mock.patch(streamed, lambda _: set()))
         engine, forge = build(case)
         if forge._rule.starts:
             forge.start(probe_of(engine, case, 0))
@@ -50,34 +50,30 @@ def train(case: Case, small: bool, held: bool) -> tuple[dict[str, Tensor], dict[
             forge.step(probe_of(engine, case, step))
             if step == 4:
                 gaps.append(forge.soft_to_hard_gap(probe_of(engine, case, step)))
-        keys = ("dense", "mask", *(("curvature",) if forge._estimator is not None else ()))
+        keys = ("dense", "mask", *(("curvature",) if forge._ranking.estimator is not None else ()))
         tensors = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
         tensors |= {f"published {name}": value for name, value in published(engine).items()}
         numbers = {**forge.metrics, "gap": gaps[0], "histograms": forge.histograms(), **forge.state_dict()}
         return tensors, numbers, sum(map(len, forge._edges.pieces.values()))
 
 
-def train_all(small: bool, held: bool, cases: list[Case]) -> list[Any]:
-    return [train(case, small, held) for case in cases]
+def train_all(small: bool, cases: list[Case]) -> list[Any]:
+    return [train(case, small) for case in cases]
 
 
 def test_a_run_in_pieces_is_the_run_at_once() -> None:
-    pieces, whole = (run_distributed(train_all, 2, how, 0, list(CASES.values())) for how in (1, 0))
-    streamed = [name for name in CASES if name.startswith("experts")]
-    held = run_distributed(train_all, 2, 1, 1, [CASES[name] for name in streamed])
+    pieces, whole = (run_distributed(train_all, 2, how, list(CASES.values())) for how in (1, 0))
     for rank in range(2):
-        late = dict(zip(streamed, held[rank], strict=True))
         for name, small, plain in zip(CASES, pieces[rank], whole[rank], strict=True):
             assert small[2] > plain[2], name
-            for other in (plain, *([late[name]] if name in late else [])):
-                assert small[0].keys() == other[0].keys()
-                for key, value in other[0].items():
-                    assert torch.equal(small[0][key], value), (name, key)
-                for key, number in other[1].items():
-                    if isinstance(number, float):  # sums in another order
-                        assert small[1][key] == pytest.approx(number, rel=1e-9, abs=1e-12), (name, key)
-                    else:
-                        assert small[1][key] == number, (name, key)
+            assert small[0].keys() == plain[0].keys()
+            for key, value in plain[0].items():
+                assert torch.equal(small[0][key], value), (name, key)
+            for key, number in plain[1].items():
+                if isinstance(number, float):  # sums in another order
+                    assert small[1][key] == pytest.approx(number, rel=1e-9, abs=1e-12), (name, key)
+                else:
+                    assert small[1][key] == number, (name, key)
 
 
 @pytest.mark.parametrize(

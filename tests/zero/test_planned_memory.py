@@ -27,7 +27,7 @@ from sparseforge_ds.planning.states import kept_gradients, model_states
 from sparseforge_ds.planning.traffic import traffic
 from tests import tiny_models
 from tests.distributed import run_distributed
-from tests.zero.case import LENGTH, Case, batch_at, build, build_engine, my_part, probe_of, train_step
+from tests.zero.case import LENGTH, Case, StepText, batch_at, build, build_engine, my_part, train_step
 
 SMALL = {"reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 500}
 BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
@@ -91,13 +91,15 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
         assert case.sparseforge.distillation is not None
         teacher = Teacher(model_of(case), case.sparseforge.distillation, case.deepspeed())
         teacher(my_part(batch_at(0))["input_ids"])
-    forge.start(probe_of(engine, case, 0))
+    forge.start(StepText(engine, case, 0))
     for step in range(5):
         train_step(engine, case, step)
-        forge.step(probe_of(engine, case, step))
+        forge.step(StepText(engine, case, step))
     inner, flats = engine.basic_optimizer, forge._layout.flats
     state = [inner.state[flat] for flat in flats]
     kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
+    running = forge._ranking.running
+    kinds["curvature sums"] = 0 if running is None else size([running.slice])
     kinds["logits"] = size([value for s in state for name, value in s.items() if "logit" in name])
     kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
     low = [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()]
@@ -228,6 +230,7 @@ def counted() -> Iterator[list[int]]:
         (dist, "all_reduce", 2),
         (dist, "reduce", 1),
         (dist, "reduce_scatter_tensor", 1),
+        (dist, "all_gather_into_tensor", 1),
     ]
     originals = [getattr(holder, name) for holder, name, _ in patched]
     for holder, name, factor in patched:
@@ -244,12 +247,12 @@ def moved_by(case: Case) -> tuple[Any, int, int]:
     engine, forge = build(case, model_of(case))
     for step in range(3):
         train_step(engine, case, step)
-        forge.step(probe_of(engine, case, step))
+        forge.step(StepText(engine, case, step))
     with counted() as training:
         train_step(engine, case, 3)
     training.pop()  # of the loss, by the test
     with counted() as update:
-        assert forge.step(probe_of(engine, case, 3))
+        assert forge.step(StepText(engine, case, 3))
     model, laid_out = planned(case)
     return traffic(model, laid_out), sum(training), sum(update)
 
@@ -285,7 +288,7 @@ def saved_by(cases: list[Case], folder: Path) -> list[tuple[int, int]]:
     for number, case in enumerate(cases):
         engine, forge = build(case, model_of(case))
         train_step(engine, case, 0)
-        forge.step(probe_of(engine, case, 0))
+        forge.step(StepText(engine, case, 0))
         engine.save_checkpoint(str(folder / str(number)), client_state={"sparseforge": forge.state_dict()})
         dist.barrier()
         files = [path for path in (folder / str(number)).rglob("*") if path.is_file()]

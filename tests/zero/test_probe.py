@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparseforge_ds.estimate import ESTIMATORS
+from sparseforge_ds.estimate import RunningSums, estimator_of, sums_of
 from sparseforge_ds.mask.curvature import counter_key, rademacher
-from sparseforge_ds.mask.factored import additive
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.zero.probe import batches_of
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.reference import ReferenceForge
@@ -52,12 +52,52 @@ def model_with_dropout() -> Any:
     )
 
 
-def estimator_of(kind: str, forge: Any, config: Any) -> Any:
-    """The estimator of an importance on an engine; `weights` is hutchinson's with `per_token` false."""
+def named(kind: str, config: Any) -> Any:
+    """The config with an importance; `weights` is hutchinson's with `per_token` false, `elements` fisher's unsummed."""
     if kind == "weights":
-        part = replace(config.curvature, per_token=False)
-        return estimator_of("hutchinson", forge, replace(config, curvature=part))
-    return ESTIMATORS[kind](forge._estimator.on, replace(config, importance=kind))
+        return replace(config, importance="hutchinson", curvature=replace(config.curvature, per_token=False))
+    if kind == "elements":
+        return replace(config, importance="fisher", curvature=replace(config.curvature, factored=False))
+    return replace(config, importance=kind)
+
+
+def sampler(kind: str, forge: Any, config: Any) -> Any:
+    """What takes a sample of an importance on an engine: (probe, step, probes) -> one tensor a weight, whole.
+
+    Of elements these are all of a weight, of sums its row sums and its column sums.
+    """
+    config, shards = named(kind, config), forge._ranking.shards
+    if config.keeps_sums:
+        summed = sums_of(shards, config)
+
+        def sample_sums(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
+            assert summed.refresh(batches_of(probe), step, probes)
+            running = RunningSums(shards.matrices, shards.shards)
+            running.take(*summed.finish(), [1.0] * len(shards.matrices.names))
+            whole = running.whole()
+            return {name: whole.all_of(name).clone() for name in shards.shards}
+
+        return sample_sums
+    estimator = estimator_of(shards, config)
+
+    def sample_elements(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
+        sample = shards.zeros()
+        assert estimator.refresh(batches_of(probe), step, probes, sample)
+        result = {}
+        for name, shard in shards.shards.items():
+            full = torch.zeros(forge._weight[name].numel)
+            full[shard.start : shard.stop] = sample[name]
+            if not forge._layout.replicated:
+                dist.all_reduce(full)
+            result[name] = full
+        return result
+
+    return sample_elements
+
+
+def axis_sums(sample: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Row sums and column sums of a matrix's elements, end to end."""
+    return torch.cat([sample.view(shape).sum(1), sample.view(shape).sum(0)])
 
 
 def everything(engine: Any, forge: Any) -> dict[str, Any]:
@@ -103,7 +143,7 @@ def train(case: Case, probing: bool) -> tuple[list[float], dict[str, Any], list[
     torch.manual_seed(3 + dist.get_rank())
     engine, forge = build(case, model_with_dropout())
     torch.manual_seed(5 + dist.get_rank())
-    estimators = [estimator_of(kind, forge, case.sparseforge) for kind in KINDS]
+    samplers = [sampler(kind, forge, case.sparseforge) for kind in KINDS]
     losses, problems = [], []
     for step in range(case.steps):
         losses.append(train_step(engine, case, step))
@@ -111,8 +151,8 @@ def train(case: Case, probing: bool) -> tuple[list[float], dict[str, Any], list[
         if probing:
             before = everything(engine, forge)
             closure = probe_of(engine, case, step + 7)
-            for kind, estimator in zip(KINDS, estimators, strict=True):
-                assert estimator.refresh(closure, step, 1, estimator.on.zeros())
+            for kind, sample in zip(KINDS, samplers, strict=True):
+                sample(closure, step, 1)
                 problems += [f"step {step} {kind}: {key}" for key in differences(before, everything(engine, forge))]
             forge.soft_to_hard_gap(closure)
             forge.histograms()
@@ -153,17 +193,7 @@ def measure(
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
     engine, forge = build(case, model)
-    estimator = estimator_of(kind, forge, case.sparseforge)
-    sample = estimator.on.zeros()
-    assert estimator.refresh(probe_of(engine, case, 0), 0, probes, sample)
-    result = {}
-    for name, shard in forge._shards.items():
-        full = torch.zeros(forge._weight[name].numel)
-        full[shard.start : shard.stop] = sample[name]
-        if not forge._layout.replicated:
-            dist.all_reduce(full)
-        result[name] = full
-    return result
+    return sampler(kind, forge, case.sparseforge)(probe_of(engine, case, 0), 0, probes)
 
 
 def measure_all(requests: list[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
@@ -209,6 +239,7 @@ def test_per_token_curvature_is_the_explicit_one() -> None:
         for stage in (0, 1, 2, 3)
         for model, kind in (
             ("llama", "fisher"),
+            ("llama", "elements"),
             ("gpt2", "gauss_newton"),
             ("gpt2", "wanda"),
             ("llama_odd", "hutchinson"),
@@ -218,16 +249,20 @@ def test_per_token_curvature_is_the_explicit_one() -> None:
     for (case, kind, *_), mine in zip(requests, run_distributed(measure_all, 3, requests)[0], strict=True):
         model = MODELS[case.model]()
         axes = {weight.name: weight.input_axis for weight in prunable_weights(model, case.sparseforge)}
-        reference = ReferenceForge(model, axes, replace(case.sparseforge, importance=kind).to_dict(), lr=0.0)
+        config = named(kind, case.sparseforge)
+        reference = ReferenceForge(model, axes, config.to_dict(), lr=0.0)
+        expected = reference.curvature_sample(config.importance, [batch_at(0)], 2)
+        if config.keeps_sums:
+            expected = {name: axis_sums(value, tuple(reference.master[name].shape)) for name, value in expected.items()}
         bound = 1e-3 if kind == "hutchinson" else 1e-5  # of a difference of gradients
-        assert apart(mine, reference.curvature_sample(kind, [batch_at(0)], 2)) < bound, (case.stage, kind)
+        assert apart(mine, expected) < bound, (case.stage, kind)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_activation_checkpointing_gives_the_same_curvature(stage: int) -> None:
     requests = [
         (Case(stage=stage), kind, how)
-        for kind in ("fisher", "hutchinson", "weights", "wanda")
+        for kind in ("fisher", "elements", "hutchinson", "weights", "wanda")
         for how in (None, False, True)
     ]
     found = run_distributed(measure_all, 2, requests)[0]
@@ -273,7 +308,9 @@ def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
     seen = {}
     for kind in kinds:
         for checkpointing in (False, True):
-            case = Case(stage=3, config={"importance": kind, "max_steps": 100})
+            own = {"source": "training"} if kind == "training" else {}
+            importance = "fisher" if kind == "training" else kind
+            case = Case(stage=3, config={"importance": importance, "max_steps": 100, "curvature": own})
             model = MODELS[case.model]()
             if checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -296,7 +333,7 @@ def test_prefetching_survives_probes() -> None:
 
     `gauss_newton` does: its backward begins at the head's output, inside of the root module.
     """
-    kinds = ("hutchinson", "fisher", "wanda")
+    kinds = ("hutchinson", "fisher", "wanda", "training")
     (seen, _) = run_distributed(prefetch_traces, 2, kinds)
     assert seen == {(kind, checkpointing): {"COMPLETE"} for kind in kinds for checkpointing in (False, True)}
 
@@ -305,7 +342,7 @@ def test_prefetching_survives_probes() -> None:
 
 
 def exact_token_diagonal() -> dict[str, Tensor]:
-    """Additive matrices of the sums over tokens of D_to x_ti^2, every D_to by double backward."""
+    """Row and column sums of what tokens add up to, D_to x_ti^2, every D_to by double backward."""
     case = Case()
     model = MODELS[case.model]()
     names = [weight.name for weight in prunable_weights(model, case.sparseforge)]
@@ -331,7 +368,7 @@ def exact_token_diagonal() -> dict[str, Tensor]:
             for o, element in enumerate(row):
                 slope[t, o] = torch.autograd.grad(element, moved[name], retain_graph=True)[0][0, t, o]
         square = inputs[name].square()
-        result[name] = additive(slope.t() @ square.sum(1), slope.sum(1) @ square, 0, slope.shape[1] * square.shape[1])
+        result[name] = torch.cat([slope.t() @ square.sum(1), slope.sum(1) @ square])
     return result
 
 
@@ -343,11 +380,8 @@ def samples_at_outputs() -> list[dict[str, Tensor]]:
     case = Case(config={"importance": "hutchinson", "curvature": {"radius": 0.03}})
     engine, forge = build(case)
     batch = one_sequence()
-    samples = []
-    for step in range(24):
-        samples.append(forge._estimator.on.zeros())
-        assert forge._estimator.refresh(lambda: engine(**batch).loss, step, 16, samples[-1])
-    return samples
+    sample = sampler("hutchinson", forge, case.sparseforge)
+    return [sample(lambda: engine(**batch).loss, step, 16) for step in range(24)]
 
 
 def test_probes_at_outputs_are_unbiased() -> None:
@@ -404,10 +438,11 @@ def test_curvature_of_low_precision_is_that_of_fp32(stage: int) -> None:
 
 
 def bad_probes() -> list[str]:
-    engine, forge = build(Case(config={"schedule": {"update_every": 1}}))
+    case = Case(config={"schedule": {"update_every": 1}})
+    engine, forge = build(case)
     messages = []
     for probe in (None, lambda: 3.0, lambda: engine(**my_part(batch_at(0))).loss.detach()):
-        engine_, forge_ = build(Case(config={"schedule": {"update_every": 1}}))
+        engine_, forge_ = build(case)
         train_step(engine_, Case(), 0)
         try:
             forge_.step(probe)

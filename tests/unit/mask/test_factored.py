@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.factored import add_sums, additive, rank_one, vanishes
+from sparseforge_ds.mask.factored import add_sums, rank_one, vanishes
 from tests.reference import scored_curvature
 
 R, C = 7, 5
@@ -38,9 +38,8 @@ def test_sums_of_any_split_add_up(cuts: list[int]) -> None:
 @given(st.integers(0, R * C), st.integers(0, R * C))
 def test_runs_are_those_of_the_whole(a: int, b: int) -> None:
     start, stop = min(a, b), max(a, b)
-    for build in (rank_one, additive):
-        whole = build(*sums_of(matrix()), 0, R * C)
-        assert torch.equal(build(*sums_of(matrix()), start, stop), whole[start:stop])
+    whole = rank_one(*sums_of(matrix()), 0, R * C)
+    assert torch.equal(rank_one(*sums_of(matrix()), start, stop), whole[start:stop])
 
 
 def test_rank_one_is_the_literal_product() -> None:
@@ -70,10 +69,3 @@ def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
         assert not rank_one(row, column, 0, lost.numel()).any()
     for kept in (matrix(), torch.zeros(R, C), torch.full((R, C), torch.nan), torch.full((R, C), -torch.inf)):
         assert not vanishes(*sums_of(kept))
-
-
-def test_the_additive_matrix_has_the_sums_and_so_have_means_of_them() -> None:
-    parts = [additive(*sums_of(matrix(seed)), 0, R * C) for seed in range(4)]
-    expected = sum(matrix(seed).double() for seed in range(4)) / 4
-    for mine, theirs in zip(sums_of(torch.stack(parts).mean(0).view(R, C)), sums_of(expected), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

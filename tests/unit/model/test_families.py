@@ -343,7 +343,7 @@ def test_include_and_exclude_are_set_algebra(include: list[str], exclude: list[s
         ({"include": ("*.nothing",)}, r"sparseforge.include: '\*.nothing' matches no weight"),
         (
             {"include": ("lm_head.weight",)},
-            r"sparseforge.include: 'lm_head.weight' matches no weight that .* stay dense",
+            r"sparseforge.include: 'lm_head.weight' matches no weight that .* stays dense",
         ),
         ({"exclude": ("q_proj",)}, r"sparseforge.exclude: 'q_proj' matches no weight.*'\*.q_proj.\*'"),
         ({"exclude": ("*",)}, "no weight of this llama model is left to prune"),

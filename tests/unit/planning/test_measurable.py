@@ -111,8 +111,8 @@ def pasted(message: str) -> dict[str, Any]:
 
 
 def pasted_until_accepted(config: Any, block: SparseForgeConfig) -> SparseForgeConfig:
-    """A block with what the first refusal says to paste, and with what a second one adds."""
-    for _ in range(2):
+    """A block with what the first refusal says to paste, and with what later ones add."""
+    for _ in range(3):
         try:
             weights_to_prune(bare_model(config), block)
         except ValueError as error:

@@ -94,10 +94,14 @@ def test_offload_as_deepspeed_estimates_it() -> None:
     assert found.host_total - ours - sixteen_bit_gradients == pytest.approx(host / 8, rel=0.1)  # they: the whole node
 
 
-def test_the_price_of_ours_is_12_bytes_and_a_bit() -> None:
+def test_the_price_of_ours_is_8_bytes_and_a_bit_and_4_more_where_elements_are_kept() -> None:
+    model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
+    elements = model_states(model, laid_out)
+    assert sum(elements[name] for name in OURS) == pytest.approx(12.125 * model.masked / 8, rel=1e-3)
     model, laid_out = planned(3, 8, {"importance": "fisher"})
     states = model_states(model, laid_out)
-    assert sum(states[name] for name in OURS) == pytest.approx(12.125 * model.masked / 8, rel=1e-3)
+    assert sum(states[name] for name in OURS) == pytest.approx(8.125 * model.masked / 8, rel=1e-3)
+    assert 0 < states["curvature sums"] == 4 * model.rows_and_columns / 8 < 1e-3 * states["mask"]
     assert states["weights"] + states["master"] + states["moments"] == pytest.approx(14 * model.total / 8, rel=1e-3)
 
 
@@ -147,22 +151,26 @@ def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
 
 
 def test_scores_by_row_and_column_sums() -> None:
-    """8 bytes a row and a column of every matrix, gate and up of an expert apart, on every rank."""
+    """Bytes for every row and column of every matrix, gate and up of an expert apart, on every rank."""
 
     def sums(block: dict[str, Any], config: Any = llama2_7b) -> int:
         model, laid_out = planned(3, 8, {"distillation": None, **block}, config=config)
         return memory(model, laid_out, lambda *_: NOTHING).moments["mask update"].get("row and column sums", 0)
 
+    listening = {"curvature": {"source": "training"}}
     assert sums({}) == 8 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
-    assert sums({"importance": "hutchinson"}) == sums({})
+    assert sums({"importance": "hutchinson"}) == sums({}) == sums(listening) * 8 // 20
     assert sums({"curvature": {"factored": False}}) == sums({"importance": "wanda"}) == 0
     attention, expert = 4 * (2048 + 2048), 3 * (2048 + 1408)
     others = 27 * 3 * (2048 + 2 * 1408) + 3 * (2048 + 10944)
     assert sums({}, deepseek_moe_16b) == 8 * (28 * attention + 27 * 64 * expert + others)
 
 
-def test_a_fisher_probe_forms_a_full_matrix() -> None:
-    model, laid_out = planned(3, 8, {"importance": "fisher"})
+def test_elements_of_fisher_take_a_full_matrix_and_sums_do_not() -> None:
+    for block in ({}, {"curvature": {"source": "training"}}):
+        moments = memory(*planned(3, 8, block), lambda *_: NOTHING).moments
+        assert not any("Fisher matrix" in kinds or "new curvature" in kinds for kinds in moments.values())
+    model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
     found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
     assert found["Fisher matrix"] >= 4 * 4096 * 11008
     assert found["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
@@ -172,18 +180,14 @@ def test_a_fisher_probe_forms_a_full_matrix() -> None:
     assert "new curvature" not in moments
 
 
-def test_a_fisher_probe_of_fused_experts_takes_some_experts_at_a_time() -> None:
-    """What is not taken in as it comes is the new curvature of attention, dense layers and shared experts."""
-    model, laid_out = planned(3, 8, {"importance": "fisher"}, config=deepseek_moe_16b)
+def test_elements_of_fused_experts_are_formed_some_experts_at_a_time() -> None:
+    for part in ({"factored": False}, {"per_token": False}):
+        model, laid_out = planned(3, 8, {"importance": "fisher", "curvature": part}, config=deepseek_moe_16b)
+        found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
+        assert found["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
+    model, laid_out = planned(3, 8, {"curvature": {"factored": False}}, config=deepseek_moe_16b)
     found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
     assert 0.9 * EXPERT_BYTES <= found["Fisher matrix"] <= 1.2 * EXPERT_BYTES
-    others = model.masked - 27 * 64 * 3 * 1408 * 2048
-    assert found["new curvature"] == pytest.approx(4 * others / 8, rel=1e-3)
-    for part in ({"probes": 2}, {"per_token": False}):
-        model, laid_out = planned(3, 8, {"importance": "fisher", "curvature": part}, config=deepseek_moe_16b)
-        held = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]["new curvature"]
-        assert held == pytest.approx(4 * model.masked / 8, rel=1e-3)
-    model, laid_out = planned(3, 8, {"importance": "fisher"}, config=deepseek_moe_16b)
     assert traffic(model, laid_out).ours["curvature reduced"] == pytest.approx(
         4 * model.masked / laid_out.forge.resolved_schedule.update_every, rel=1e-6
     )
@@ -194,7 +198,7 @@ def test_one_rank_moves_nothing() -> None:
 
 
 def test_traffic_without_read_ahead() -> None:
-    model, laid_out = planned(3, 8, {"importance": "fisher"})
+    model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
     found = traffic(model, laid_out)
     weights = 2 * model.total
     # Forward and backward; what is used last is used first again, and need not be gathered twice.
@@ -202,12 +206,17 @@ def test_traffic_without_read_ahead() -> None:
     assert found.training["gradients reduced"] == weights
     assert found.ours["teacher gathered"] == weights
     assert found.ours["curvature reduced"] == 4 * model.masked // 5
+    listening = traffic(*planned(3, 8, {"curvature": {"source": "training"}}))
+    assert "probe" not in listening.ours
+    assert listening.ours["curvature reduced"] == 2 * 4 * model.rows_and_columns // 5 < 1e-3 * model.masked
     accumulated = traffic(model, dataclasses.replace(laid_out, accumulation=4))
     assert accumulated.training == {name: 4 * size for name, size in found.training.items()}
 
 
 def test_checkpoints_hold_20_bytes_a_weight_under_zero3() -> None:
     model, laid_out = planned(3, 8, {"importance": "fisher"})
+    assert checkpoint_bytes(model, laid_out) == pytest.approx(12 * model.total + 8 * model.masked, rel=1e-3)
+    model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
     assert checkpoint_bytes(model, laid_out) == 12 * model.total + 12 * model.masked
 
 

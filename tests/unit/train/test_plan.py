@@ -129,7 +129,8 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
 
     one, four = memory(3, 1), memory(3, 4)
     assert one == {name: 4 * size for name, size in four.items()}
-    assert one["dense"] + one["mask"] + one["curvature"] == 12 * masked
+    assert one["dense"] + one["mask"] == 8 * masked and one["curvature sums"] < masked
+    assert memory(3, 1, curvature={"factored": False})["curvature"] == 4 * masked
     assert memory(1, 4)["weights"] == memory(1, 4)["gradients"] == 4 * total
     assert memory(2, 4)["gradients"] == total
     assert "master" not in memory(0, 1)
@@ -151,6 +152,11 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
         ({}, {"teacher": "./missing"}, r"--teacher \./missing: no such folder"),
         ({}, {"dataset": ["./missing.txt"]}, r"--dataset \./missing.txt: no such file"),
         ({"low_rank": {"k": 7}}, {}, "7"),
+        (
+            {"curvature": {"sequences": 3}},
+            {},
+            r"curvature.sequences = 3: 2 ranks .* read 4 at a time; use a multiple of that, or null",
+        ),
         ({"include": ["*.embed_tokens.*"]}, {}, "only model.embed_tokens.weight, which stays dense"),
         ({"include": ["q_proj"]}, {}, r"'q_proj' matches no weight.*for example '\*\.q_proj\.\*'"),
         ({"schedule": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
@@ -174,7 +180,7 @@ def test_an_unsupported_family_is_named(arguments, tmp_path):
     with pytest.raises(ValueError, match="no rows for 'bloom'. Paste this into the sparseforge block") as raised:
         make_plan(arguments(model=str(folder)), world_size=2)
     pasted = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
-    assert make_plan(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.of_prunable == 100
+    assert make_plan(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.of_linear == 100
     chosen = deepspeed_json(include=["*.mlp.*"], allow_dense=["*.query_key_value.*"])
     plan = make_plan(arguments(chosen, model=str(folder), allow_dense=["*.dense.*"]), world_size=2)
     assert [weight.name.split(".")[-2] for weight in plan.weights] == ["dense_h_to_4h", "dense_4h_to_h"]
