@@ -71,7 +71,7 @@ def wait_for_lock(lock: Path, say: Say) -> None:
         say: takes a line for people.
     """
     unheld: tuple[tuple[int, int, int], float] | None = None
-    said, at = "", 0.0
+    said, at, began = "", 0.0, time.monotonic()
     while (identity := _identity(lock)) is not None:
         now = time.monotonic()
         holder = _holder(lock)
@@ -86,7 +86,8 @@ def wait_for_lock(lock: Path, say: Say) -> None:
                     f"If nothing compiles there any more: rm {lock}"
                 )
             )
-            if (remark != said or now - at >= _REMIND) and _speaks():
+            lasting = now - began >= _GRACE  # ranks that load what is compiled already hold it for a moment
+            if lasting and (remark != said or now - at >= _REMIND) and _speaks():
                 say(f"set-up: {remark}")
                 said, at = remark, now
         elif unheld is None or unheld[0] != identity:
