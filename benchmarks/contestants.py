@@ -82,6 +82,7 @@ def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeCon
             "max_steps": steps,
             "pattern": arguments.pattern,
             "importance": arguments.importance,
+            "curvature": {"source": arguments.source},
             "schedule": {"update_every": arguments.update_every, "hardening": PHASE_WINDOWS[arguments.phase]},
             "distillation": {} if arguments.teacher else None,
         }
