@@ -17,12 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparseforge_ds.forge import SparseForge
-from sparseforge_ds.zero.publish import STATE_KEYS, Publication
+from sparseforge_ds.zero.step_hooks import StepHooks
+
+STATE_KEYS = ("dense", "mask", "curvature")
+"""Our tensors in the optimizer's state."""
 
 FORGE_PHASES = {
     "_ranking.refresh": "curvature",
-    "_rule.move": "gate",
-    "_rule.project": "gate",
+    "_method.move": "gate",
+    "_method.project": "gate",
     "_republish": "push",
 }
 """What of a forge makes up everything that it does in an update; the two optimizer hooks are `publication`."""
@@ -75,8 +78,8 @@ class Phases:
 
     def wrap_hooks(self) -> None:
         """Measure the two optimizer hooks; call it before a forge registers them."""
-        self.wrap(Publication, "_before_step", "publication")
-        self.wrap(Publication, "_after_step", "publication")
+        self.wrap(StepHooks, "_before_step", "publication")
+        self.wrap(StepHooks, "_after_step", "publication")
 
     def wrap_forge(self, forge: SparseForge) -> None:
         """Measure what a forge does in an update."""
@@ -120,10 +123,10 @@ class Messages(TorchDispatchMode):
 
 def held_bytes(forge: SparseForge) -> dict[str, int]:
     """Bytes of the tensors that exist on this rank because of a forge: its optimizer state, and all it can reach."""
-    publication = forge._publication
-    states = [publication.state(index) for index in publication.flats]
+    layout = forge._layout
+    states = [forge._state.partition(index) for index in forge._state.flats]
     counted = {key: sum(state[key].nbytes for state in states if key in state) for key in STATE_KEYS}
-    theirs = [*publication.layout.flats, *publication.layout.low_precision.values()]
+    theirs = [*layout.flats, *layout.low_precision.values()]
     theirs += [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
     theirs += [parameter.ds_tensor for parameter in theirs if hasattr(parameter, "ds_tensor")]
     known = {tensor.untyped_storage().data_ptr() for tensor in theirs}

@@ -28,10 +28,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.contestants import PHASE_WINDOWS, Batch, Contestant, StepText, build, forge_config, memory
-from benchmarks.phases import PHASES, Messages, Phases, held_bytes
+from benchmarks.phases import PHASES, STATE_KEYS, Messages, Phases, held_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.ranks import unlink_shared_buffers
-from sparseforge_ds.zero.publish import STATE_KEYS
 
 GOAL_RATIO = 1.10
 GOAL_BYTES = 12.0

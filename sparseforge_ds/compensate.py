@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
-from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.zero.edges import Edges
@@ -58,7 +58,7 @@ def switch_on_branches(
 
 
 @torch.no_grad()
-def shift_into_branches(model: nn.Module, on: Ground) -> None:
+def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
     """W <- W - b and B <- B + b with the best b of every run of k inputs, and the branches on. Collective.
 
     Runs lie along the inputs as groups do, so that shards are completed to runs as they are to groups: only what a
@@ -76,7 +76,7 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
     spans = {name: run_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
     _forget_moments(layout, [on.weights[name] for name in added])
     edges = Edges(layout, shards, spans)
-    missing = edges.exchange(on.reader(lambda shard: on.of(shard, "dense")))
+    missing = edges.exchange(on.reader(on.dense))
     for name, branch in added.items():
         weight, k = on.weights[name], branch.k
         inputs = weight.shape[weight.input_axis]
@@ -87,7 +87,7 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
         before[own.start : own.stop] = master
         places = []
         for piece in edges.pieces[name]:
-            dense = edges.widen(piece, on.of(piece, "dense"), missing)
+            dense = edges.widen(piece, on.dense(piece), missing)
             run_RK = run_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
             first = piece.start - piece.start % spans[name]  # flat element that the first span of the piece begins with
             number = torch.arange(first // k, first // k + len(run_RK), device=layout.device)
@@ -105,7 +105,7 @@ def shift_into_branches(model: nn.Module, on: Ground) -> None:
         seen = branch.low_rank_b.dtype
         b = b.to(master.dtype).to(seen).float() - before.to(seen).float()
         for piece, place in zip(edges.pieces[name], places, strict=True):
-            dense = on.of(piece, "dense")
+            dense = on.dense(piece)
             b_RK = b[place].to(dense.device)[:, None].expand(-1, k)
             dense -= edges.own(piece, run_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
         branch.enabled = True

@@ -5,11 +5,10 @@ The default method is Algorithm 1 of the paper (arXiv 2605.06402); `methods` has
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -17,16 +16,19 @@ from sparseforge_ds.compensate import shift_into_branches, switch_on_branches
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.health import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.methods import ForgeError, Ground, Ranking, rule_of
+from sparseforge_ds.methods import ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.saved_state import STATE_VERSION, check_saved_state
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
-from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.refuse import refuse_unsupported
-from sparseforge_ds.zero.restore import restore
+from sparseforge_ds.zero.restore import Masks, restore
 from sparseforge_ds.zero.shard import Shard
+from sparseforge_ds.zero.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 __all__ = ["ForgeError", "SparseForge"]
 
@@ -56,32 +58,29 @@ class SparseForge:
         self.pattern = config.parsed_pattern
         self.metrics: dict[str, float] = {}
         """Of the last mask update, reduced over all ranks."""
-        self._ground = on = Ground(engine, config)
+        self._sharded = on = ShardedWeights(engine, config)
         self.weights: list[PrunableWeight] = list(on.weights.values())
         self.coverage: Coverage = coverage(engine.module, self.weights)
-        self._weight, self._layout, self._shards = on.weights, on.layout, on.shards
+        self._weight, self._layout, self._shards, self._state = on.weights, on.layout, on.shards, on.state
         self._edges, self._matrices, self._load, self._health = on.edges, on.matrices, on.load, on.health
-        rule = rule_of(config)
-        self._publication = Publication(on.layout, on.shards, self._publish_shard, config.state_keys)
-        on.publication = self._publication
-        self._probe = Probe(on.layout, self._publication)
+        self._probe = Probe(on.layout)
         self._ranking = Ranking(on, self._probe)
-        self._rule = self._publication.rule = rule(on, self._ranking)
-        self._hard_now = False
+        self._method = method_of(config)(on, self._ranking)
+        self._hooks = StepHooks(on.state, self._method, self._probe)
         self._ready = not self._starts
-        self._rule.resume()
+        self._method.resume()
         self._skipped = engine.skipped_steps
         self._listen()
 
     @property
     def step_count(self) -> int:
         """Optimizer steps that were applied."""
-        return self._ground.step
+        return self._sharded.step
 
     @property
     def refreshes(self) -> int:
         """Curvature refreshes so far."""
-        return self._ground.refreshes
+        return self._sharded.refreshes
 
     @property
     def lost_refreshes(self) -> int:
@@ -95,7 +94,7 @@ class SparseForge:
 
     @property
     def _starts(self) -> bool:
-        return self._rule.starts or self.config.shifts
+        return self._method.starts or self.config.shifts
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -112,12 +111,13 @@ class SparseForge:
         if self._ready or self.step_count:
             return
         if self.config.shifts:
-            shift_into_branches(self.engine.module, self._ground)
+            shift_into_branches(self.engine.module, self._sharded)
             self._republish()  # the mask is chosen by what the probe says of shifted weights
-        self._rule.start(probe)
+        self._method.start(probe)
         self._ready = True
         self._switch_on_branches(0)
         self._republish()
+        self._release_if_due()
 
     def step(self, probe: Closure | ProbeBatches | None = None) -> bool:
         """After `engine.step`: curvature, gates and masks when an update is due; otherwise next to nothing. Collective.
@@ -134,7 +134,7 @@ class SparseForge:
             ValueError: an update needs a probe, and there is none.
             ForgeError: an engine step was not followed by this call, or the curvature of a weight is missing.
         """
-        begun, self._publication.steps_begun = self._publication.steps_begun, 0
+        begun, self._hooks.steps_begun = self._hooks.steps_begun, 0
         if begun == 0:  # accumulating, or an fp16 overflow skipped the step: what was heard of it counts for nothing
             if self._skipped != self.engine.skipped_steps:
                 self._listen()
@@ -146,13 +146,14 @@ class SparseForge:
                 "the mask is chosen, and weights are shifted, before the first step: call forge.start(probe) before "
                 "the first engine.step"
             )
-        self._ground.step += 1
-        metrics = self._rule.update(self.step_count, probe)
+        self._sharded.step += 1
+        metrics = self._method.update(self.step_count, probe)
         started = self._switch_on_branches(self.step_count)
         if metrics is not None:
             self.metrics = metrics
-        if started or (metrics is not None and self._rule.moved):
+        if started or (metrics is not None and self._method.moved):
             self._republish()
+        self._release_if_due()
         self._listen()
         return metrics is not None
 
@@ -167,8 +168,6 @@ class SparseForge:
             raise ForgeError(
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
             )
-        if not self.config.max_steps:
-            self._publication.settle()
 
     @property
     def dials(self) -> Dials:
@@ -188,13 +187,10 @@ class SparseForge:
     def soft_to_hard_gap(self, probe: Closure) -> float:
         """Loss with the mask hardened now minus the loss as it is, averaged over ranks. Two forwards; collective."""
         losses = [self._probe.loss(probe)]
-        self._hard_now = True
-        self._rule.harden()
         try:
-            self._republish()
+            self._republish(hard=True)
             losses.append(self._probe.loss(probe))
         finally:
-            self._hard_now = False
             self._republish()
         gap = (losses[1] - losses[0]).to(self._layout.device)
         dist.all_reduce(gap)
@@ -205,8 +201,8 @@ class SparseForge:
         table = torch.zeros(len(self._shards), 2 * bins, dtype=torch.float64, device=self._layout.device)
         row_of = {name: row for row, name in enumerate(self._shards)}
         for piece, curvature in self._ranking.curvatures():
-            corrected = None if curvature is None else curvature / self._ground.correction(piece.name)
-            of_piece = histogram_counts(self._publication.of(piece, "mask"), corrected, bins)
+            corrected = None if curvature is None else curvature / self._sharded.correction(piece.name)
+            of_piece = histogram_counts(self._state.mask(piece), corrected, bins)
             table[row_of[piece.name]] += of_piece.to(table.device)
         counts = self._matrices.reduce(table).long().tolist()
         low, high = CURVATURE_DECADES
@@ -222,8 +218,14 @@ class SparseForge:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint's client state must carry; plain JSON types. Collective.
 
-        What has one number a weight is optimizer state already; row and column sums are here, as text.
+        What has one number a weight is optimizer state already; row and column sums are here, as text. Of a frozen
+        mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
         """
+        if self._state.released:
+            marked = self._state.mark_zeros()
+            dist.all_reduce(marked)
+            if marked.item():
+                self._layout.push()
         state = {
             "version": STATE_VERSION,
             "config": self.config.to_dict(),
@@ -270,7 +272,7 @@ class SparseForge:
             self._check_saved(state)
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder}: {error}") from None
-        restore(self._layout, self._publication, checkpoint, begun=state["step"] > 0)
+        restore(self._layout, self._state, checkpoint, self._masks_of(state))
         self._continue(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -280,10 +282,11 @@ class SparseForge:
             ValueError: the checkpoint was made with another configuration or for other weights.
         """
         self._check_saved(state)
-        if state["step"] and not self._publication.complete:
+        if self._masks_of(state) == "moving" and not self._state.complete:
             raise ValueError(
-                "the optimizer states, masks among them, were not loaded: call engine.load_checkpoint without "
-                "load_module_only or load_optimizer_states=False before forge.load_state_dict"
+                "the checkpoint, or what was loaded of its optimizer states, holds no dense, mask: call "
+                "engine.load_checkpoint without load_module_only or load_optimizer_states=False, and on a checkpoint "
+                "that a sparseforge run wrote"
             )
         self._continue(state)
 
@@ -295,43 +298,57 @@ class SparseForge:
         if self._ranking.running is not None:
             self._ranking.running.check(state.get("curvature_sums"))
 
+    def _masks_of(self, state: dict[str, Any]) -> Masks:
+        """How far masks were when a state was saved."""
+        if state["step"] >= self.config.release_step:
+            return "frozen"
+        return "moving" if state["step"] else "none"
+
     def _continue(self, state: dict[str, Any]) -> None:
-        self._ground.step, self._ground.refreshes = state["step"], state["refreshes"]
+        self._sharded.step, self._sharded.refreshes = state["step"], state["refreshes"]
         if self._load.names:
             self._load.load_state_dict(state["experts"])
         if self._ranking.running is not None:
             self._ranking.running.load_state_dict(state["curvature_sums"])
-        self._publication.steps_begun = 0
+        self._hooks.steps_begun = 0
         self._ready = self.step_count > 0 or not self._starts
+        if self.step_count and self._masks_of(state) == "frozen":
+            self._state.read_kept()
+            self._sharded.check_frozen()
         self._health.forget_targets()
         for name, branch in branches(self.engine.module).items():
             branch.enabled = self.step_count >= self.config.branch_step and name in self._shards
-        self._rule.resume()
+        self._method.resume()
         self._listen()
 
     # -- publication --------------------------------------------------------------------------------------------------
 
-    def _publish_shard(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor) -> None:
-        step = self.step_count + self._publication.in_step  # the one that publishes is counted by `step`, later
-        for piece in self._edges.pieces[shard.name]:
-            inside = slice(piece.start - shard.start, piece.stop - shard.start)
-            self._rule.publish(piece, dense[inside], mask[inside], out[inside], step, self._hard_now)
-
-    def _removed(self, shard: Shard) -> Tensor:
-        """(numel of the shard,) fp32 (1 - m_eff) W at the present step."""
-        dense, mask = self._publication.of(shard, "dense"), self._publication.of(shard, "mask")
-        published = torch.empty_like(dense)
-        self._publish_shard(shard, dense, mask, published)
-        return dense - published
-
-    def _republish(self) -> None:
-        """Make the present masks visible to the next forward."""
-        self._publication.write_masters()
+    def _republish(self, hard: bool = False) -> None:
+        """Make the present masks visible to the next forward; `hard`: as if they were frozen now."""
+        self._method.write_masters(hard)
         self._layout.push()
+
+    def _release_if_due(self) -> None:
+        """When masks are frozen for good: keep one bit a weight, and let the optimizer train the masters."""
+        if self.step_count == self.config.release_step:
+            self._state.release()
+            self._health.forget_targets()
+            self._layout.push()
 
     def _switch_on_branches(self, step: int) -> bool:
         """At its step: start every B of SLoRB from what the mask removes now, and switch the branches on."""
         if step != self.config.branch_step or self.config.shifts:
             return False
-        switch_on_branches(self.engine.module, self._layout, self._weight, self._removed)
+        published: dict[int, Tensor] = {}
+
+        def removed(shard: Shard) -> Tensor:
+            """(1 - m_eff) W; masters may have too few bits for it."""
+            if shard.flat not in published:
+                published.clear()
+                dense = self._state.trained(shard.flat)
+                published[shard.flat] = torch.empty_like(dense)
+                self._method.publish(shard.flat, dense, None, published[shard.flat], self.step_count)
+            return self._state.dense(shard) - shard.of(published[shard.flat])
+
+        switch_on_branches(self.engine.module, self._layout, self._weight, removed)
         return True

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,7 +22,9 @@ from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.mask.quench import is_kept
 
 UNDECIDED = (0.05, 0.95)
 """A mask value between these is neither kept nor pruned yet."""
@@ -42,7 +43,8 @@ class MaskReport:
     density: float
     """Chosen by hard(mask), the top N of every group, with a mask above 0."""
     magnitude_agreement: float
-    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too."""
+    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; 1 once frozen, when
+    what was pruned is gone."""
     strange: int
     """Values that are not in [0, 1]."""
 
@@ -258,7 +260,8 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> Content
         }
         if not quick:
             bar = tqdm(listed.items(), unit=" weights", disable=not progress, file=sys.stderr)
-            masks = [_read_mask(checkpoint, name, axis, config.parsed_pattern) for name, axis in bar]
+            released = step >= config.release_step
+            masks = [_read_mask(checkpoint, name, axis, config.parsed_pattern, released) for name, axis in bar]
             known["masks"] = sorted(masks, key=lambda mask: (-mask.strange, -mask.undecided, mask.binary))
     return Contents(
         **{"step": checkpoint.step, **known},
@@ -291,11 +294,16 @@ def _forge_state(checkpoint: Checkpoint, state: dict[str, Any]) -> tuple[SparseF
     return config, axes, step
 
 
-def _read_mask(checkpoint: Checkpoint, name: str, axis: int, pattern: Pattern) -> MaskReport:
+def _read_mask(checkpoint: Checkpoint, name: str, axis: int, pattern: Pattern, released: bool) -> MaskReport:
     shape = checkpoint.shapes[name]
-    if not {"mask", "dense"} <= set(checkpoint.states(name)):
+    states = checkpoint.states(name)
+    if released:
+        dense = (checkpoint.state(name, "dense") if "dense" in states else checkpoint.weight(name)).float().reshape(-1)
+        mask = is_kept(dense).float()
+    elif not {"mask", "dense"} <= set(states):
         raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the first optimizer step")
-    mask, dense = (checkpoint.state(name, key).to(torch.float32).reshape(-1) for key in ("mask", "dense"))
+    else:
+        mask, dense = (values_of(checkpoint.state(name, key)).reshape(-1) for key in ("mask", "dense"))
     return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
 
 

@@ -150,6 +150,7 @@ class ReferenceForge:
         config: dict[str, Any],
         *,
         lr: float,
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
         clip: float = 0.0,
         step_at_init: bool = False,
@@ -162,6 +163,7 @@ class ReferenceForge:
             input_axes: prunable weights by name -> axis that the matmul contracts.
             config: `SparseForgeConfig.to_dict()`.
             lr: of AdamW.
+            eps: of AdamW.
             weight_decay: of all matrices; vectors have none.
             clip: global gradient norm, 0 for none.
             step_at_init: do what DeepSpeed's 16-bit stage-0 constructors do: one step with zero gradients.
@@ -173,7 +175,9 @@ class ReferenceForge:
         matrices = [p for p in self.master.values() if p.dim() > 1]
         vectors = [p for p in self.master.values() if p.dim() == 1]
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}], lr=lr
+            [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=lr,
+            eps=eps,
         )
         pattern = config["pattern"]
         self.n = kept_of(pattern)
@@ -195,6 +199,7 @@ class ReferenceForge:
         if self._dials(0)["freeze"] == 0:
             self._refresh(probes)
             self._update(fix=True)
+            self._release()
             self.publish(0)
 
     def train_step(self, micro_batches: list[Batch]) -> float:
@@ -204,6 +209,8 @@ class ReferenceForge:
         gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
+            if name in self.mask and self.step_count >= self._dials(0)["freeze"]:
+                parameter.grad = parameter.grad * torch.tensor(self.mask[name]).view_as(parameter)
         before = {name: self.master[name].detach().clone() for name in self.mask}
         self.optimizer.step()
         if self.formed and self.step_count < self._dials(0)["freeze"]:
@@ -229,10 +236,20 @@ class ReferenceForge:
         elif step == dials["freeze"]:
             for name in self.mask:
                 self.mask[name] = harden(self.mask[name], self.groups[name], self.n)
+            self._release()
         else:
             return False
         self.publish(step)
         return True
+
+    @torch.no_grad()
+    def _release(self) -> None:
+        """Nothing is left of what a frozen mask removed: neither weights nor moments."""
+        for name, mask in self.mask.items():
+            state = self.optimizer.state[self.master[name]]
+            for value in (self.master[name], state.get("exp_avg"), state.get("exp_avg_sq")):
+                if value is not None:
+                    value.mul_(torch.tensor(mask).view_as(value)).add_(0.0)
 
     def _is_update(self, step: int) -> bool:
         dials = self._dials(step)
@@ -300,7 +317,7 @@ class ReferenceForge:
                 self.config["threshold"],
                 self.config["curvature"]["damping"],
             )
-            self.mask[name] = self.target[name] if fix else new
+            self.mask[name] = self.target[name] if fix else [round(m * 65535) / 65535 for m in new]
         self.formed = True
 
     def score_takes(self, name: str) -> list[float] | None:

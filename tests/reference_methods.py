@@ -42,6 +42,9 @@ class ReferenceMethod(ReferenceForge):
                     self.mask[name][group[i]] = 1.0
         self.publish(0)
 
+    def _release(self) -> None:
+        """What a frozen mask removed stays, here: who compares leaves it out."""
+
     def weight(self, name: str) -> list[float]:
         """W, flat."""
         values: list[float] = self.master[name].detach().flatten().tolist()

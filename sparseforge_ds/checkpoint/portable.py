@@ -32,7 +32,7 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint8, torch.bool),
     )
 }
 

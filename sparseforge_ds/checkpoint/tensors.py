@@ -32,6 +32,7 @@ _DTYPE_NAMES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
+    torch.uint16: "U16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",

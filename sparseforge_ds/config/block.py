@@ -13,7 +13,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.parts import (
@@ -232,6 +232,18 @@ class SparseForgeConfig:
             assert isinstance(self.parsed_pattern, NM)
             keys += logit_keys(self.parsed_pattern.n, self.parsed_pattern.m)
         return keys
+
+    @property
+    def mask_storage(self) -> Literal["uint16", "bool", "float32"]:
+        """How masks are kept while they move: in fixed point where they are soft, in 32 bits where they are sampled."""
+        if self.method == "maskllm":
+            return "float32"
+        return "uint16" if self.method == "sparseforge" and self.resolved_schedule.freeze_step else "bool"
+
+    @property
+    def release_step(self) -> int:
+        """The optimizer step at whose end masks are frozen for good, and one bit a weight is all that is kept."""
+        return max(self.resolved_schedule.freeze_step, self.branch_step, 0)
 
     @property
     def resolved_schedule(self) -> Schedule:

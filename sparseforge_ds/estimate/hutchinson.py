@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -27,7 +27,9 @@ class Hutchinson:
         dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype
         self.radius = config.curvature.radius or RADIUS[dtype]
 
-    def refresh(self, batches: ProbeBatches, step: int, probes: int, total: Diagonal) -> bool:
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
         """See `Estimator`; two forward and backward passes for every pass of a batch."""
         on = self.on
         radii = self._radii()
@@ -37,13 +39,14 @@ class Hutchinson:
                 keys = {name: counter_key(self.seed, step, probe, name) for name in on.shards}
                 passes = batches.passes(probe)
                 for side in (1.0, -1.0):
+                    write_masters()
                     self._displace(keys, {name: side * radius for name, radius in radii.items()})
                     with on.counting() if side > 0 else nullcontext():
                         applied = self._add_side(passes, keys, radii, side / probes, total)
                     if not applied:
                         return False
         finally:
-            on.publication.write_masters()
+            write_masters()
             on.layout.push()
         on.load.agree()
         on.divide(total, on.load.shares)
@@ -52,7 +55,6 @@ class Hutchinson:
     def _displace(self, keys: dict[str, int], radii: dict[str, float]) -> None:
         """Let the next forward see w + r v."""
         on, layout = self.on, self.on.layout
-        on.publication.write_masters()
         for name, shard in on.shards.items():
             master = layout.flats[shard.flat].data
             for piece in on.pieces[name]:

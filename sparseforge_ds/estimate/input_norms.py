@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -27,7 +28,9 @@ class InputNorms:
                 f'({len(missing)} in all) has not; use "fisher"'
             )
 
-    def refresh(self, batches: ProbeBatches, step: int, probes: int, total: Diagonal) -> bool:
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
         """See `Estimator`; a forward pass for every pass of a batch, and one reduction of a vector per layer."""
         on, layout = self.on, self.on.layout
         # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.

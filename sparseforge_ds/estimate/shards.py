@@ -15,7 +15,6 @@ from sparseforge_ds.zero.expert_load import ExpertLoad
 from sparseforge_ds.zero.expert_taps import expert_gradients, untappable
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.probe import Probe, ProbeBatches
-from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.shard import Layout, Shard
 from sparseforge_ds.zero.taps import token_gradients
 
@@ -26,7 +25,9 @@ Diagonal = dict[str, Tensor]
 class Estimator(Protocol):
     """One way to estimate the diagonal, by elements."""
 
-    def refresh(self, batches: ProbeBatches, step: int, probes: int, total: Diagonal) -> bool:
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
         """Average `probes` probes. Collective.
 
         Args:
@@ -34,6 +35,7 @@ class Estimator(Protocol):
             step: optimizer steps so far, for random numbers.
             probes: how many, each on a batch of its own.
             total: zeros by weight name, which the average is written to.
+            write_masters: undoes what was done to the masters.
 
         Returns:
             False when a probe overflowed in fp16 and nothing can be said.
@@ -82,7 +84,6 @@ class Shards:
         self.input_first = {name for name, module in modules.items() if not isinstance(module, nn.Linear)}
         self.probe = probe
         self.layout: Layout = probe.layout
-        self.publication: Publication = probe.publication
         self.matrices = matrices
         self.ranges = edges.ranges
         self.pieces = edges.pieces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -30,7 +31,9 @@ class SquaredGradients:
         self.per_batch = set(shards.shards) - set(self.modules) - of_fused
         self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
 
-    def refresh(self, batches: ProbeBatches, step: int, probes: int, total: Diagonal) -> bool:
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
         """See `Estimator`; a forward and backward pass for every pass of a batch."""
         on, layout = self.on, self.on.layout
         passes = batches.passes(0)

@@ -1,9 +1,8 @@
 """A run, or one checkpoint of it, as the source of an export.
 
-A prunable weight becomes mask * dense with exact +0.0. In a finished run the mask is binary and this is what the
-network trained with. The mask of an unfinished run is projected as training would do it at that moment: the N largest
-of each group stay, ties going to the lower index. Before the first mask update all members tie, and the N largest
-dense weights stay.
+A prunable weight becomes mask * dense with exact +0.0. Once the mask is frozen, the master is that already. The mask
+of an unfinished run is projected as training would do it at that moment: the N largest of each group stay, ties going
+to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ from sparseforge_ds.export.bits import pieces as runs
 from sparseforge_ds.export.published_names import pieces
 from sparseforge_ds.export.source import Prunable, Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
+from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.mask.quench import is_kept
 from sparseforge_ds.model.family_table import LOW_RANK, SCALE
 
 
@@ -50,6 +51,8 @@ class RunSource(Source):
             raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
         self.pattern = self.config.parsed_pattern
         self.step: int = state["step"]
+        self.released = self.step >= self.config.release_step
+        """Whether masks are not stored any more: pruned weights are +0.0."""
         masked = {weight.name: weight for weight in (self._listed(entry) for entry in state["weights"])}
         if unlisted := [name for name in checkpoint.shapes if "mask" in checkpoint.states(name) and name not in masked]:
             raise ValueError(
@@ -152,7 +155,17 @@ class RunSource(Source):
     def _kept(self, weight: Prunable, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
         pattern, shape, axis = self.pattern, weight.shape, weight.input_axis
-        dense, mask = (self._state(weight.name, key, start, stop).float() for key in ("dense", "mask"))
+        if self.released:
+            key = "dense" if "dense" in self.checkpoint.states(self._origin[self._pieces[weight.name].of]) else None
+            trained = self._state(weight.name, key, start, stop).float()
+            kept = is_kept(trained)
+            if not bool((members_left(kept, pattern, shape, axis) == pattern.kept).all()):
+                raise ValueError(
+                    f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was frozen before "
+                    f"step {self.step}; the checkpoint is inconsistent, use another one"
+                )
+            return kept, trained
+        dense, mask = (values_of(self._state(weight.name, key, start, stop)) for key in ("dense", "mask"))
         if not self.finished:
             value_GM = pattern.to_groups(mask if self.formed else dense.abs(), shape, axis)
             return pattern.from_groups(top_n(value_GM, pattern.kept), shape, axis), dense
@@ -202,7 +215,7 @@ class RunSource(Source):
         if self.checkpoint.shapes.get(name) != weight.shape:
             held = self.checkpoint.shapes.get(name, "missing")
             raise ValueError(f"{folder}: {name} is {held}, its client state says {weight.shape}")
-        if not {"mask", "dense"} <= set(self.checkpoint.states(name)):
+        if not self.released and not {"mask", "dense"} <= set(self.checkpoint.states(name)):
             raise ValueError(f"{folder}: {name} has no mask yet; export after the first optimizer step")
         if (why := self.pattern.misfit(weight.shape, weight.input_axis)) is not None:
             raise ValueError(f"{folder}: {name} cannot be {self.pattern}: {why}")

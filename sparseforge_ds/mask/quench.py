@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.runs import runs
-
 
 def effective_mask(mask: Tensor, hard: Tensor, x: float) -> Tensor:
     """m_eff = x m + (1 - x) hard(m), eq. 10.
@@ -35,19 +33,9 @@ def publish(dense: Tensor, effective: Tensor, out: Tensor) -> None:
         out.copy_(torch.addcmul(zero, dense, effective))
 
 
-def follow(dense: Tensor, before: Tensor, effective: Tensor) -> None:
-    """W <- W' + m_eff (W - W') in place: of an optimizer's step, a weight keeps the share that it counts.
-
-    Plain gradient descent on the loss of m_eff W has this factor from the chain rule. Adam divides it out again: pruned
-    weights would move as far as the others, by gradients that change nothing, and so would their scores.
-
-    Args:
-        dense: (n,) fp32 W after the step.
-        before: (n,) fp32 W' before it.
-        effective: (n,) fp32 m_eff that the gradient was taken at; where it is 1, W stays as it is.
-    """
-    for inside in runs(dense):
-        torch.lerp(before[inside], dense[inside], effective[inside], out=dense[inside])
+def is_kept(weights: Tensor) -> Tensor:
+    """(n,) bool of weights whose mask is frozen: all but +0.0, since a kept 0 is written as -0.0 in a checkpoint."""
+    return (weights != 0) | weights.signbit()
 
 
 def disagreement(mask_GM: Tensor, hard_GM: Tensor, theta: float = 0.5) -> Tensor:

@@ -1,4 +1,4 @@
-"""The methods of the trainer, one file a rule, all on the same shards (`rule.Rule`, `ground.Ground`)."""
+"""The methods of the trainer, one file each, all on the same shards (`MaskMethod`, `ShardedWeights`)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.methods.ast import Ast
 from sparseforge_ds.methods.cast import Cast
 from sparseforge_ds.methods.fixed import FixedMask
-from sparseforge_ds.methods.ground import ForgeError, Ground
 from sparseforge_ds.methods.maskllm import MaskLLM
+from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.rule import Rule
+from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.methods.soft_mask import SoftMask
 from sparseforge_ds.methods.sr_ste import SrSte
 
-__all__ = ["ForgeError", "Ground", "Ranking", "Rule", "rule_of"]
+__all__ = ["ForgeError", "MaskMethod", "Ranking", "ShardedWeights", "method_of"]
 
 
-_RULES: dict[str, type[Rule]] = {
+_METHODS: dict[str, type[MaskMethod]] = {
     "sparseforge": SoftMask,
     "oneshot": FixedMask,
     "naive_retrain": FixedMask,
@@ -27,8 +27,8 @@ _RULES: dict[str, type[Rule]] = {
 }
 
 
-def rule_of(config: SparseForgeConfig) -> type[Rule]:
-    """The rule of the config's method."""
+def method_of(config: SparseForgeConfig) -> type[MaskMethod]:
+    """The class of the config's method."""
     # A soft mask that would be frozen before the first step is a fixed one.
     fixed = config.method == "sparseforge" and not config.resolved_schedule.freeze_step
-    return FixedMask if fixed else _RULES[config.method]
+    return FixedMask if fixed else _METHODS[config.method]

@@ -13,33 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.refreshed import RefreshedMask
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 
 
 class Ast(RefreshedMask):
     """Steps the prunable weights itself, on the states and settings of the engine's Adam."""
 
-    def __init__(self, ground: Ground, ranking: Ranking) -> None:
-        super().__init__(ground, ranking)
-        ground.require_adam("ast")
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        super().__init__(weights, ranking)
+        weights.require_adam("ast")
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """See `Rule`."""
-        state = self.on.publication.state(index)
-        dense = state["dense"].view_as(gradient)
+        """See `MaskMethod`."""
+        trained = self.on.state.trained(index)
+        state = self.on.state.partition(index)
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
-                state[key] = torch.zeros_like(dense)
+                state[key] = torch.zeros_like(trained)
         count = int(state.get("step", 0)) + 1
         state["step"] = torch.tensor(float(count))
         (beta1, beta2), rate = group["betas"], group["lr"]
-        dense.mul_(1 - rate * group["weight_decay"])
-        first = state["exp_avg"].view_as(gradient).lerp_(gradient, 1 - beta1)
-        _, pruned = self.pruned(index)
-        change = torch.addcmul(first, dense, pruned.view_as(gradient), value=self.decay)
-        second = state["exp_avg_sq"].view_as(gradient).mul_(beta2).addcmul_(change, change, value=1 - beta2)
-        divisor = second.sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
-        dense.addcdiv_(change, divisor, value=-rate / (1 - beta1**count))
+        dense, gradients, first, second = (
+            tensor.view(-1) for tensor in (trained, gradient, state["exp_avg"], state["exp_avg_sq"])
+        )
+        for run, pruned in self.pruned_runs(index):
+            dense[run].mul_(1 - rate * group["weight_decay"])
+            first[run].lerp_(gradients[run], 1 - beta1)
+            change = torch.addcmul(first[run], dense[run], pruned, value=self.decay)
+            second[run].mul_(beta2).addcmul_(change, change, value=1 - beta2)
+            divisor = second[run].sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
+            dense[run].addcdiv_(change, divisor, value=-rate / (1 - beta1**count))
         return None

@@ -14,51 +14,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseforge_ds.mask.quench import publish
-from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.refreshed import RefreshedMask
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.weight_scale import Scaled, scaled_layers
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
-from sparseforge_ds.zero.shard import Shard
 
 
 class Cast(RefreshedMask):
     """AdamS on top of the engine's own Adam."""
 
-    def __init__(self, ground: Ground, ranking: Ranking) -> None:
-        super().__init__(ground, ranking)
-        ground.require_adam("cast")
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        super().__init__(weights, ranking)
+        weights.require_adam("cast")
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `Rule`; when the mask freezes, factors are folded and masked weights are gone."""
+        """See `MaskMethod`; when the mask freezes, factors are folded and masked weights are gone."""
         self.moved = self.on.schedule.is_projection(step)
         if self.moved:
             self._fold()
         return super().update(step, probe)
 
     def resume(self) -> None:
-        """See `Rule`."""
+        """See `MaskMethod`."""
         for layer in scaled_layers(self.on.engine.module).values():
             layer.enabled = self.on.step < self.on.schedule.freeze_step
 
-    def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
-        """See `Rule`."""
-        frozen = self.on.step >= self.on.schedule.freeze_step
-        if hard or frozen:
-            publish(dense, mask, out)
+    def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
+        """See `MaskMethod`."""
+        if self.on.step >= self.on.schedule.freeze_step:
+            super().publish(index, dense, before, out, step)
         else:
-            out.copy_(dense)
+            out.copy_(dense.view(out.shape))
+
+    def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
+        """See `MaskMethod`."""
+        super().publish(index, dense, None, out, self.on.step)
 
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """See `Rule`."""
-        state = self.on.publication.state(index)
+        """See `MaskMethod`."""
+        state = self.on.state.partition(index)
         if self.on.step < self.on.schedule.freeze_step and "exp_avg_sq" in state:
             count = int(state.get("step", group.get("step", 0)))
-            dense, pruned = self.pruned(index)
-            divisor = state["exp_avg_sq"].float().sqrt().div_(math.sqrt(1 - group["betas"][1] ** count))
-            pull = pruned.mul_(group["lr"] * self.decay).div_(divisor.add_(group["eps"]).view_as(pruned))
-            dense.copy_(dense.sign() * (dense.abs() - pull).clamp_(min=0))
+            dense, second = state["dense"].view(-1), state["exp_avg_sq"].view(-1)
+            for run, pruned in self.pruned_runs(index):
+                divisor = second[run].float().sqrt().div_(math.sqrt(1 - group["betas"][1] ** count))
+                pull = pruned.mul_(group["lr"] * self.decay).div_(divisor.add_(group["eps"]))
+                dense[run] = dense[run].sign() * (dense[run].abs() - pull).clamp_(min=0)
         super().after_step(index, group)
 
     def is_due(self, step: int) -> bool:
@@ -75,7 +77,7 @@ class Cast(RefreshedMask):
             inputs = weight.shape[weight.input_axis]
             index = torch.arange(shard.start, shard.stop, device=scale.device)
             output = index // inputs if weight.input_axis == -1 else index % (weight.numel // inputs)
-            dense = on.of(shard, "dense")
+            dense = on.dense(shard)
             dense.mul_(scale[output].to(dense.device))
             layer.enabled = False
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 import torch
 
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.rule import Rule
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.methods.sparsegpt import SparseGPT
 from sparseforge_ds.zero.probe import Closure, ProbeBatches, batches_of
 
 
-class FixedMask(Rule):
+class FixedMask(MaskMethod):
     """`oneshot`, where no training follows, and `naive_retrain`, where it does."""
 
-    def __init__(self, ground: Ground, ranking: Ranking) -> None:
-        super().__init__(ground, ranking)
-        reconstructed = ground.config.importance == "sparsegpt"
-        self._sparsegpt = SparseGPT(ground, ranking.probe) if reconstructed else None
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        super().__init__(weights, ranking)
+        reconstructed = weights.config.importance == "sparsegpt"
+        self._sparsegpt = SparseGPT(weights, ranking.probe) if reconstructed else None
 
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """See `Rule`."""
+        """See `MaskMethod`."""
         self.choose(probe)
 
     @torch.no_grad()
@@ -39,14 +39,13 @@ class FixedMask(Rule):
         if self._sparsegpt is not None:
             if probe is None:
                 raise ValueError('importance "sparsegpt" needs calibration batches: call forge.start(probe)')
-            self._sparsegpt.choose(batches_of(probe), on.config.curvature.first_probes)
+            self._sparsegpt.choose(batches_of(probe), on.config.curvature.first_probes, self.write_masters)
             on.account()
             return self.ranking.report()
-        self.ranking.refresh(probe)
+        self.ranking.refresh(probe, self.write_masters)
         self.ranking.require_refreshed()
         for shard, score_GM in self.ranking.scored():
-            mask = on.of(shard, "mask")
             target = on.from_groups(shard, top_n(score_GM, on.pattern.kept))
-            mask.copy_(target)
-            on.add_update(shard, mask, target)
+            on.state.write_mask(shard, target)
+            on.add_update(shard, target.float(), target)
         return self.ranking.report() | on.load.metrics()

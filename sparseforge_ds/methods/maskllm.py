@@ -22,8 +22,8 @@ from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.quench import publish
 from sparseforge_ds.mask.sampling import choice, first_logits, gumbel, logit_gradient, normal, patterns
 from sparseforge_ds.methods.fixed import FixedMask
-from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.edges import Missing
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
@@ -34,72 +34,65 @@ class MaskLLM(FixedMask):
 
     trains_the_rest = False
 
-    def __init__(self, ground: Ground, ranking: Ranking) -> None:
-        super().__init__(ground, ranking)
-        ground.require_adam("maskllm")
-        assert ground.config.sampling is not None and isinstance(ground.pattern, NM)
-        self.part = ground.config.sampling
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        super().__init__(weights, ranking)
+        weights.require_adam("maskllm")
+        assert weights.config.sampling is not None and isinstance(weights.pattern, NM)
+        self.part = weights.config.sampling
         self.moved = False
-        self.kept, self.members = ground.pattern.n, ground.pattern.m
+        self.kept, self.members = weights.pattern.n, weights.pattern.m
         self.patterns = math.comb(self.members, self.kept)
         keys = logit_keys(self.kept, self.members)
         planes = len(keys) // 3
         self._keys = {"logit": keys[:planes], "first": keys[planes : 2 * planes], "second": keys[2 * planes :]}
         self._missing: dict[int, list[Missing]] = {}
-        self._likeliest: dict[str, Tensor] = {}
 
-    # -- the rule -----------------------------------------------------------------------------------------------------
+    # -- the method ---------------------------------------------------------------------------------------------------
 
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """See `Rule`; the chosen mask is what the logits lean to."""
+        """See `MaskMethod`; the chosen mask is what the logits lean to."""
         super().start(probe)
         on = self.on
         missing = on.exchange("mask")
         for shard in self._shards():
-            mask_GM = on.to_groups(shard, on.of(shard, "mask"), missing)
+            mask_GM = on.to_groups(shard, on.state.mask(shard), missing)
             key = counter_key(on.config.seed, 0, 0, f"logits/{shard.name}")
             noise_GK = normal(key, self._first(shard), mask_GM.shape[0], self.patterns, mask_GM.device)
             self._write(shard, "logit", first_logits(noise_GK, mask_GM, self.kept, self.part.spread, self.part.prior))
         self.resume()
-        for index in on.publication.flats:
+        for index in on.state.flats:
             self._sample(index, 0)
 
     def resume(self) -> None:
-        """See `Rule`."""
-        self._missing = {index: self._exchange(index) for index in self.on.publication.flats}
+        """See `MaskMethod`."""
+        self._missing = {index: self._exchange(index) for index in self.on.state.flats}
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `Rule`; masks have moved already, and are looked at."""
+        """See `MaskMethod`; masks have moved already, and are looked at."""
         if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
             return None
         for shard in self._shards():
-            self.on.add_update(shard, self.on.of(shard, "mask"), self._best(shard).bool())
+            self.on.add_update(shard, self.on.state.mask(shard), self._best(shard).bool())
         return self.ranking.report()
 
-    def harden(self) -> None:
-        """See `Rule`."""
-        self._likeliest = {shard.name: self._best(shard) for shard in self._shards()}
-
-    def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
-        """See `Rule`."""
-        if hard:
-            first = shard.start - self.on.shards[shard.name].start
-            mask = self._likeliest[shard.name][first : first + shard.numel]
-        publish(dense, mask, out)
+    def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
+        """See `MaskMethod`."""
+        for shard in self._shards(index):
+            publish(shard.of(dense), self._best(shard), shard.of(out))
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """See `Rule`; Adam on the logits, and the weights stay."""
+        """See `MaskMethod`; Adam on the logits, and the weights stay."""
         on = self.on
         if on.step >= on.schedule.freeze_step:
             return None
-        on.publication.state(index)["step"] = torch.tensor(on.step + 1.0)  # torch's Adam loads no state without it
+        on.state.partition(index)["step"] = torch.tensor(on.step + 1.0)  # torch's Adam loads no state without it
         scale, temperature = self._dials(on.step)
         reward = self.part.reward * (1 - progress(on.step, (0, on.schedule.freeze_step)))
         names = [shard.name for shard in self._shards(index, empty=True)]
 
         def of_mask(shard: Shard) -> Tensor:
-            dense = on.of(shard, "dense")
-            return dense * (shard.of(gradient) - 2 * reward * dense * on.of(shard, "mask"))
+            dense = on.dense(shard)
+            return dense * (shard.of(gradient) - 2 * reward * dense * on.state.mask(shard))
 
         missing = on.edges.exchange(on.reader(of_mask), names)
         for shard in self._shards(index):
@@ -109,7 +102,7 @@ class MaskLLM(FixedMask):
         return None
 
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """See `Rule`; the mask of the next forward."""
+        """See `MaskMethod`; the mask of the next forward."""
         if self.on.step < self.on.schedule.freeze_step:
             self._missing[index] = self._exchange(index)
             self._sample(index, self.on.step + 1)
@@ -135,7 +128,7 @@ class MaskLLM(FixedMask):
         """(G, K) of the sample that the forward after `step` optimizer steps sees."""
         key = counter_key(self.on.config.seed, step, 0, f"gumbel/{shard.name}")
         span = self.on.edges.prefix[shard.name] + shard.numel + self.on.edges.suffix[shard.name]
-        device = self.on.of(shard, "mask").device
+        device = self.on.dense(shard).device
         return gumbel(key, self._first(shard), span // self.members, self.patterns, device)
 
     def _exchange(self, index: int) -> list[Missing]:
@@ -182,9 +175,9 @@ class MaskLLM(FixedMask):
             else:
                 choice_GK = choice(self._logits(shard), self._noise(shard, step), scale, temperature)
                 mask = on.from_groups(shard, choice_GK @ patterns(self.kept, self.members).to(choice_GK.device))
-            on.of(shard, "mask").copy_(mask)
+            on.state.write_mask(shard, mask)
 
     def _best(self, shard: Shard) -> Tensor:
         """(numel of the shard,) fp32: the likeliest pattern of every group."""
-        table_KM = patterns(self.kept, self.members).to(self.on.of(shard, "mask").device)
+        table_KM = patterns(self.kept, self.members).to(self.on.dense(shard).device)
         return self.on.from_groups(shard, table_KM[self._logits(shard).argmax(dim=1)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import torch
@@ -30,7 +30,7 @@ from sparseforge_ds.mask.importance import (
     standardized_score,
 )
 from sparseforge_ds.mask.runs import PIECE, runs
-from sparseforge_ds.methods.ground import ForgeError, Ground
+from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.zero.edges import Piece
 from sparseforge_ds.zero.moments import Part
@@ -41,7 +41,7 @@ from sparseforge_ds.zero.shard import Shard
 class Ranking:
     """The running mean of the curvature of every weight, and standardized scores."""
 
-    def __init__(self, ground: Ground, probe: Probe) -> None:
+    def __init__(self, ground: ShardedWeights, probe: Probe) -> None:
         """Build the estimator that the config names.
 
         Raises:
@@ -93,8 +93,12 @@ class Ranking:
             self._hearing.enter_context(self.sums.listening())
 
     @torch.no_grad()
-    def refresh(self, probe: Closure | ProbeBatches | None) -> None:
+    def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
         """Take a new sample of the curvature into the running mean. Collective.
+
+        Args:
+            probe: what passes of its own read.
+            write_masters: undoes what an estimator did to the masters.
 
         Raises:
             ValueError: it takes passes of its own, and there is no probe.
@@ -122,9 +126,9 @@ class Ranking:
             else:
                 self.lost_refreshes += 1
         elif on.refreshes:
-            self._refresh_elements(batches, probes)
+            self._refresh_elements(batches, probes, write_masters)
         else:
-            self._refresh_first(batches, probes)
+            self._refresh_first(batches, probes, write_masters)
 
     def _take_sums(self) -> None:
         on = self.on
@@ -147,12 +151,12 @@ class Ranking:
         self.running.take(sums, counts, of_matrix)
         on.refreshes += 1
 
-    def _refresh_elements(self, batches: ProbeBatches, probes: int) -> None:
+    def _refresh_elements(self, batches: ProbeBatches, probes: int, write_masters: Callable[[], None]) -> None:
         on = self.on
         assert self.estimator is not None
         sample = self.shards.zeros()
         with torch.enable_grad():
-            applied = self.estimator.refresh(batches, on.step, probes, sample)
+            applied = self.estimator.refresh(batches, on.step, probes, sample, write_masters)
         if not applied:
             self.lost_refreshes += 1
             return  # keep the average as it is
@@ -166,13 +170,13 @@ class Ranking:
             accumulate(average, new, on.config.curvature.decay)
         on.refreshes += 1
 
-    def _refresh_first(self, batches: ProbeBatches, probes: int) -> None:
+    def _refresh_first(self, batches: ProbeBatches, probes: int, write_masters: Callable[[], None]) -> None:
         """The running mean is 0, and the sample is formed in its place."""
         on, part = self.on, self.on.config.curvature
         assert self.estimator is not None
         averages = {name: on.of(shard, "curvature") for name, shard in on.shards.items()}
         with torch.enable_grad():
-            applied = self.estimator.refresh(batches, on.step, probes, averages)
+            applied = self.estimator.refresh(batches, on.step, probes, averages, write_masters)
         if not applied:
             self.lost_refreshes += 1
             for average in averages.values():
@@ -223,7 +227,7 @@ class Ranking:
             sums.add_shards(lambda shard: on.of(shard, "curvature"))
         moments = on.matrices.table(MOMENTS)
         for name, shard in on.shards.items():
-            dense = on.of(shard, "dense")
+            dense = on.dense(shard)
             for part in on.matrices.parts[name]:
                 for start in range(part.start, part.stop, PIECE):
                     inside = slice(start, min(start + PIECE, part.stop))
@@ -246,7 +250,7 @@ class Ranking:
 
     def _score(self, shard: Shard, scaling: Tensor, sums: AxisSums | None, start: int, stop: int) -> Tensor:
         """s~ of the weight's elements start..stop, all of them on this rank."""
-        dense = self.on.of(shard, "dense")
+        dense = self.on.dense(shard)
         scores = []
         for part in self.on.matrices.parts[shard.name]:
             inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
@@ -268,13 +272,14 @@ class Ranking:
     def curvatures(self) -> Iterator[tuple[Shard, Tensor | None]]:
         """(piece, running mean of H of its elements, without bias correction) for every piece of this rank's shards.
 
-        Of sums, it is the product that scores take. Collective, before the first.
+        None where there is none, as of elements after the freeze. Of sums, it is the product that scores take.
+        Collective, before the first.
         """
         on = self.on
         sums = None if self.running is None else self.running.whole().to(on.layout.flats[0].device)
         for piece in on.pieces():
             if sums is None:
-                yield piece, None if self.estimator is None else on.of(piece, "curvature")
+                yield piece, None if self.estimator is None or on.state.released else on.of(piece, "curvature")
                 continue
             shard, found = on.shards[piece.name], []
             for part in on.matrices.parts[piece.name]:

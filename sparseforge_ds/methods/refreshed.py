@@ -6,31 +6,33 @@ nothing is gathered twice, and of cut groups only the missing members travel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.anneal import progress
+from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.fixed import FixedMask
-from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class RefreshedMask(FixedMask):
     """Top N of |W| in every group, every `refresh.every` steps; before the first of them a starting mask."""
 
-    def __init__(self, ground: Ground, ranking: Ranking) -> None:
-        super().__init__(ground, ranking)
-        assert ground.config.refresh is not None
-        self.part = ground.config.refresh
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        super().__init__(weights, ranking)
+        assert weights.config.refresh is not None
+        self.part = weights.config.refresh
         self.moved = False
-        steps = [round(end * ground.config.max_steps) for end in self.part.ramp]
+        steps = [round(end * weights.config.max_steps) for end in self.part.ramp]
         self._ramp = (steps[0], steps[1])
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `Rule`; masks have moved already, and are looked at."""
+        """See `MaskMethod`; masks have moved already, and are looked at."""
         if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
             return None
         self.on.account()
@@ -41,13 +43,20 @@ class RefreshedMask(FixedMask):
         """lambda at the step that is being made."""
         return self.part.decay * progress(self.on.step, self._ramp)
 
-    def pruned(self, index: int) -> tuple[Tensor, Tensor]:
-        """(dense, 1 - mask) of a master partition, flat; where it is padded both are 0 and 1."""
-        state = self.on.publication.state(index)
-        return state["dense"], 1 - state["mask"]
+    def pruned_runs(self, index: int) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of a master partition's elements, and the fp32 1 - mask of each; 1 where it is padded.
+
+        Nothing of a frozen mask is pulled any more: what it pruned is 0.
+        """
+        state = self.on.state
+        if state.released:
+            yield from ((run, (~kept).float()) for run, kept in state.kept_runs(index))
+            return
+        mask = state.partition(index)["mask"].view(-1)
+        yield from ((run, (~mask[run]).float()) for run in runs(mask))
 
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """See `Rule`."""
+        """See `MaskMethod`."""
         step = self.on.step + 1
         if step <= self.on.schedule.freeze_step and self.is_due(step):
             self._choose_again(index)
@@ -60,6 +69,6 @@ class RefreshedMask(FixedMask):
     def _choose_again(self, index: int) -> None:
         on = self.on
         names = [name for name, shard in on.shards.items() if shard.flat == index]
-        missing = on.edges.exchange(on.reader(lambda shard: on.of(shard, "dense").abs()), names)
+        missing = on.edges.exchange(on.reader(lambda shard: on.dense(shard).abs()), names)
         for piece in on.pieces(names):
-            on.of(piece, "mask").copy_(on.top(piece, on.of(piece, "dense").abs(), missing))
+            on.state.write_mask(piece, on.top(piece, on.dense(piece).abs(), missing))

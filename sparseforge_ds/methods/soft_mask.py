@@ -5,42 +5,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.gate import gate, move_mask
-from sparseforge_ds.mask.quench import effective_mask, follow, publish
-from sparseforge_ds.methods.ground import Ground
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.rule import Rule
-from sparseforge_ds.zero.edges import Missing
+from sparseforge_ds.mask.quench import effective_mask, publish
+from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
-from sparseforge_ds.zero.shard import Shard
 
 
-class SoftMask(Rule):
-    """Gates and masks every T_update steps, hardening, projection."""
+class SoftMask(MaskMethod):
+    """Gates and masks every T_update steps, hardening, projection.
 
-    def __init__(self, ground: Ground, ranking: Ranking) -> None:
-        super().__init__(ground, ranking)
-        self._mask_edges: Missing = {}
+    Between two updates masks stand still, and so does their top N: steps read it from `ShardState.kept`.
+    """
 
     @property
     def remembers(self) -> bool:
-        """See `Rule`; a frozen mask leaves nothing to decide by the weights that it removed."""
+        """See `MaskMethod`; a frozen mask leaves nothing to decide by the weights that it removed."""
         schedule = self.on.config.schedule
         return not schedule.straight_through and self._formed and self.on.step < self.on.schedule.freeze_step
 
     @property
     def starts(self) -> bool:
-        """See `Rule`."""
+        """See `MaskMethod`."""
         return False
 
     def resume(self) -> None:
-        """See `Rule`; hardening may begin before the first update."""
-        self._mask_edges = self.on.exchange("mask")
+        """See `MaskMethod`."""
+        if self._formed and not self.on.state.released:
+            self._find_kept()
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `Rule`."""
+        """See `MaskMethod`."""
         if self.on.schedule.is_update(step):
-            self.ranking.refresh(probe)
+            self.ranking.refresh(probe, self.write_masters)
             return self.move() if self.ranking.ready else None
         return self.project() if self.on.schedule.is_projection(step) else None
 
@@ -49,30 +47,46 @@ class SoftMask(Rule):
         """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
         return self.on.step >= self.on.schedule.update_every and self.ranking.ready
 
-    def publish(self, shard: Shard, dense: Tensor, mask: Tensor, out: Tensor, step: int, hard: bool) -> None:
-        """See `Rule`; eq. 10."""
-        if step <= self.on.schedule.freeze_step and self._formed:
-            before = self.on.publication.before(shard)
-            x = 0.0 if hard else self.on.schedule.dials(step).x
-            x_before = 1.0 if before is None else self.on.schedule.dials(step - 1).x
-            top = None if min(x, x_before) == 1.0 else self.on.top(shard, mask, self._mask_edges)
+    def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
+        """See `MaskMethod`; eqs. 1 and 10, and before them the share of the step that W keeps.
+
+        Plain gradient descent on the loss of m_eff W has the factor m_eff from the chain rule. Adam divides it out
+        again: pruned weights would move as far as the others, by gradients that change nothing, and so would their
+        scores. So W <- W' + m_eff (W - W'), with the mask that the gradient was taken at.
+        """
+        if self.on.state.released or not self._formed:
+            super().publish(index, dense, None, out, step)
+            return
+        dials = self.on.schedule.dials
+        self._publish(index, dense, before, out, dials(step - 1).x, dials(step).x)
+
+    def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
+        """See `MaskMethod`."""
+        self._publish(index, dense, None, out, 1.0, 0.0 if self._formed else 1.0)
+
+    def _publish(
+        self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, x_before: float, x: float
+    ) -> None:
+        state = self.on.state
+        mask, dense, out = state.partition(index)["mask"].view(-1), dense.view(-1), out.view(-1)
+        for run, kept in state.kept_runs(index) if self._formed else ((run, None) for run in runs(mask)):
+            soft = values_of(mask[run])
             if before is not None:
-                follow(dense, before, _effective(mask, top, x_before))
-            mask = _effective(mask, top, x)
-        publish(dense, mask, out)
+                effective = soft if kept is None else effective_mask(soft, kept, x_before)
+                torch.lerp(before.view(-1)[run], dense[run], effective, out=dense[run])
+            publish(dense[run], soft if kept is None else effective_mask(soft, kept, x), out[run])
 
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Scores, gates and masks of all weights (eqs. 3 to 9)."""
         on = self.on
         dials = on.schedule.dials(on.step)
-        for shard, score_GM in self.ranking.scored():
-            mask = on.of(shard, "mask")
+        for piece, score_GM in self.ranking.scored():
             chosen = gate(score_GM, on.pattern.kept, dials.temperature, on.config.threshold)
-            soft, target = (on.from_groups(shard, value_GM) for value_GM in chosen)
-            mask.copy_(move_mask(mask, soft, target, dials))
-            on.add_update(shard, mask, target)
-        self._mask_edges = on.exchange("mask")
+            soft, target = (on.from_groups(piece, value_GM) for value_GM in chosen)
+            on.state.write_mask(piece, move_mask(on.state.mask(piece), soft, target, dials))
+            on.add_update(piece, on.state.mask(piece), target)
+        self._find_kept()
         return self.ranking.report() | on.load.metrics()
 
     @torch.no_grad()
@@ -81,14 +95,15 @@ class SoftMask(Rule):
         on = self.on
         self.ranking.require_refreshed()
         for piece in on.pieces():
-            mask = on.of(piece, "mask")
-            hard = on.top(piece, mask, self._mask_edges)
-            mask.copy_(hard)
-            on.add_update(piece, mask, hard)
-        self._mask_edges = on.exchange("mask")
+            kept = on.state.kept_of(piece)
+            on.state.write_mask(piece, kept)
+            on.add_update(piece, kept.float(), kept)
         return self.ranking.report()
 
-
-def _effective(mask: Tensor, top: Tensor | None, x: float) -> Tensor:
-    """m_eff, with no work where x = 1."""
-    return mask if x == 1.0 or top is None else effective_mask(mask, top, x)
+    @torch.no_grad()
+    def _find_kept(self) -> None:
+        """hard(m), for the steps until the next update. Collective."""
+        on = self.on
+        missing = on.exchange("mask")
+        for piece in on.pieces():
+            on.state.write_kept(piece, on.top(piece, on.state.mask(piece), missing))

@@ -7,7 +7,7 @@ a time is whole, and the X^T X of one block exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import ReconstructionConfig
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.reconstruct import reconstruct
-from sparseforge_ds.methods.ground import Ground
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.taps import layer_inputs
@@ -26,20 +26,20 @@ from sparseforge_ds.zero.taps import layer_inputs
 class SparseGPT:
     """Prunes a whole model, block by block."""
 
-    def __init__(self, ground: Ground, probe: Probe) -> None:
+    def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
         """Find the layers.
 
         Raises:
             ValueError: a prunable weight belongs to no linear layer, as those of fused experts.
         """
-        self.on = ground
+        self.on = weights
         self.probe = probe
-        self.part = ground.config.reconstruction or ReconstructionConfig()
-        assert isinstance(ground.pattern, NM)
-        self.pattern = ground.pattern
+        self.part = weights.config.reconstruction or ReconstructionConfig()
+        assert isinstance(weights.pattern, NM)
+        self.pattern = weights.pattern
         self.blocks: dict[str, list[str]] = {}
-        for name, weight in ground.weights.items():
-            layer = ground.engine.module.get_submodule(weight.module)
+        for name, weight in weights.weights.items():
+            layer = weights.engine.module.get_submodule(weight.module)
             if not isinstance(layer, (nn.Linear, Conv1D)):
                 raise ValueError(
                     'importance "sparsegpt" needs the inputs of a linear layer for every prunable weight, which '
@@ -48,12 +48,13 @@ class SparseGPT:
             self.blocks.setdefault(_block(weight.module), []).append(name)
 
     @torch.no_grad()
-    def choose(self, batches: ProbeBatches, count: int) -> None:
+    def choose(self, batches: ProbeBatches, count: int, write_masters: Callable[[], None]) -> None:
         """Set mask and dense weights of everything. Collective.
 
         Args:
             batches: of calibration text; the same ones are run for every block.
             count: how many.
+            write_masters: publishes what was decided, for the blocks that follow.
         """
         on = self.on
         passes = [closure for batch in range(count) for closure in batches.passes(batch)]
@@ -67,7 +68,7 @@ class SparseGPT:
                 solved = None if mine is None else self._solve(together[on.layout.rank], *mine)
                 for owner, name in enumerate(together):
                     self._hand_back(name, solved if owner == on.layout.rank else None, owner)
-            on.publication.write_masters()
+            write_masters()
             on.layout.push()
 
     def _collect(self, names: list[str], passes: Sequence[Closure]) -> dict[str, Tensor]:
@@ -93,7 +94,7 @@ class SparseGPT:
         on = self.on
         dist.reduce(gram_II, dst=owner)
         shard = on.shards[name]
-        mine = on.of(shard, "dense").to(on.layout.device)
+        mine = on.dense(shard).to(on.layout.device)
         if on.layout.replicated or on.layout.world_size == 1:
             return (mine, gram_II) if on.layout.rank == owner else None
         if on.layout.rank != owner:
@@ -141,8 +142,8 @@ class SparseGPT:
 
     def _take(self, shard: Shard, both: Tensor) -> None:
         if self.part.update_weights:
-            self.on.of(shard, "dense").copy_(both[0])
-        self.on.of(shard, "mask").copy_(both[1])
+            self.on.dense(shard).copy_(both[0])
+        self.on.state.write_mask(shard, both[1])
 
 
 def _block(module: str) -> str:

@@ -13,6 +13,8 @@ class SrSte(RefreshedMask):
     """The gradient of W is g(m W) + lambda (1 - m) W, moments and all."""
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """See `Rule`."""
-        dense, pruned = self.pruned(index)
-        return gradient.addcmul_(dense.view_as(gradient), pruned.view_as(gradient), value=self.decay)
+        """See `MaskMethod`."""
+        dense, flat = self.on.state.trained(index).view(-1), gradient.view(-1)
+        for run, pruned in self.pruned_runs(index):
+            flat[run].addcmul_(dense[run], pruned, value=self.decay)
+        return gradient

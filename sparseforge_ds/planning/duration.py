@@ -6,11 +6,11 @@ A matrix element costs two operations a token forward and four backward; causal 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparseforge_ds.planning.architecture import Architecture, Sizes
 from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.states import moments
+from sparseforge_ds.planning.states import model_states
 from sparseforge_ds.planning.traffic import probe_passes
 
 PEAK_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "v100": 125.0}
@@ -82,10 +82,19 @@ def duration(
     return Duration(steps, batch, flops, seconds, seconds * steps / 3600)
 
 
-def checkpoint_bytes(model: Sizes, settings: Settings) -> int:
-    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
-    total, masked = model.total, model.masked
-    states = moments(total, masked, settings) + masked * (8 + 4 * len(settings.forge.state_keys))
+_SAVED = ("moments", "dense", "mask", "curvature", "logits")
+"""Of what lasts, the optimizer states."""
+
+
+def checkpoint_bytes(model: Sizes, settings: Settings, frozen: bool = False) -> int:
+    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them.
+
+    Args:
+        model: the student.
+        settings: how it is laid out.
+        frozen: once masks are frozen, else while they move.
+    """
+    states = sum(model_states(model, replace(settings, ranks=1), frozen)[kind] for kind in _SAVED)
     if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state
         states += math.ceil(4 * model.rows_and_columns * 4 / 3) * (settings.ranks if settings.stage == 3 else 1)
-    return states + settings.of_master * total + (settings.low * total if settings.stage < 3 else 0)
+    return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)

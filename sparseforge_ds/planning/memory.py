@@ -6,6 +6,7 @@ forward and backward pass, the optimizer's step, or a mask update with its probe
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,15 @@ from sparseforge_ds.planning.architecture import Architecture, is_expert
 from sparseforge_ds.planning.gathering import Gathering, Step, forward_backward, forward_only, replay
 from sparseforge_ds.planning.live import Live
 from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.states import Kinds, kept_gradients, local, model_states, positive, teacher_weights
+from sparseforge_ds.planning.states import (
+    Kinds,
+    always_frozen,
+    kept_gradients,
+    local,
+    model_states,
+    positive,
+    teacher_weights,
+)
 
 _MASK_SCRATCH = 32
 """Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
@@ -41,6 +50,8 @@ class Memory:
     """On the device besides, while this happens."""
     reserve: int
     """For the driver's context, communication buffers and fragmentation; assumed, not derived."""
+    frozen_peak: int
+    """The most that the device must hold once masks are frozen; `peak` is of while they move, if they do."""
 
     @property
     def worst(self) -> str:
@@ -75,7 +86,15 @@ def memory(
         teacher: the teacher, when it is another model than the student; ignored without distillation.
         reserve: bytes that are not to be planned with.
     """
-    states = model_states(model, settings)
+    frozen = None if always_frozen(settings) else _phase(model, settings, trace, teacher, reserve, frozen=True).peak
+    found = _phase(model, settings, trace, teacher, reserve, frozen=always_frozen(settings))
+    return dataclasses.replace(found, frozen_peak=found.peak if frozen is None else frozen)
+
+
+def _phase(
+    model: Architecture, settings: Settings, trace: Trace, teacher: Architecture | None, reserve: int, frozen: bool
+) -> Memory:
+    states = model_states(model, settings, frozen)
     on_host = _on_host(settings)
     resident = {name: size for name, size in states.items() if name not in on_host}
     host = {name: size for name, size in states.items() if name in on_host}
@@ -96,8 +115,13 @@ def memory(
     return Memory(
         resident=positive(resident),
         host=positive(host),
-        moments={name: positive(kinds) for name, kinds in _moments(model, settings, trace, gathered).items()},
+        moments={
+            name: positive(kinds)
+            for name, kinds in _moments(model, settings, trace, gathered, frozen).items()
+            if not frozen or name != "mask update" or always_frozen(settings)
+        },
         reserve=reserve,
+        frozen_peak=0,
     )
 
 
@@ -127,7 +151,8 @@ def _replayed(model: Architecture, steps: tuple[Step, ...], limits: tuple[int, i
 
 
 def _on_host(settings: Settings) -> set[str]:
-    names = {"master", "moments", "dense", "mask", "curvature", "flip bits"} if settings.optimizer_on_host else set()
+    ours = {"dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
+    names = {"master", "moments"} | ours if settings.optimizer_on_host else set()
     return names | ({"weights"} if settings.weights_on_host else set())
 
 
@@ -136,7 +161,9 @@ def _teacher(teacher: Architecture, settings: Settings) -> Kinds:
     return {"teacher": teacher_weights(teacher, settings), "teacher's persistent weights": persistent}
 
 
-def _moments(model: Architecture, settings: Settings, trace: Trace, gathered: Gathering) -> dict[str, Kinds]:
+def _moments(
+    model: Architecture, settings: Settings, trace: Trace, gathered: Gathering, frozen: bool
+) -> dict[str, Kinds]:
     low = settings.low
     passing: Kinds = {}
     if settings.stage == 3:
@@ -157,9 +184,9 @@ def _moments(model: Architecture, settings: Settings, trace: Trace, gathered: Ga
         "forward and backward": {
             **passing,
             **_of_pass(trace(settings.micro_batch, settings.checkpointing, True)),
-            **(_heard(model, settings) if settings.forge.listens else {}),
+            **(_heard(model, settings) if settings.forge.listens and not frozen else {}),
         },
-        "optimizer step": _step(model, settings, shard),
+        "optimizer step": _step(model, settings, shard, frozen),
         "mask update": _update(model, settings, trace, passing, shard),
     }
 
@@ -176,7 +203,7 @@ def _of_pass(activations: Activations) -> Kinds:
     return {"activations": activations.backward}
 
 
-def _step(model: Architecture, settings: Settings, shard: int) -> Kinds:
+def _step(model: Architecture, settings: Settings, shard: int, frozen: bool) -> Kinds:
     kept = 0 if settings.stage == 3 else kept_gradients(model, settings)
     if settings.optimizer_on_host:
         return {}
@@ -190,7 +217,7 @@ def _step(model: Architecture, settings: Settings, shard: int) -> Kinds:
     return {
         "gradients": kept,
         "fp32 gradients": gradients,
-        "weights before the step": _before_step(model, settings),
+        "weights before the step": 0 if frozen else _before_step(model, settings),
         "optimizer's temporaries": 0 if settings.fused_optimizer else 4 * group,
         "mask's temporaries": _MASK_SCRATCH * min(shard, PIECE),
     }

@@ -66,7 +66,10 @@ def memory_lines(plan: Memory, device: int) -> Iterator[Line]:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds.items())
         yield f"  + {moment}", f"{_gib(sum(kinds.values()))}  {parts}"
     yield "  reserve (assumed)", _gib(plan.reserve)
-    yield "  peak", f"{_gib(plan.peak)}  of {device / GIB:.0f}, in {plan.worst}"
+    phase = "" if plan.peak == plan.frozen_peak else " while masks move"
+    yield "  peak", f"{_gib(plan.peak)}  of {device / GIB:.0f}, in {plan.worst}{phase}"
+    if phase:
+        yield "  peak once frozen", _gib(plan.frozen_peak)
     if plan.host:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.host.items())
         yield "  on the host", f"{_gib(plan.host_total)}  for each GPU: {parts}"
@@ -99,7 +102,8 @@ def _traffic(found: Study) -> Iterator[Line]:
     for name, kinds in (("collectives of a step", carried.training), ("  + ours", carried.ours)):
         parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
         yield name, f"{_gib(sum(kinds.values()))}  GiB: {parts or 'none'}"
-    yield "checkpoint", f"{_gib(found.checkpoint)}  GiB on disk"
+    frozen = f", {found.frozen_checkpoint / GIB:.2f} once masks are frozen"
+    yield "checkpoint", f"{_gib(found.checkpoint)}  GiB on disk{frozen if found.settings.forge.max_steps else ''}"
 
 
 def _time(found: Study) -> Iterator[Line]:

@@ -10,20 +10,38 @@ from sparseforge_ds.planning.settings import Settings
 Kinds = dict[str, int]
 
 
-def model_states(model: Sizes, settings: Settings) -> Kinds:
-    """What lasts from step to step and belongs to the student, wherever it lies, without gradients."""
+_MASK_BYTES = {"uint16": 2, "bool": 1, "float32": 4}
+
+
+def model_states(model: Sizes, settings: Settings, frozen: bool | None = None) -> Kinds:
+    """What lasts from step to step and belongs to the student, wherever it lies, without gradients.
+
+    Args:
+        model: the student.
+        settings: how it is laid out.
+        frozen: once masks are frozen, else while they move; None: while they move, if they do in training.
+    """
+    forge = settings.forge
+    if frozen is None:
+        frozen = always_frozen(settings)
     states, masked = local(model, settings, 1), local(model, settings, 1, only_masked=True)
     return {
         "weights": settings.low * local(model, settings, 3),
         "master": settings.of_master * states,
         "moments": moments(states, masked, settings),
-        "dense": 4 * masked,
-        "mask": 4 * masked,
-        "curvature": 4 * masked if settings.forge.keeps_elements else 0,
-        "curvature sums": math.ceil(4 * model.rows_and_columns / settings.ranks) if settings.forge.keeps_sums else 0,
-        "logits": 4 * masked * sum("logit" in key for key in settings.forge.state_keys),
-        "flip bits": math.ceil(masked / 8),
+        "dense": 0 if frozen and settings.of_master == 4 else 4 * masked,
+        "mask": 0 if frozen else _MASK_BYTES[forge.mask_storage] * masked,
+        "curvature": 4 * masked if forge.keeps_elements and not frozen else 0,
+        "curvature sums": math.ceil(4 * model.rows_and_columns / settings.ranks) if forge.keeps_sums else 0,
+        "logits": 0 if frozen else 4 * masked * sum("logit" in key for key in forge.state_keys),
+        "kept bits": math.ceil(masked / 8) if frozen or forge.mask_storage == "uint16" else 0,
+        "flip bits": 0 if frozen else math.ceil(masked / 8),
     }
+
+
+def always_frozen(settings: Settings) -> bool:
+    """Whether masks are fixed before the first step."""
+    return settings.forge.max_steps > 0 and settings.forge.release_step == 0
 
 
 def moments(total: int, masked: int, settings: Settings) -> int:

@@ -74,6 +74,7 @@ class Study:
     traffic: Traffic
     duration: Duration
     checkpoint: int
+    frozen_checkpoint: int
     layouts: dict[str, Memory]
     """The same run under each ZeRO stage, and with everything on the host that can be."""
     largest_micro_batch: int
@@ -151,6 +152,7 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         traffic=traffic(model, laid_out, teacher),
         duration=duration(model, laid_out, tokens=tokens, tflops=machine.tflops, mfu=machine.mfu, teacher=teacher),
         checkpoint=checkpoint_bytes(model, laid_out),
+        frozen_checkpoint=checkpoint_bytes(model, laid_out, frozen=True),
         layouts={name: estimate(changed) for name, changed in _layouts(laid_out).items()},
         largest_micro_batch=largest_micro_batch(laid_out, estimate, machine.device),
         advice=None if roomy else advise(laid_out, estimate, machine.device, machine.host),
@@ -251,6 +253,7 @@ def to_dict(found: Study) -> dict[str, Any]:
         "memory": {
             "device": found.machine.device,
             "peak": plan.peak,
+            "frozen_peak": plan.frozen_peak,
             "worst": plan.worst,
             "resident": plan.resident,
             "moments": plan.moments,
@@ -267,6 +270,7 @@ def to_dict(found: Study) -> dict[str, Any]:
             "hours": found.duration.hours,
         },
         "checkpoint": found.checkpoint,
+        "frozen_checkpoint": found.frozen_checkpoint,
         "layouts": {
             name: {"peak": each.peak, "host": each.host_total, "fits": each.peak <= found.machine.device}
             for name, each in found.layouts.items()

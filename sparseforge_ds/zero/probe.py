@@ -1,7 +1,7 @@
 """An extra forward and backward at a step boundary that leaves no trace (design 2.1).
 
 The backward is the engine's own, so gradients are reduced, unscaled and partitioned as in training; the optimizer is
-then stepped with the publication hooks in harvest mode, which hand over the gradients and leave every parameter alone.
+then stepped while `Probe.harvest` is set: the step hooks hand over the gradients and leave every parameter alone.
 Everything that DeepSpeed counts or scales on the way is put back.
 """
 
@@ -17,11 +17,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from sparseforge_ds.zero.publish import Harvest, Publication
 from sparseforge_ds.zero.shard import Layout, Shard
 
 Closure = Callable[[], Tensor]
 """Runs the engine's forward on one micro-batch and returns the scalar loss."""
+Harvest = Callable[[int, Tensor], None]
+"""Gets the index of a master partition and its averaged, unscaled, unclipped gradient."""
 
 
 class ProbeBatches(Protocol):
@@ -52,9 +53,10 @@ _OPTIMIZER_SCALARS = ("overflow", "_global_grad_norm", "clip_grad", "_hp_optimiz
 class Probe:
     """Runs extra passes on one engine."""
 
-    def __init__(self, layout: Layout, publication: Publication) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.publication = publication
+        self.harvest: Harvest | None = None
+        """While set, a step of the optimizer hands its gradients to this and changes nothing."""
 
     @property
     def accumulation(self) -> int:
@@ -92,11 +94,11 @@ class Probe:
             for number, closure in enumerate(passes):
                 engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
                 engine.backward(self._loss(closure))
-            self.publication.harvest = on_gradient
+            self.harvest = on_gradient
             try:
                 optimizer.step()
             finally:
-                self.publication.harvest = None
+                self.harvest = None
             optimizer.zero_grad()
             if optimizer is self.layout.inner:
                 engine.zero_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.contents import Group, Number
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.zero.publish import Publication
+from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.state import ShardState
 
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
 """Hyperparameters that tell one kind of optimizer from another."""
+Masks = Literal["none", "moving", "frozen"]
+"""What a checkpoint holds of masks: nothing before the first step, states while they move, zeros once frozen."""
 
 
 @dataclass
@@ -36,30 +39,28 @@ class _Read:
 
 
 @torch.no_grad()
-def restore(layout: Layout, publication: Publication, checkpoint: Checkpoint, begun: bool) -> None:
+def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Masks) -> None:
     """Put weights, optimizer state, loss scale and counters of a checkpoint into an engine. Collective.
 
     Args:
         layout: of the engine.
-        publication: on its optimizer.
+        state: of the prunable weights.
         checkpoint: checked for damaged bytes by the caller.
-        begun: whether a step was applied before it was saved; before, masks are not in the optimizer yet.
+        masks: what it holds of them.
 
     Raises:
         ValueError: on all ranks, with nothing changed: the checkpoint does not fit the model or the optimizer, or one
             of them cannot read it; the message names the file.
     """
-    read = _together(lambda: _Reader(layout, publication, checkpoint, begun).read())
+    read = _together(lambda: _Reader(layout, state, checkpoint, masks).read())
     for flat, master in zip(layout.flats, read.masters, strict=True):
         flat.data.copy_(master)
     for name, (_, _, own) in layout.untrained().items():
         own.copy_(read.untrained[name])
     for name, buffer in _buffers(layout).items():
         buffer.copy_(read.buffers[name])
-    publication.loads_masks = begun
+    state.reset()
     layout.load_optimizer(read.states, read.settings)
-    if not begun:
-        publication.reset()
     engine, contents = layout.engine, checkpoint.contents
     if contents.loss_scale is not None:
         layout.set_loss_scale(contents.loss_scale)
@@ -100,11 +101,11 @@ def _buffers(layout: Layout) -> dict[str, Tensor]:
 class _Reader:
     """One rank's reading."""
 
-    def __init__(self, layout: Layout, publication: Publication, checkpoint: Checkpoint, begun: bool) -> None:
+    def __init__(self, layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Masks) -> None:
         self.layout = layout
-        self.publication = publication
+        self.state = state
         self.checkpoint = checkpoint
-        self.begun = begun
+        self.masks = masks
         self.where = checkpoint.folder
         self._largest_of: dict[tuple[str, ...], dict[str, Number]] = {}
         self.group_of = {name: group for group in checkpoint.contents.groups for name in group.names}
@@ -170,35 +171,53 @@ class _Reader:
                 f"{self.where}: was saved {'without' if there is None else 'with'} an lr scheduler in the engine, "
                 f"this engine has {'none' if here is None else type(here).__name__}; use the settings of the saved run"
             )
-        for index in self.publication.flats if self.begun else []:
-            expected = set(self.publication.state(index)) & set(self.publication.keys)
+        expected = {"moving": set(self.state.keys), "frozen": set(), "none": set()}[self.masks]
+        for index in self.state.flats:
             for shard in self.shards[index]:
-                if missing := expected - set(self.checkpoint.states(self.source[shard.name])):
+                held = set(self.checkpoint.states(self.source[shard.name]))
+                if missing := expected - held:
                     raise ValueError(
                         f"{self.where}: holds no {', '.join(sorted(missing))} of {shard.name}; "
                         "it was not saved by a run with this importance"
                     )
+                if self.masks == "frozen" and "mask" in held:
+                    raise ValueError(
+                        f"{self.where}: holds a mask of {shard.name} that was frozen before; it is inconsistent, use "
+                        "another one"
+                    )
 
     def _read_flat(self, index: int, key: str | None, dtype: torch.dtype, device: Any) -> Tensor:
-        """What a flat, or a state laid out like it, is going to hold; padding is 0."""
+        """What a flat, or a state laid out like it, is going to hold; padding is 0.
+
+        Masks may be stored in another form than here. Of a frozen run W is beside masters of 16 bits, or is the master.
+        """
         out = torch.zeros(self.layout.flats[index].shape, dtype=dtype, device=device)
         for shard in self.shards[index]:
             source = self.source[shard.name]
-            if shard.numel and (key is None or key in self.checkpoint.contents.entries[source].states):
-                shard.of(out).copy_(self.checkpoint.slice(source, key, shard.start, shard.stop))
+            states = self.checkpoint.contents.entries[source].states
+            if key == "dense" and key not in states:
+                where = None
+            elif key is None and index in self.state.flats and self.masks == "frozen" and "dense" in states:
+                where = "dense"
+            else:
+                where = key
+            if shard.numel and (where is None or where in states):
+                taken = self.checkpoint.slice(source, where, shard.start, shard.stop)
+                shard.of(out).copy_(stored_as(values_of(taken), dtype) if key == "mask" else taken)
         return out
 
     def _read_state(self, index: int) -> dict[str, Any]:
         """A flat's optimizer state; empty where no weight in it had a gradient yet."""
         entries = [self.checkpoint.contents.entries[self.source[shard.name]] for shard in self.shards[index]]
-        keys = sorted(
-            {key for entry in entries for key in entry.states}, key=lambda key: (key in self.publication.keys, key)
-        )
+        keys = {key for entry in entries for key in entry.states}
+        if index in self.state.flats and self.masks == "frozen":
+            keys -= {"dense"}
+            keys |= {"dense"} if self.layout.flats[index].dtype != torch.float32 else set()
         if not keys:
             return {}
         state: dict[str, Any] = self._read_scalars(index)
-        for key in keys:
-            dtype = self.publication.state_dtype(index)
+        for key in sorted(keys, key=lambda key: (key in self.state.keys, key)):
+            dtype = self.state.state_dtype(index, key)
             state[key] = self._read_flat(index, key, dtype, self.layout.flats[index].device)
         return state
 

@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mask": {"torch"},
     "presets": set(),
     "config": {"mask.pattern", "mask.anneal", "presets"},
-    "zero": {"torch", "deepspeed", "mask.pattern", "mask.runs", "checkpoint"},
+    "zero": {"torch", "deepspeed", "mask", "checkpoint"},
     "model": {"torch", "transformers", "deepspeed", "config", "mask.pattern", "mask.packing", "registration"},
     "registration": {"model.packed24", "model.deepseek_moe"},
     "estimate": {"torch", "numpy", "config", "mask", "zero"},
@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "estimate",
         "health",
     },
-    "compensate": {"torch", "mask", "model", "zero", "methods.ground"},
+    "compensate": {"torch", "mask", "model", "zero", "methods.sharded_weights"},
     "saved_state": {"config"},
     "forge": {
         "torch",

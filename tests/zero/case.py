@@ -66,6 +66,8 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     client: bool = False
     lr: float = 3e-3
+    eps: float = 1e-6
+    """Of AdamW: far above gradients that are rounding noise, which differs between processors."""
     weight_decay: float = 0.1
     steps: int = 9
 
@@ -91,7 +93,10 @@ class Case:
             config["zero_allow_untested_optimizer"] = True
             config["zero_force_ds_cpu_optimizer"] = False
         else:
-            config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": self.lr, "torch_adam": True}})
+            config.setdefault(
+                "optimizer",
+                {"type": "AdamW", "params": {"lr": self.lr, "eps": self.eps, "torch_adam": True}},
+            )
         if self.dtype != "fp32":
             unscaled = {"loss_scale": 1} if (self.dtype, self.stage) == ("fp16", 0) else {}  # refused with a scale
             config[self.dtype] = {"enabled": True, **unscaled, **config.get(self.dtype, {})}
@@ -119,7 +124,7 @@ def build_engine(case: Case, model: Any = None, groups: Any = None) -> Any:
 
     model = sf.prepare(MODELS[case.model]() if model is None else model, case.sparseforge)
     groups = sf.param_groups(model, case.sparseforge, weight_decay=case.weight_decay) if groups is None else groups
-    optimizer = torch.optim.AdamW(groups, lr=case.lr) if case.client else None
+    optimizer = torch.optim.AdamW(groups, lr=case.lr, eps=case.eps) if case.client else None
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, optimizer=optimizer, config=case.deepspeed()
     )
@@ -170,13 +175,15 @@ class StepText:
 
 
 def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
-    """`dense`, `mask` or `curvature` of every prunable weight, whole and flat. Collective.
+    """`dense` (what trains), `mask`, `curvature` or another state of every prunable weight, whole. Collective.
 
     Where row and column sums are kept, the curvature is the product that scores take.
     """
     curvatures: dict[str, Tensor] = {}
     if key == "curvature":
         for piece, values in forge._ranking.curvatures():
+            if values is None:
+                continue  # released
             numel = forge._weight[piece.name].numel
             whole = curvatures.setdefault(piece.name, torch.zeros(numel, device=values.device))
             whole[piece.start : piece.stop] = values
@@ -185,8 +192,10 @@ def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
         numel = forge._weight[name].numel
         full = torch.zeros(numel, device=forge._layout.device)
         if key != "curvature":
-            full[shard.start : shard.stop] = forge._publication.of(shard, key).detach().to(full.device)
-        elif shard.numel:
+            read = {"dense": forge._state.dense, "mask": forge._state.mask}
+            held = read[key](shard) if key in read else forge._state.of(shard, key)
+            full[shard.start : shard.stop] = held.detach().float().to(full.device)
+        elif name in curvatures:
             full += curvatures[name].to(full.device)
         if not forge._layout.replicated:
             dist.all_reduce(full)
@@ -211,7 +220,7 @@ def run(case: Case) -> dict[str, Any]:
         record["losses"].append(train_step(engine, case, step))
         if forge.step(StepText(engine, case, step)):
             update = {"step": step + 1, "mask": gathered(forge, "mask"), "dense": gathered(forge, "dense")}
-            if case.sparseforge.importance != "magnitude":
+            if case.sparseforge.keeps_sums or (case.sparseforge.keeps_elements and not forge._state.released):
                 update["curvature"] = gathered(forge, "curvature")
             record["updates"].append(update)
             record["metrics"].append(dict(forge.metrics))

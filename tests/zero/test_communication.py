@@ -90,7 +90,7 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
         forge.step(probe_of(engine, case, 2))
     train_step(engine, case, 3)
     with counted() as maths:
-        forge._rule.move()
+        forge._method.move()
     with counted() as whole:
         assert forge.step(probe_of(engine, case, 3))
     with counted() as reporting:

@@ -29,8 +29,8 @@ CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) f
 
 def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     """All states of prunable weights, whole, and what the network sees."""
-    held = forge._publication.state(forge._publication.flats[0])
-    keys = [key for key, value in held.items() if torch.is_tensor(value) and value.dim()]
+    held = forge._state.partition(forge._state.flats[0])
+    keys = {"dense", "mask"} | {key for key, value in held.items() if torch.is_tensor(value) and value.dim()}
     states = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
     return states | {f"published {name}": value for name, value in published(engine).items()}
 
@@ -107,4 +107,5 @@ def test_methods_resume_and_move_to_other_ranks(tmp_path: Path) -> None:
         if name.startswith("maskllm"):
             assert {"logit_0", "logit_1", "logit_sq_1"} <= {key.split()[0] for key in states}
             dense = [key for key in states if key.startswith("dense ")]
-            assert all(torch.equal(theirs["end"][key], theirs["middle"][key]) for key in dense)
+            kept = {key: theirs["end"][key.replace("dense ", "mask ")] for key in dense}
+            assert all(torch.equal(theirs["end"][key], theirs["middle"][key] * kept[key]) for key in dense)

@@ -42,7 +42,7 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
             stack.enter_context(mock.patch("sparseforge_ds.zero.edges.PIECE", 1))
             stack.enter_context(mock.patch("sparseforge_ds.mask.curvature.EXPERT_BYTES", 1))
         engine, forge = build(case)
-        if forge._rule.starts:
+        if forge._method.starts:
             forge.start(probe_of(engine, case, 0))
         gaps = []
         for step in range(case.steps):

@@ -20,26 +20,28 @@ from tests.zero.test_resume import BF16_MASTERS, one_step
 
 def dense_of(forge: Any) -> dict[str, Tensor]:
     shards = [shard for shard in forge._shards.values() if shard.numel]
-    return {shard.name: forge._publication.of(shard, "dense").clone() for shard in shards}
+    return {shard.name: forge._state.dense(shard).clone() for shard in shards}
 
 
 def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
     """Every other weight's mask is 0 and the others' 1; hardening has not begun, so that m_eff is the mask."""
-    publication, stepped = forge._publication, {}
+    state, method, stepped = forge._state, forge._method, {}
     for shard in forge._shards.values():
-        publication.of(shard, "mask").copy_(torch.arange(shard.start, shard.stop) % 2)
-    publish = publication.publish
+        state.write_mask(shard, torch.arange(shard.start, shard.stop) % 2)
+    publish = method.publish
 
-    def watched(shard: Any, dense: Tensor, mask: Tensor, out: Tensor) -> None:
-        stepped[shard.name] = dense.clone()  # what the optimizer made of it
-        publish(shard, dense, mask, out)
+    def watched(index: int, dense: Tensor, *rest: Any) -> None:
+        for shard in forge._shards.values():
+            if shard.flat == index:
+                stepped[shard.name] = shard.of(dense).clone()  # what the optimizer made of it
+        publish(index, dense, *rest)
 
-    before, publication.publish = dense_of(forge), watched
+    before, method.publish = dense_of(forge), watched
     train_step(engine, case, forge.step_count)
-    publication.publish = publish
+    method.publish = publish
     problems = []
     for name, after in dense_of(forge).items():
-        live = publication.of(forge._shards[name], "mask") == 1
+        live = state.mask(forge._shards[name]) == 1
         if not torch.equal(after[~live], before[name][~live]):
             problems.append(f"{name}: W moved where m_eff is 0")
         if not torch.equal(after[live], stepped[name][live]):

@@ -368,7 +368,7 @@ def before_the_first_step(folder: str) -> dict[str, tuple[bool, float]]:
         other = replace(case, stage=(case.stage + 1) % 4)
         engine, forge = build(other, model_of(other, fresh=True))
         forge.restore(Checkpoint(Path(folder, name)))
-        begun = forge.step_count > 0 or forge._publication.complete
+        begun = forge.step_count > 0 or forge._state.complete
         forge.start(probe_of(engine, other, 0))
         seen = go_on(engine, forge, other, 0, 4)
         dense, kept = seen[4]["dense"], expected[4]["dense"]

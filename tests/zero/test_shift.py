@@ -88,7 +88,7 @@ def shift(case: Case) -> tuple[list[str], bool]:
             shard.of(forge._layout.flats[shard.flat].data).mul_(0.7)
         forge._republish()
         expected = engine(**batch).logits.detach().float()
-        shift_into_branches(engine.module, forge._ground)
+        shift_into_branches(engine.module, forge._sharded)
         forge._republish()
         again = engine(**batch).logits.detach().float()
         if not torch.allclose(expected, again, atol=10 * rounding):

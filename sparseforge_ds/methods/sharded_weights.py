@@ -1,11 +1,13 @@
-"""What every rule works on: this rank's shards of the prunable weights, their groups, their states and the progress."""
+"""What every method works on: this rank's shards of the prunable weights, their groups, states, and the progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from deepspeed import DeepSpeedEngine
+import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -15,19 +17,19 @@ from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.edges import Edges, Missing, Piece
 from sparseforge_ds.zero.expert_load import ExpertLoad
 from sparseforge_ds.zero.moments import Matrices
-from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.state import ShardState
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 class ForgeError(RuntimeError):
     """The run cannot go on as it is: a call is missing, or a mask would be formed without its curvature."""
 
 
-class Ground:
+class ShardedWeights:
     """One engine's shards, and how far its run has come."""
-
-    publication: Publication
-    """Set by the owner: it publishes by a rule, which is built on this."""
 
     def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig) -> None:
         """Read the layout of an engine. Collective.
@@ -47,6 +49,7 @@ class Ground:
         self.layout = Layout(engine)
         self.shards = self.layout.wholly(self.weights)
         self.layout.check(self.shards)
+        self.state = ShardState(self.layout, self.shards, getattr(torch, config.mask_storage), config.state_keys)
         spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.weights.items()}
         self.edges = Edges(self.layout, self.shards, spans)
         self.matrices = Matrices(self.layout, self.shards, {n: w.matrices for n, w in self.weights.items()})
@@ -78,18 +81,20 @@ class Ground:
 
     def of(self, shard: Shard, key: str) -> Tensor:
         """(numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
-        return self.publication.of(shard, key)
+        return self.state.of(shard, key)
 
     def exchange(self, key: str, names: Collection[str] | None = None) -> Missing:
         """What cut groups lack of a state, of all weights or of the named ones. Collective."""
-        return self.edges.exchange(self.reader(lambda shard: self.of(shard, key)), names)
+        values = self.state.mask if key == "mask" else lambda shard: self.of(shard, key)
+        return self.edges.exchange(self.reader(values), names)
 
     def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Piece], Tensor]:
-        """How `Edges.exchange` reads pieces of (numel of the shard,) values."""
+        """How `Edges.exchange` reads pieces of what `values` gives for a shard or a piece of one."""
 
         def read(piece: Piece) -> Tensor:
             shard = self.shards[piece.name]
-            return values(shard)[piece.start - shard.start : piece.stop - shard.start]
+            offset = shard.offset + piece.start - shard.start
+            return values(replace(shard, start=piece.start, stop=piece.stop, offset=offset))
 
         return read
 
@@ -107,22 +112,41 @@ class Ground:
         """(numel of the shard,) bool: the top N of the values in every group."""
         return self.from_groups(shard, top_n(self.to_groups(shard, values, missing), self.pattern.kept))
 
-    def dense_and_curvature(self, shard: Shard) -> tuple[Tensor, Tensor | None]:
-        """Both as (numel of the shard,) views; None where no curvature is kept by elements."""
-        return self.of(shard, "dense"), self.of(shard, "curvature") if self.config.keeps_elements else None
+    def dense(self, shard: Shard) -> Tensor:
+        """(numel of the shard,) view of W."""
+        return self.state.dense(shard)
 
     def correction(self, name: str) -> float:
         """By which the running mean of a weight's curvature is to be divided; experts' means have no bias."""
         return 1.0 if name in self.load.rows else 1 - self.config.curvature.decay ** max(self.refreshes, 1)
 
-    def add_update(self, shard: Shard, mask: Tensor, target: Tensor) -> None:
-        """Account for a shard's new mask in the metrics."""
-        _, curvature = self.dense_and_curvature(shard)
-        self.health.add_update(self.weights[shard.name], shard, mask, target, curvature, self.correction(shard.name))
+    @torch.no_grad()
+    def check_frozen(self) -> None:
+        """Whether every group of a frozen mask that was read has as many members as the pattern keeps. Collective.
+
+        Raises:
+            ValueError: some have not: the weights are not of a frozen run.
+        """
+        missing = self.exchange("mask")
+        strange = torch.zeros((), dtype=torch.int64, device=self.layout.device)
+        for piece in self.pieces():
+            kept_G = self.to_groups(piece, self.state.mask(piece), missing).sum(dim=1)
+            strange += (kept_G != self.pattern.kept).sum().to(strange.device)
+        dist.all_reduce(strange)
+        if strange.item():
+            raise ValueError(
+                f"the checkpoint's masks are frozen, but {strange.item()} groups of its weights are not "
+                f"{self.pattern}: it was not written by a sparseforge run, or is damaged; use another one"
+            )
+
+    def add_update(self, piece: Shard, mask: Tensor, target: Tensor) -> None:
+        """Account for a piece's new mask in the metrics."""
+        curvature = self.of(piece, "curvature") if self.config.keeps_elements and not self.state.released else None
+        self.health.add_update(self.weights[piece.name], piece, mask, target, curvature, self.correction(piece.name))
 
     @torch.no_grad()
     def account(self) -> None:
         """Account for all masks in the metrics; what is kept is the target."""
         for piece in self.pieces():
-            mask = self.of(piece, "mask")
+            mask = self.state.mask(piece)
             self.add_update(piece, mask, mask != 0)

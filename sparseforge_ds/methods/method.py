@@ -1,0 +1,116 @@
+"""What a method is: a small part on the shards that all methods share.
+
+A method says which mask a partition is published with, what happens at an update and when it freezes; one that needs
+it also changes gradients before the optimizer's step or weights after it. Sharding, cut groups, checkpoints and metrics
+are none of its business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask.codes import values_of
+from sparseforge_ds.mask.quench import publish
+from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
+
+
+class MaskMethod:
+    """The parts of a method, each with what it is where a method has nothing of its own."""
+
+    moved = True
+    """Whether the last `update` with metrics changed what is published; not if the optimizer's step did it."""
+    trains_the_rest = True
+    """Whether weights that are not prunable are trained."""
+
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        self.on = weights
+        self.ranking = ranking
+
+    @property
+    def next_step(self) -> int:
+        """The optimizer step that is being made, the first being 1."""
+        return self.on.step + 1
+
+    @property
+    def starts(self) -> bool:
+        """Whether `start` must come before the first step."""
+        return True
+
+    @property
+    def remembers(self) -> bool:
+        """Whether publishing the step that begins needs W as it is now."""
+        return False
+
+    def start(self, probe: Closure | ProbeBatches | None) -> None:
+        """Before the first step of a fresh run. Collective."""
+
+    def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
+        """After optimizer step `step`: whatever is due. Collective.
+
+        Returns:
+            Metrics of the masks where they were updated, None where they were not.
+        """
+        return None
+
+    def resume(self) -> None:
+        """After states were read from a checkpoint. Collective."""
+
+    def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
+        """Write m_eff W of a master partition after optimizer step `step`.
+
+        Args:
+            index: of the partition.
+            dense: W, laid out like it.
+            before: W before the step, if the method `remembers` it and a step was made; may be the memory of `out`.
+            out: the master.
+            step: optimizer steps applied.
+        """
+        state = self.on.state
+        if state.released:
+            out.copy_(dense.view(out.shape))  # what is pruned is +0.0 in it
+            return
+        mask = state.partition(index)["mask"].view(-1)
+        for run in runs(mask):
+            publish(dense.view(-1)[run], values_of(mask[run]), out.view(-1)[run])
+
+    def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
+        """`publish` as it would be if masks were frozen now."""
+        self.publish(index, dense, None, out, self.on.step)
+
+    @torch.no_grad()
+    def write_masters(self, hard: bool = False) -> None:
+        """master = m_eff W for every prunable partition, outside an optimizer step; `Layout.push` makes it visible.
+
+        Args:
+            hard: as if masks were frozen now.
+        """
+        state, layout = self.on.state, self.on.layout
+        for index in state.flats:
+            if (dense := state.beside(index)) is None:
+                continue  # the master is W
+            if hard:
+                self.publish_hard(index, dense, layout.flats[index].data)
+            else:
+                self.publish(index, dense, None, layout.flats[index].data, self.on.step)
+
+    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """The gradient that the optimizer is to step the weights of a master partition with.
+
+        Args:
+            index: of the partition.
+            gradient: averaged, unscaled and clipped, laid out like it; may be changed in place.
+            group: the optimizer's param group, with its learning rate.
+
+        Returns:
+            None when the optimizer is to leave them alone.
+        """
+        return gradient
+
+    def after_step(self, index: int, group: dict[str, Any]) -> None:
+        """After the optimizer's step of a partition, before it is published. May be collective."""

@@ -1,0 +1,269 @@
+"""What is kept beside prunable weights: W, masks and curvature as optimizer state, until the freeze releases them.
+
+While masks move, W, the mask and, for some scores, a curvature lie in the inner optimizer's state beside `exp_avg`, one
+ element per element of DeepSpeed's flat master partition: DeepSpeed saves, shards and offloads them. Adam creates
+its moments when a parameter's state is empty, so ours wait outside until its first step is over.
+
+Once frozen, W beyond the mask is dead, and one bit a weight is all that is kept, in memory: the master is the weight
+that trains. A checkpoint then holds nothing of ours. A pruned weight is +0.0 in it and a kept one never is: one that
+happens to be 0 is written as -0.0 (`mark_zeros`), so that the mask can be read off the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparseforge_ds.mask.bits import pack, unpack
+from sparseforge_ds.mask.codes import stored_as, values_of
+from sparseforge_ds.mask.quench import is_kept
+from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.zero.shard import Layout, Shard
+
+
+class ShardState:
+    """Our tensors of every master partition that holds prunable weights. Padding is 0."""
+
+    def __init__(
+        self, layout: Layout, shards: dict[str, Shard], mask_dtype: torch.dtype, more: tuple[str, ...]
+    ) -> None:
+        """Follow the state of the engine's inner optimizer.
+
+        Args:
+            layout: of the engine.
+            shards: of the prunable weights, by name.
+            mask_dtype: how masks are stored (`mask.codes`).
+            more: states to keep beside `dense` and `mask`, fp32, 0 at first.
+        """
+        self.layout = layout
+        self.mask_dtype = mask_dtype
+        self.keys = ("dense", "mask", *more)
+        """Names of our tensors in the optimizer's state, while masks move."""
+        self.released = False
+        """Whether masks are frozen and only `kept` is left."""
+        self.kept: dict[int, Tensor] = {}
+        """The top N of the mask in every group, 8 weights a byte, by master partition; what can be recomputed."""
+        self._by_flat: dict[int, list[Shard]] = {}
+        for shard in shards.values():
+            self._by_flat.setdefault(shard.flat, []).append(shard)
+        self._waiting: dict[int, dict[str, Tensor]] = {}
+        self._loading: dict[int, dict[str, Tensor]] = {}
+        layout.inner.register_load_state_dict_pre_hook(self._before_load)
+        layout.inner.register_load_state_dict_post_hook(self._after_load)
+
+    # -- while masks move ---------------------------------------------------------------------------------------------
+
+    @property
+    def flats(self) -> list[int]:
+        """Indices of the master partitions that hold prunable weights."""
+        return sorted(self._by_flat)
+
+    @property
+    def complete(self) -> bool:
+        """Whether our tensors are optimizer state: after the first step, or after a checkpoint was loaded."""
+        state = self.layout.inner.state
+        return all("dense" in state.get(self.layout.flats[index], {}) for index in self.flats)
+
+    def partition(self, index: int) -> dict[str, Tensor]:
+        """The tensors of one master partition. Look them up at every use: a checkpoint load replaces them.
+
+        Before the first step they begin as what the master is then, with nothing masked.
+        """
+        held: dict[str, Tensor] = self.layout.inner.state.get(self.layout.flats[index], {})
+        if "dense" in held or (self.released and index not in self._waiting):
+            return held
+        if index not in self._waiting:
+            self._waiting[index] = self._initial(index)
+        return self._waiting[index]
+
+    def _initial(self, index: int) -> dict[str, Tensor]:
+        flat = self.layout.flats[index].detach()
+        state = {"dense": flat.to(torch.float32, copy=True)}
+        state["mask"] = torch.zeros(flat.shape, dtype=self.mask_dtype, device=flat.device)
+        for shard in self._by_flat[index]:
+            shard.of(state["mask"]).copy_(stored_as(torch.ones((), device=flat.device), self.mask_dtype))
+        return state | {key: torch.zeros_like(state["dense"]) for key in self.keys if key not in state}
+
+    def reset(self) -> None:
+        """Begin anew from the present masters: nothing is masked."""
+        self._waiting.clear()
+        self.kept.clear()
+        self.released = False
+
+    def join(self, index: int) -> None:
+        """Make what waits part of the optimizer's state, after its first step of a partition."""
+        if waiting := self._waiting.pop(index, None):
+            self.layout.inner.state[self.layout.flats[index]].update(waiting)
+
+    def of(self, shard: Shard, key: str) -> Tensor:
+        """This rank's elements of one weight in a state, as it is stored, as a view."""
+        return shard.of(self.partition(shard.flat)[key])
+
+    def beside(self, index: int) -> Tensor | None:
+        """W where it is kept beside the master: while masks move, and beside masters of 16 bits always."""
+        return self.partition(index).get("dense")
+
+    def trained(self, index: int) -> Tensor:
+        """What the optimizer trains of a partition: W, which after the freeze is the master itself."""
+        dense = self.beside(index)
+        return self.layout.flats[index].data if dense is None else dense
+
+    def dense(self, shard: Shard) -> Tensor:
+        """This rank's elements of W, as a view."""
+        return shard.of(self.trained(shard.flat))
+
+    def mask(self, shard: Shard) -> Tensor:
+        """(numel of the shard,) fp32 mask of the shard or of a piece of one, to be read only."""
+        if self.released:
+            return self.kept_of(shard).float()
+        return values_of(self.of(shard, "mask"))
+
+    def write_mask(self, shard: Shard, mask: Tensor) -> None:
+        """Store (numel of the shard,) values in [0, 1]."""
+        self.of(shard, "mask").copy_(stored_as(mask, self.mask_dtype))
+
+    def kept_of(self, shard: Shard) -> Tensor:
+        """(numel of the shard,) bool of `kept`."""
+        head, stop = shard.offset % 8, shard.offset + shard.numel
+        return unpack(self.kept[shard.flat][shard.offset // 8 : -(-stop // 8)], head + shard.numel)[head:]
+
+    def write_kept(self, shard: Shard, kept: Tensor) -> None:
+        """Store (numel of the shard,) bool in `kept`."""
+        stop = shard.offset + shard.numel
+        touched = self._bits(shard.flat)[shard.offset // 8 : -(-stop // 8)]
+        head = shard.offset % 8
+        if head or stop % 8:  # the bytes at both ends are shared with other shards
+            whole = unpack(touched, 8 * len(touched))
+            whole[head : head + shard.numel] = kept
+            kept = whole
+        touched.copy_(pack(kept))
+
+    def _bits(self, index: int) -> Tensor:
+        """`kept` of a partition, which begins with nothing."""
+        if index not in self.kept:
+            flat = self.layout.flats[index]
+            self.kept[index] = torch.zeros(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
+        return self.kept[index]
+
+    # -- the freeze ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Drop W beyond the mask, masks and curvature; what is left is `kept`, and moments of kept weights.
+
+        Masters become what trains from here on. Beside masters of 16 bits W stays, in fp32, with zeros where it is
+        pruned. Masks must be projected: 0 or 1.
+        """
+        state = self.layout.inner.state
+        for index in self.flats:
+            flat, held = self.layout.flats[index], self.partition(index)
+            dense, mask = held["dense"], held["mask"].view(-1)
+            bits = self._bits(index)
+            for run in runs(mask):
+                kept = mask[run] != 0
+                bits[run.start // 8 : run.start // 8 + -(-kept.numel() // 8)] = pack(kept)
+                flat.data.view(-1)[run] = dense.view(-1)[run].masked_fill_(~kept, 0.0)
+            for key in self.keys:
+                if key != "dense" or flat.dtype == dense.dtype:
+                    del held[key]
+            for value in state.get(flat, {}).values():
+                if isinstance(value, Tensor) and value.numel() == flat.numel() and value is not dense:
+                    self.mask_in_place(index, value)
+        self._waiting = {index: held for index, held in self._waiting.items() if held}
+        self.released = True
+
+    def kept_runs(self, index: int) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of a partition's elements, and the bool `kept` of each."""
+        bits, numel = self._bits(index), self.layout.flats[index].numel()
+        for run in runs(self.layout.flats[index].data.view(-1)):
+            stop = min(run.stop, numel)
+            yield slice(run.start, stop), unpack(bits[run.start // 8 : -(-stop // 8)], stop - run.start)
+
+    def mask_in_place(self, index: int, values: Tensor) -> None:
+        """Zero what is laid out like a partition where it is pruned."""
+        flat = values.view(-1)
+        for run, kept in self.kept_runs(index):
+            flat[run].masked_fill_(~kept, 0.0)
+
+    @torch.no_grad()
+    def mark_zeros(self) -> Tensor:
+        """Write kept weights that are 0 as -0.0, so that a checkpoint can tell them from pruned ones.
+
+        Returns:
+            () int64 on the device of collectives: weights that were written.
+        """
+        written = torch.zeros((), dtype=torch.int64, device=self.layout.device)
+        for index in self.flats:
+            master = self.layout.flats[index].data
+            for weights in (master,) if self.beside(index) is None else (master, self.trained(index)):
+                flat = weights.view(-1)
+                for run, kept in self.kept_runs(index):
+                    zero = kept & (flat[run] == 0) & ~flat[run].signbit()
+                    flat[run] = torch.where(zero, -0.0, flat[run])
+                    written += zero.sum().to(written.device)
+        return written
+
+    def read_kept(self) -> None:
+        """After the states of a frozen run were loaded: `kept` is where weights are not +0.0."""
+        self.released = True
+        self._waiting.clear()
+        self.kept.clear()
+        for index in self.flats:
+            weights, bits = self.trained(index).view(-1), self._bits(index)
+            for run in runs(weights):
+                kept = is_kept(weights[run])
+                bits[run.start // 8 : run.start // 8 + -(-kept.numel() // 8)] = pack(kept)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def state_dtype(self, index: int, key: str) -> torch.dtype:
+        """The dtype of a flat's per-element optimizer state: that of what the optimizer steps on, or of masks."""
+        if index in self._by_flat and key == "mask":
+            return self.mask_dtype
+        if index in self._by_flat or getattr(self.layout.inner, "fp32_optimizer_states", False):
+            return torch.float32
+        return self.layout.flats[index].dtype
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Take the tensors aside: torch would cast ours, and moments of fp32 weights, to the master's dtype."""
+        self._loading = {
+            key: {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            for key, state in state_dict["state"].items()
+            if isinstance(state, dict)
+        }
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        parameters = (flat for group in optimizer.param_groups for flat in group["params"])
+        for key, flat in enumerate(parameters):
+            index = self.layout.index_of[id(flat)]
+            loaded = self._loading.get(key, {})
+            ours = set(loaded) & set(self.keys) if index in self._by_flat else set()
+            if "mask" in ours:  # without one, masks are frozen, or it is no state of ours: the owner knows
+                if missing := set(self.keys) - ours:
+                    raise ValueError(
+                        f"the checkpoint holds no {', '.join(sorted(missing))} for master partition {index}: it was "
+                        "not written by a sparseforge run with this importance; start a fresh run with --model instead"
+                    )
+                if loaded["mask"].dtype != self.mask_dtype:
+                    raise ValueError(
+                        f"the checkpoint's masks are {loaded['mask'].dtype}, this method's {self.mask_dtype}: "
+                        "use forge.restore, or resume with the method of the saved run"
+                    )
+            for name in ours:
+                if loaded[name].numel() != flat.numel():
+                    raise ValueError(
+                        f"the checkpoint's {name} of master partition {index} has {loaded[name].numel()} elements, "
+                        f"this engine {flat.numel()}: use forge.restore, which fits any world size and ZeRO stage"
+                    )
+                optimizer.state[flat][name] = loaded[name].to(device=flat.device)
+            if index in self._by_flat:
+                self._waiting.pop(index, None)
+            if index in self._by_flat or self.state_dtype(index, "") != flat.dtype:
+                for name in set(loaded) - ours:
+                    if optimizer.state[flat][name].dtype != loaded[name].dtype:
+                        optimizer.state[flat][name] = loaded[name].to(device=flat.device)
+        self._loading = {}

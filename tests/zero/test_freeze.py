@@ -1,0 +1,217 @@
+"""What is left once masks are frozen: one bit a weight, masters that train, and zeros that a checkpoint is read by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from tests.distributed import run_distributed
+from tests.zero.case import Case, build, build_engine, gathered, probe_of, published, train_step
+from tests.zero.test_resume import BF16_MASTERS
+
+FREEZE = 7
+ODD = {"exclude": ["*.down_proj.weight", "*.up_proj.weight", "*.k_proj.weight"]}
+CASES: dict[str, Case] = {
+    **{f"{stage}-fp32": Case(stage=stage, model="llama_odd", config=ODD, clip=0.5) for stage in range(4)},
+    "3-bf16-elements": Case(stage=3, dtype="bf16", config={"curvature": {"factored": False}}),
+    "1-offload": Case(
+        stage=1,
+        zero={"offload_optimizer": {"device": "cpu"}},
+        more={"zero_force_ds_cpu_optimizer": False},
+        config={"importance": "magnitude"},
+    ),
+    "2-bf16-masters": Case(stage=2, dtype="bf16", more=BF16_MASTERS),
+    "3-fixed": Case(stage=3, config={"method": "naive_retrain"}),
+    "2-branches-later": Case(stage=2, config={"low_rank": {"k": 4, "shift": False, "start": 0.8}}),
+    "1-maskllm": Case(stage=1, config={"method": "maskllm", "sampling": {"frozen": 0.3}}),
+    "3-ast": Case(stage=3, config={"method": "ast", "refresh": {"every": 2, "decay": 0.01, "frozen": 0.3}}),
+}
+
+
+class Drifting(torch.optim.SGD):
+    """Moves weights that have no gradient as well."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """SGD, and a drift."""
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1e-3)
+
+
+def states_of(engine: Any, forge: Any) -> list[str]:
+    """What of a forge is in the optimizer's state."""
+    state = engine.basic_optimizer.state
+    return sorted({key for flat in forge._layout.flats for key in state.get(flat, {})} & {"dense", "mask", "curvature"})
+
+
+def strange_zeros(forge: Any) -> list[str]:
+    """Pruned weights that are not +0.0 bit for bit, or have a moment."""
+    problems = []
+    for shard in forge._shards.values():
+        if not shard.numel:
+            continue
+        pruned = ~forge._state.kept_of(shard)
+        flat = forge._layout.flats[shard.flat]
+        tensors = {"master": flat.data, "trained": forge._state.trained(shard.flat)}
+        tensors |= {k: v for k, v in forge._layout.inner.state[flat].items() if k.startswith("exp_avg")}
+        for key, value in tensors.items():
+            held = shard.of(value)[pruned]
+            if held.count_nonzero() or (key in ("master", "trained") and held.signbit().any()):
+                problems.append(f"{key} of {shard.name}")
+    return problems
+
+
+def go_on(engine: Any, forge: Any, case: Case, start: int, stop: int) -> list[str]:
+    problems = []
+    for step in range(start, stop):
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+        if forge._state.released:
+            problems += [f"step {step + 1}: {problem}" for problem in strange_zeros(forge)]
+    return problems
+
+
+def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, case in cases.items():
+        engine, forge = build(case)
+        forge.start(probe_of(engine, case, 0))
+        before = states_of(engine, forge)
+        release = case.sparseforge.release_step
+        problems = go_on(engine, forge, case, 0, max(release, 1))
+        after = states_of(engine, forge)
+        mask = gathered(forge, "mask")
+        problems += go_on(engine, forge, case, max(release, 1), 9)
+        same = all(torch.equal(mask[weight], value) for weight, value in gathered(forge, "mask").items())
+        bits = sum(value.numel() for value in forge._state.kept.values())
+        numel = sum(forge._layout.flats[index].numel() for index in forge._state.flats)
+        # One kept weight becomes 0 by accident, on the last rank that has one.
+        shard = next((s for s in reversed(forge._shards.values()) if s.numel), None)
+        if shard is not None:
+            place = int(forge._state.kept_of(shard).nonzero()[0])
+            for weights in (forge._state.trained(shard.flat), forge._layout.flats[shard.flat].data):
+                shard.of(weights)[place] = 0.0
+            forge._layout.flats[shard.flat].data.add_(0.0)
+        forge._layout.push()
+        engine.save_checkpoint(str(Path(folder, name)), tag="end", client_state={"sparseforge": forge.state_dict()})
+        found[name] = {
+            "before": before,
+            "after": after,
+            "problems": problems,
+            "same": same,
+            "bits": bits / numel,
+            "mask": gathered(forge, "mask"),
+            "published": published(engine),
+        }
+    return found
+
+
+def resumed(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, case in cases.items():
+        case = replace(case, stage=1 + case.stage % 3 if not case.zero else case.stage)
+        engine, forge = build(case)
+        forge.restore(Checkpoint(Path(folder, name, "end")))
+        mask, seen = gathered(forge, "mask"), published(engine)
+        found[name] = {"mask": mask, "published": seen, "problems": go_on(engine, forge, case, 9, 10)}
+    return found
+
+
+def test_one_bit_is_left_of_a_frozen_mask(tmp_path: Path) -> None:
+    saved = run_distributed(released, 2, CASES, str(tmp_path))
+    for rank in saved:
+        for name, found in rank.items():
+            elements = ["curvature"] if name == "3-bf16-elements" else []
+            fixed, masters = CASES[name].sparseforge.release_step == 0, name == "2-bf16-masters"
+            assert found["before"] == [], name  # they wait for the first step
+            assert found["after"] == (["dense"] if masters else []), (name, elements, fixed)
+            assert found["problems"] == [] and found["same"], (name, found["problems"][:3])
+            assert found["bits"] == pytest.approx(1 / 8, rel=0.02), name
+    moved = run_distributed(resumed, 3, CASES, str(tmp_path))[0]
+    for name, found in moved.items():
+        first = saved[0][name]
+        assert found["problems"] == [], (name, found["problems"][:3])
+        for weight, mask in first["mask"].items():
+            assert torch.equal(found["mask"][weight], mask), (name, weight)
+        for weight, value in first["published"].items():
+            if value.shape == found["published"][weight].shape:
+                assert torch.equal(found["published"][weight], value), (name, weight)
+
+
+def drifted() -> list[str]:
+    import deepspeed
+
+    import sparseforge_ds as sf
+    from tests.zero.case import MODELS
+
+    case = Case(stage=2, client=True, config={"importance": "magnitude"})
+    model = sf.prepare(MODELS[case.model](), case.sparseforge)
+    groups = sf.param_groups(model, case.sparseforge)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, optimizer=Drifting(groups, lr=1e-2), config=case.deepspeed()
+    )
+    forge = sf.SparseForge(engine, case.sparseforge)
+    return go_on(engine, forge, case, 0, 9) if forge.step_count == 0 else ["begun"]
+
+
+def test_an_optimizer_that_moves_weights_without_gradients() -> None:
+    assert run_distributed(drifted, 2)[0] == []
+
+
+def foreign(folder: str) -> str:
+    case = Case(stage=2)
+    engine, forge = build(case)
+    go_on(engine, forge, case, 0, FREEZE + 1)
+    state = forge.state_dict()
+    plain = build_engine(case)
+    train_step(plain, case, 0)
+    plain.save_checkpoint(folder, tag="plain")
+    engine, forge = build(case)
+    engine.load_checkpoint(folder, tag="plain")
+    try:
+        forge.load_state_dict(state)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_weights_that_are_not_sparse_are_not_taken_for_frozen(tmp_path: Path) -> None:
+    for said in run_distributed(foreign, 2, str(tmp_path)):
+        assert "masks are frozen, but" in said and "2:4" in said
+
+
+def zeros_of(values: Tensor) -> int:
+    """Elements whose bits are those of -0.0."""
+    return int(((values == 0) & values.signbit()).sum())
+
+
+def kept_zeros(folder: str) -> int:
+    checkpoint = Checkpoint(Path(folder))
+    return sum(zeros_of(checkpoint.weight(name)) for name in checkpoint.shapes)
+
+
+def marked(folder: str) -> dict[str, int]:
+    case = Case(stage=3)
+    engine, forge = build(case)
+    go_on(engine, forge, case, 0, FREEZE + 1)
+    if dist.get_rank() == 0:
+        shard = next(shard for shard in forge._shards.values() if shard.numel)
+        shard.of(forge._layout.flats[shard.flat].data)[forge._state.kept_of(shard)] = 0.0
+    forge._layout.push()
+    engine.save_checkpoint(folder, tag="end", client_state={"sparseforge": forge.state_dict()})
+    shard = next(shard for shard in forge._shards.values() if shard.numel)
+    expected = int(forge._state.kept_of(shard).sum()) if dist.get_rank() == 0 else 0
+    return {"expected": expected, "found": kept_zeros(f"{folder}/end")}
+
+
+def test_kept_weights_that_are_zero_are_told_from_pruned_ones(tmp_path: Path) -> None:
+    found = run_distributed(marked, 2, str(tmp_path))[0]
+    assert found["found"] == found["expected"] > 0
