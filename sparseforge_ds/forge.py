@@ -5,11 +5,9 @@ The default method is Algorithm 1 of the paper (arXiv 2605.06402); `methods` has
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -27,6 +25,9 @@ from sparseforge_ds.zero.publish import Publication
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.restore import restore
 from sparseforge_ds.zero.shard import Shard
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 __all__ = ["ForgeError", "SparseForge"]
 
@@ -197,8 +198,7 @@ class SparseForge:
             self._hard_now = False
             self._republish()
         gap = (losses[1] - losses[0]).to(self._layout.device)
-        dist.all_reduce(gap)
-        return gap.item() / self._layout.world_size
+        return self._layout.all_reduce(gap).item() / self._layout.world_size
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -14,9 +14,13 @@ from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.edges import Edges, Missing, Piece
 from sparseforge_ds.zero.expert_load import ExpertLoad
+from sparseforge_ds.zero.layouts import layout_of
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.publish import Publication
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 class ForgeError(RuntimeError):
@@ -44,7 +48,7 @@ class Ground:
         """Optimizer steps that were applied."""
         self.refreshes = 0
         """Curvature refreshes so far, for the bias correction."""
-        self.layout = Layout(engine)
+        self.layout = layout_of(engine)
         self.shards = self.layout.wholly(self.weights)
         self.layout.check(self.shards)
         spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.weights.items()}

@@ -13,7 +13,9 @@ A weight's journey through one optimizer step, on every ZeRO stage and at every 
     fp32 master  --->  cast to bf16  --->  all-gather when a layer needs it  --->  forward, backward
                        partition on its rank                                      (never sees m or W)
 
-shard    which elements of which weight this rank holds: the only code that reads DeepSpeed's layout
+shard    which elements of which weight this rank holds, and the ranks' collectives
+layouts  a shard map for each of DeepSpeed's optimizers: the only code that reads their layout
+leaves   modules that ZeRO-3 gathers in one piece
 refuse   engine settings under which the journey would break, as errors at attach time
 publish  the two hooks, the state they carry, and its survival through a checkpoint
 restore  an engine of any layout filled from a checkpoint of any layout
