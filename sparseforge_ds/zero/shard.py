@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,8 +154,8 @@ class Layout(ABC):
             master = shard.of(self.flats[shard.flat].detach())
             if not torch.equal(master.to(here.dtype).to(here.device), here):
                 raise RuntimeError(
-                    f"{name}: elements {shard.start}..{shard.stop} are not where the shard map expects them; the "
-                    f"installed DeepSpeed lays out {type(self.optimizer).__name__} in another way. "
+                    f"{name}: elements {shard.start}..{shard.stop} are not where the shard map expects them; "
+                    f"DeepSpeed {version('deepspeed')} lays out {type(self.optimizer).__name__} in another way. "
                     "Install a version in the range of pyproject.toml, and report this"
                 )
 
