@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
@@ -43,15 +43,16 @@ def switch_on_branches(
         weight, shard = weights[name], layout.shards[name]
         inputs = weight.shape[weight.input_axis]
         outputs, runs = weight.numel // inputs, inputs // branch.k
-        part = removed(shard)
-        index = torch.arange(shard.start, shard.stop, device=part.device)
+        # Flat, a run is k neighbours; or, with the inputs first, the same place in each of k rows of outputs.
         input_last = weight.input_axis == -1
-        row, column = (index // inputs, index % inputs) if input_last else (index % outputs, index // outputs)
-        b = torch.zeros(outputs * runs, device=part.device)
-        b.index_add_(0, row * runs + column // branch.k, part / branch.k)
-        b = b.to(layout.device)
-        if not layout.replicated:
-            dist.all_reduce(b)
+        apart = 1 if input_last else outputs
+        span = branch.k * apart
+        widened = F.pad(removed(shard), (shard.start % span, -shard.stop % span))
+        mean_RA = widened.view(-1, branch.k, apart).sum(dim=1).div_(branch.k).to(layout.device)
+        b = torch.zeros(outputs * runs, device=layout.device)
+        of_runs = b.view(-1, 1) if input_last else b.view(outputs, runs).t()
+        of_runs[shard.start // span :][: len(mean_RA)] = mean_RA
+        layout.sum_shards(b)
         own, master = _master_of(layout, weight)
         master.copy_(b[own.start : own.stop])
         branch.enabled = True
@@ -95,11 +96,10 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
             place = number if input_last else number % outputs * (inputs // k) + number // outputs
             begins = number * k if input_last else number // outputs * (k * outputs) + number % outputs
             mine = (begins >= piece.start) & (begins < piece.stop)  # a run that is cut counts where it begins
-            b[place[mine]] = best_shift(run_RK, on.pattern.kept, on.pattern.members)[mine]
+            b[place] = torch.where(mine, best_shift(run_RK, on.pattern.kept, on.pattern.members), b[place])
             places.append(place)
-        if not layout.replicated:
-            dist.all_reduce(b)
-            dist.all_reduce(before)
+        layout.sum_shards(b)
+        layout.sum_shards(before)
         b += before
         master.copy_(b[own.start : own.stop])
         seen = branch.low_rank_b.dtype

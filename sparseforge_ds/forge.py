@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -193,8 +192,7 @@ class SparseForge:
         finally:
             self._republish()
         gap = (losses[1] - losses[0]).to(self._layout.device)
-        dist.all_reduce(gap)
-        return gap.item() / self._layout.world_size
+        return self._layout.all_reduce(gap).item() / self._layout.world_size
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
@@ -222,9 +220,7 @@ class SparseForge:
         mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
         """
         if self._state.released:
-            marked = self._state.mark_zeros()
-            dist.all_reduce(marked)
-            if marked.item():
+            if self._layout.all_reduce(self._state.mark_zeros()).item():
                 self._layout.push()
         state = {
             "version": STATE_VERSION,

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -86,7 +85,7 @@ class FisherSums:
         assert sums is not None
         self._sums = None
         heard = torch.tensor([float(count) for count in self._tokens.values()], device=on.layout.device)
-        dist.all_reduce(heard)
+        on.layout.all_reduce(heard)
         tokens = dict(zip(self._tokens, heard.tolist(), strict=True))
         on.load.agree()
         counts = []

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -62,7 +61,7 @@ class InputNorms:
         if unseen := sorted(set(on.modules) - set(sums)):
             raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
         vector = torch.cat([sums[name].view(-1) for name in on.shards])
-        dist.all_reduce(vector)
+        layout.all_reduce(vector)
         reduced = {
             name: part.view_as(sums[name])
             for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)

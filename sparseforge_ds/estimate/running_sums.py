@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.estimate.axis_sums import AxisSums
@@ -53,14 +52,14 @@ class RunningSums:
             sample = padded
         else:
             sample = torch.empty_like(self.slice)
-            dist.reduce_scatter_tensor(sample, padded)
+            self.layout.reduce_scatter(sample, padded)
         sample /= self._of_each(counts)[mine].clamp(min=1)
         rate = self._of_each(rates)[mine]
         moved = rate > 0
         table = torch.stack([sample * self.slice, sample.square(), self.slice.square()]).mul_(moved)
         products = table.sum(dim=1, dtype=torch.float64)
         self.slice.lerp_(sample, rate)
-        dist.all_reduce(products)
+        self.layout.all_reduce(products)
         agreement, new, old = products.tolist()
         self._cosine = agreement / math.sqrt(new * old) if new > 0 and old > 0 else 0.0
 
@@ -112,7 +111,7 @@ class RunningSums:
         if self.layout.world_size == 1:
             return self.slice[: self.numel]
         whole = self.slice.new_empty(self._size * self.layout.world_size)
-        dist.all_gather_into_tensor(whole, self.slice)
+        self.layout.all_gather(whole, self.slice)
         return whole[: self.numel]
 
     def _of_each(self, of_matrix: list[float]) -> Tensor:

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.methods.ranking import Ranking
@@ -88,7 +87,6 @@ class Cast(RefreshedMask):
         master = own.of(layout.flats[own.flat].data)
         whole = torch.zeros(own.shape, device=layout.device).view(-1)
         whole[own.start : own.stop] = master.to(whole)
-        if not layout.replicated:
-            dist.all_reduce(whole)
+        layout.sum_shards(whole)
         master.fill_(1.0)
         return whole

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -16,8 +15,9 @@ from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.edges import Edges, Missing, Piece
 from sparseforge_ds.zero.expert_load import ExpertLoad
+from sparseforge_ds.zero.layouts import layout_of
 from sparseforge_ds.zero.moments import Matrices
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.state import ShardState
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ShardedWeights:
         """Optimizer steps that were applied."""
         self.refreshes = 0
         """Curvature refreshes so far, for the bias correction."""
-        self.layout = Layout(engine)
+        self.layout = layout_of(engine)
         self.shards = self.layout.wholly(self.weights)
         self.layout.check(self.shards)
         self.state = ShardState(self.layout, self.shards, getattr(torch, config.mask_storage), config.state_keys)
@@ -132,8 +132,7 @@ class ShardedWeights:
         for piece in self.pieces():
             kept_G = self.to_groups(piece, self.state.mask(piece), missing).sum(dim=1)
             strange += (kept_G != self.pattern.kept).sum().to(strange.device)
-        dist.all_reduce(strange)
-        if strange.item():
+        if self.layout.all_reduce(strange).item():
             raise ValueError(
                 f"the checkpoint's masks are frozen, but {strange.item()} groups of its weights are not "
                 f"{self.pattern}: it was not written by a sparseforge run, or is damaged; use another one"

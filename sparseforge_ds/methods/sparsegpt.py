@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -92,21 +91,21 @@ class SparseGPT:
     def _gather(self, name: str, gram_II: Tensor, owner: int) -> tuple[Tensor, Tensor] | None:
         """The whole dense weight, flat, and the summed gram on the owner."""
         on = self.on
-        dist.reduce(gram_II, dst=owner)
+        on.layout.reduce(gram_II, owner)
         shard = on.shards[name]
         mine = on.dense(shard).to(on.layout.device)
         if on.layout.replicated or on.layout.world_size == 1:
             return (mine, gram_II) if on.layout.rank == owner else None
         if on.layout.rank != owner:
             if shard.numel:
-                dist.send(mine.contiguous(), dst=owner)
+                on.layout.send(mine.contiguous(), owner)
             return None
         whole = torch.empty(on.weights[name].numel, device=on.layout.device)
         for holder, (start, stop) in enumerate(on.edges.ranges[name]):
             if holder == owner:
                 whole[start:stop] = mine
             elif stop > start:
-                dist.recv(whole[start:stop], src=holder)
+                on.layout.receive(whole[start:stop], holder)
         return whole, gram_II
 
     def _solve(self, name: str, flat: Tensor, gram_II: Tensor) -> Tensor:
@@ -127,17 +126,17 @@ class SparseGPT:
         if on.layout.replicated or on.layout.world_size == 1:
             both = torch.empty(2, shard.numel, device=on.layout.device) if solved is None else solved
             if on.layout.world_size > 1:
-                dist.broadcast(both, src=owner)
+                on.layout.broadcast(both, owner)
             self._take(shard, both)
         elif solved is not None:
             for holder, (start, stop) in enumerate(on.edges.ranges[name]):
                 if holder == owner:
                     self._take(shard, solved[:, start:stop])
                 elif stop > start:
-                    dist.send(solved[:, start:stop].contiguous(), dst=holder)
+                    on.layout.send(solved[:, start:stop].contiguous(), holder)
         elif shard.numel:
             both = torch.empty(2, shard.numel, device=on.layout.device)
-            dist.recv(both, src=owner)
+            on.layout.receive(both, owner)
             self._take(shard, both)
 
     def _take(self, shard: Shard, both: Tensor) -> None:

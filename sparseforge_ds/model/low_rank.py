@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable
 
 import torch
-from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -31,6 +30,7 @@ from sparseforge_ds.model.families import (
 )
 from sparseforge_ds.model.replacement import refuse_hooks, replace_layer
 from sparseforge_ds.model.weight_scale import add_scales
+from sparseforge_ds.zero.leaves import gather_as_one
 
 
 class LowRankLinear(nn.Linear):
@@ -108,7 +108,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         ValueError: `k` does not divide an input axis; fused experts; a layer with forward or backward hooks; a model
             that was prepared before; whatever `prunable_weights` raises.
     """
-    set_z3_leaf_modules_by_name(model, leaf_modules(model))
+    gather_as_one(model, leaf_modules(model))
     join_gradients(model, expert_lists(model))
     if config.refresh is not None and config.refresh.scaling:
         add_scales(model, config)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.mask.runs import ALIGNMENT, PIECE
@@ -60,15 +59,13 @@ class Edges:
         cut = torch.tensor(
             [any(self.prefix.values()) or any(self.suffix.values())], device=layout.device, dtype=torch.int
         )
-        dist.all_reduce(cut, op=dist.ReduceOp.MAX)
-        self.any_cut = bool(cut.item())
+        self.any_cut = bool(layout.all_reduce(cut).item())
         """Whether some rank holds a part of a group: the same answer on every rank."""
 
     def _all_ranges(self) -> dict[str, list[tuple[int, int]]]:
         """(start, stop) of every weight on every rank, checked to tile the weight."""
         mine = [(shard.start, shard.stop) for shard in self.shards.values()]
-        everyone: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.world_size)]
-        dist.all_gather_object(everyone, mine)
+        everyone: list[list[tuple[int, int]]] = self.layout.all_gather_object(mine)
         ranges = {name: [rank[i] for rank in everyone] for i, name in enumerate(self.shards)}
         for name, shard in self.shards.items():
             numel = 1
@@ -123,7 +120,7 @@ class Edges:
         receive_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in receive]
         buffer = torch.cat(outgoing) if outgoing else torch.empty(0, device=device)
         incoming = torch.empty(sum(receive_sizes), device=device)
-        dist.all_to_all_single(incoming, buffer, receive_sizes, send_sizes)
+        self.layout.all_to_all(incoming, buffer, receive_sizes, send_sizes)
         missing = {
             name: (torch.empty(self.prefix[name], device=device), torch.empty(self.suffix[name], device=device))
             for name in names

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.zero.moments import Matrices
@@ -78,17 +77,10 @@ class ExpertLoad:
         """Count tokens that this rank sent to consecutive experts; `count_E` has one number each."""
         self._counts[rows.start : rows.stop] += count_E.to(self._counts)
 
-    @staticmethod
-    def summed(stop_E: Tensor) -> list[int]:
-        """Rows of every expert on all ranks, of one past each expert's last row on this one. Collective."""
-        count_E = stop_E.diff(prepend=stop_E.new_zeros(1)).to(torch.int64)
-        dist.all_reduce(count_E)
-        return [int(count) for count in count_E.tolist()]
-
     def agree(self) -> None:
         """Sum the counts of this refresh over the ranks. Collective, one call."""
         if self.names:
-            dist.all_reduce(self._counts)
+            self.matrices.layout.all_reduce(self._counts)
             self._keep([int(count) for count in self._counts.tolist()])
 
     def take(self, counts: dict[str, list[float]]) -> None:

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.zero.shard import Layout, Shard
@@ -61,6 +60,4 @@ class Matrices:
 
     def reduce(self, table: Tensor) -> Tensor:
         """Sum a table of partial sums over the ranks, in place; replicated shards are whole already."""
-        if not self.layout.replicated:
-            dist.all_reduce(table)
-        return table
+        return self.layout.sum_shards(table)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -179,8 +178,7 @@ def reduce_to_shard(
     if layout.world_size == 1:
         return inside, full
     if layout.replicated:
-        dist.all_reduce(full)
-        return inside, full
+        return inside, layout.all_reduce(full)
     inner = [
         (min(max(start, first), first + numel) - first, min(max(stop, first), first + numel) - first)
         for start, stop in ranges
@@ -194,9 +192,9 @@ def reduce_to_shard(
     ):
         padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
         received = full.new_empty(length)
-        dist.reduce_scatter_tensor(received, padded)
+        layout.reduce_scatter(received, padded)
         return inside, received[: mine.stop - mine.start]
     for owner, (start, stop) in enumerate(inner):
         if stop > start:
-            dist.reduce(full[start:stop], dst=owner)
+            layout.reduce(full[start:stop], owner)
     return inside, full[mine]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.contents import Group, Number
@@ -52,7 +51,7 @@ def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Ma
         ValueError: on all ranks, with nothing changed: the checkpoint does not fit the model or the optimizer, or one
             of them cannot read it; the message names the file.
     """
-    read = _together(lambda: _Reader(layout, state, checkpoint, masks).read())
+    read = _together(layout, lambda: _Reader(layout, state, checkpoint, masks).read())
     for flat, master in zip(layout.flats, read.masters, strict=True):
         flat.data.copy_(master)
     for name, (_, _, own) in layout.untrained().items():
@@ -72,16 +71,14 @@ def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Ma
     layout.push()
 
 
-def _together(work: Callable[[], _Read]) -> _Read:
+def _together(layout: Layout, work: Callable[[], _Read]) -> _Read:
     """The result of every rank's own work, or the first ValueError on all of them."""
     result, problem = None, None
     try:
         result = work()
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for told in problems:
+    for told in layout.all_gather_object(problem):
         if told is not None:
             raise ValueError(told)
     assert result is not None

@@ -58,6 +58,25 @@ def test_a_gpu_runs_the_whole_life_of_a_mask(stage: int) -> None:
     assert run_distributed(on_a_gpu, 1, stage, device="cuda") == [[]]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs, for NCCL between two ranks")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_gpus_end_where_one_does(stage: int) -> None:
+    assert run_distributed(on_a_gpu, 2, stage, device="cuda") == [[], []]
+    one, two = (run_distributed(by_elements, ranks, stage, device="cuda")[0] for ranks in (1, 2))
+    assert agreement(one, two) > 0.99
+
+
+def by_elements(stage: int) -> dict[str, torch.Tensor]:
+    """Masks by a curvature of every weight, which whole matrices of each rank are summed to."""
+    return train(Case(stage=stage, config={"curvature": {"factored": False}}, more=OWN))[1]
+
+
+def agreement(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+    """Share of entries that are the same, in the weight where it is lowest."""
+    return min((two[name] == mask).float().mean().item() for name, mask in one.items())
+
+
 def on_a_gpu(stage: int) -> list[str]:
     """Every importance and both patterns in bf16 with FusedAdam: exactly N of M at the end, histograms that add up."""
     problems = []

@@ -1,0 +1,256 @@
+"""The shard map of each of DeepSpeed's optimizers: the only code that reads their memory layout.
+
+Written against DeepSpeed 0.19; every field it reads is named here and nowhere else. `Layout.check` compares the map
+with the low-precision weights when a forge is attached, so a changed layout is an error then and not a wrong mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+from sparseforge_ds.zero.shard import Layout, Shard
+
+
+def layout_of(engine: DeepSpeedEngine) -> Layout:
+    """The layout of an engine, by the optimizer that DeepSpeed chose for it.
+
+    Raises:
+        ValueError: it is one that is not supported.
+    """
+    if engine.optimizer is engine.basic_optimizer:
+        return InnerLayout(engine)
+    for kind, layout in _LAYOUTS.items():
+        if isinstance(engine.optimizer, kind):
+            return layout(engine)
+    raise ValueError(
+        f"DeepSpeed optimizer {type(engine.optimizer).__name__} has a layout that is not supported; use ZeRO stage "
+        "0 to 3 with fp32, fp16 or bf16"
+    )
+
+
+class Zero3Layout(Layout):
+    """ZeRO-3: every weight cut in equal parts, one a rank; the parts of a sub-group laid end to end in a flat."""
+
+    def _data_parallel_group(self) -> dist.ProcessGroup | None:
+        # zero.Init partitions over the world's own group, `deepspeed.initialize` over a clone of it; prunable weights
+        # come first.
+        group: dist.ProcessGroup | None = self.optimizer.fp16_groups[0][0].ds_process_group
+        return group
+
+    def _read(self) -> None:
+        optimizer = self.optimizer
+        self.flats = list(optimizer.fp32_partitioned_groups_flat)
+        self.group_of_flat = [optimizer.sub_group_to_group_id[index] for index in range(len(self.flats))]
+        for group in optimizer.fp16_groups:
+            for parameter in group:
+                index, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                start, stop = _zero3_range(parameter, length)
+                self._add(parameter, tuple(parameter.ds_shape), start, stop, index, offset)
+
+    def _low_precision_of(self, shard: Shard) -> Tensor:
+        part: Tensor = self.low_precision[shard.name].ds_tensor.data.view(-1)[: shard.numel]
+        return part
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """See `Layout`. Waits for the device: do not call it every step."""
+        optimizer = self.optimizer
+        optimizer._partition_all_parameters()
+        for index in range(len(self.flats)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()
+        # ZeRO-3 gathers on a stream of its own, which does not wait for the one that these copies are queued on.
+        accelerator = get_accelerator()
+        if not accelerator.is_synchronized_device():
+            accelerator.current_stream().synchronize()
+
+    def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
+        """See `Layout`."""
+        found = {}
+        for name, parameter in self.engine.module.named_parameters():
+            if name in self.shards:
+                continue
+            if parameter.ds_tensor.status != PartitionedParamStatus.AVAILABLE:
+                raise ValueError(
+                    f'{name} is frozen and on disk ("offload_param": "nvme"), where it cannot be restored; '
+                    'set zero_optimization.offload_param.device to "cpu"'
+                )
+            start, stop = _zero3_range(parameter, parameter.ds_tensor.ds_numel)
+            found[name] = (start, stop, parameter.ds_tensor.data.view(-1)[: stop - start])
+        return found
+
+    def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+        """See `Layout`."""
+        self.optimizer._set_fp32_optimizer_param_groups()  # they are empty but while a sub-group is stepped
+        try:
+            super().load_optimizer(states, settings)
+        finally:
+            self.optimizer._clear_fp32_optimizer_param_groups()
+
+    def _dynamic_scaler(self) -> Any:
+        return _if_dynamic(self.optimizer.loss_scaler)
+
+
+class _FlatGroupsLayout(Layout):
+    """Weights of a param group laid end to end and cut in equal partitions, one a rank, at any element."""
+
+    def _data_parallel_group(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup | None = self.optimizer.real_dp_process_group[0]
+        return group
+
+    def _read_groups(self, flats: Iterable[Tensor], groups: Iterable[tuple[list[Parameter], list[int]]]) -> None:
+        """Read partitions of weights that begin at these offsets of their group."""
+        self.flats = list(flats)
+        self.group_of_flat = list(range(len(self.flats)))
+        for index, (parameters, offsets) in enumerate(groups):
+            size = self.flats[index].numel()
+            first = self.rank * size
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                start = min(max(first - offset, 0), parameter.numel())
+                stop = max(min(first + size - offset, parameter.numel()), start)
+                here = max(offset - first, 0) if stop > start else 0
+                self._add(parameter, tuple(parameter.shape), start, stop, index, here)
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """See `Layout`."""
+        self.optimizer.update_lp_params()
+
+    def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+        """See `Layout`."""
+        super().load_optimizer(states, settings)
+        self.optimizer._link_all_hp_params()
+
+
+class Zero12Layout(_FlatGroupsLayout):
+    """ZeRO-1 and 2."""
+
+    def _read(self) -> None:
+        optimizer = self.optimizer
+        self._read_groups(
+            optimizer.single_partition_of_fp32_groups,
+            zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True),
+        )
+
+    def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+        """See `Layout`."""
+        self.optimizer._wait_for_offload_copies()
+        super().load_optimizer(states, settings)
+
+    def _dynamic_scaler(self) -> Any:
+        return _if_dynamic(self.optimizer.loss_scaler)
+
+
+class Bf16Layout(_FlatGroupsLayout):
+    """ZeRO-1 in bf16 with gradients accumulated in fp32."""
+
+    def _read(self) -> None:
+        groups = self.optimizer.bf16_groups
+        self._read_groups(self.optimizer.fp32_groups_flat_partition, ((group, _offsets(group)) for group in groups))
+
+
+class _Stage0Layout(Layout):
+    """Whole masters on every rank."""
+
+    replicated = True
+
+    def _data_parallel_group(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup | None = self.engine.seq_data_parallel_group
+        return group
+
+    def _add_each(self, groups: Iterable[list[tuple[Parameter, Tensor]]]) -> None:
+        """Weights that have a master each."""
+        for index, pairs in enumerate(groups):
+            for parameter, master in pairs:
+                self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
+                self.flats.append(master)
+                self.group_of_flat.append(index)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Nothing: DeepSpeed's 16-bit stage-0 constructors step once and leave master and weight apart."""
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """See `Layout`."""
+        for shard in self.shards.values():
+            self._low_precision_of(shard).copy_(shard.of(self.flats[shard.flat].detach()))
+
+    def _dynamic_scaler(self) -> Any:
+        scaler = self.optimizer.loss_scale_config
+        return scaler if scaler.dynamic_loss_scale else None
+
+
+class Fp16Layout(_Stage0Layout):
+    """Stage 0 in 16 bits with an optimizer of DeepSpeed's: the weights of a param group laid end to end."""
+
+    def _read(self) -> None:
+        self.flats = list(self.optimizer.fp32_groups_flat)
+        self.group_of_flat = list(range(len(self.flats)))
+        for index, group in enumerate(self.optimizer.fp16_groups):
+            for parameter, offset in zip(group, _offsets(group), strict=True):
+                self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), index, offset)
+
+
+class Fp16UnfusedLayout(_Stage0Layout):
+    """Stage 0 in 16 bits with any other optimizer."""
+
+    def _read(self) -> None:
+        pairs = zip(self.optimizer.fp16_groups, self.optimizer.fp32_groups, strict=True)
+        self._add_each(list(zip(low, high, strict=True)) for low, high in pairs)
+
+
+class InnerLayout(_Stage0Layout):
+    """Stage 0 in fp32: no optimizer of DeepSpeed's, and the weights are their own masters."""
+
+    def _read(self) -> None:
+        self._add_each([(p, p) for p in group["params"]] for group in self.inner.param_groups)
+
+    def push(self) -> None:
+        """Nothing: what was written is what the forward sees."""
+
+    def _dynamic_scaler(self) -> Any:
+        return None
+
+
+_LAYOUTS: dict[type, type[Layout]] = {
+    DeepSpeedZeroOptimizer_Stage3: Zero3Layout,
+    DeepSpeedZeroOptimizer: Zero12Layout,
+    BF16_Optimizer: Bf16Layout,
+    FP16_Optimizer: Fp16Layout,
+    FP16_UnfusedOptimizer: Fp16UnfusedLayout,
+}
+
+
+def _zero3_range(parameter: Any, length: int) -> tuple[int, int]:
+    """First element of a weight on this rank and one past the last, where each rank has `length` with padding."""
+    start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
+    return start, min(start + length, parameter.ds_numel)
+
+
+def _if_dynamic(scaler: Any) -> DynamicLossScaler | None:
+    return scaler if isinstance(scaler, DynamicLossScaler) else None
+
+
+def _offsets(group: Iterable[Parameter]) -> list[int]:
+    offsets, position = [], 0
+    for parameter in group:
+        offsets.append(position)
+        position += parameter.numel()
+    return offsets

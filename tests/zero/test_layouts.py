@@ -1,0 +1,148 @@
+"""One layout for each of DeepSpeed's optimizers, on the communicator that ZeRO itself uses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.zero import layouts
+from tests.distributed import run_distributed
+from tests.zero.case import MODELS, Case, build, build_engine, probe_of, train_step
+from tests.zero.test_communication import COLLECTIVES, NOTHING_PERSISTENT
+
+OWN: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
+KINDS: dict[str, tuple[str, Case]] = {
+    "inner": ("InnerLayout", Case(stage=0)),
+    "unfused": ("Fp16UnfusedLayout", Case(stage=0, dtype="bf16")),
+    "fused": ("Fp16Layout", Case(stage=0, dtype="bf16", more=OWN)),
+    "bf16": ("Bf16Layout", Case(stage=1, dtype="bf16", more={"data_types": {"grad_accum_dtype": "fp32"}})),
+    "stage 1": ("Zero12Layout", Case(stage=1)),
+    "stage 2": ("Zero12Layout", Case(stage=2)),
+    "stage 3": ("Zero3Layout", Case(stage=3, zero=NOTHING_PERSISTENT)),
+    "stage 3, partitioned beforehand": ("Zero3Layout", Case(stage=3, zero=NOTHING_PERSISTENT)),
+}
+WITH_PROBES = {"curvature": {"source": "probe"}, "importance": "gauss_newton"}
+
+
+@contextmanager
+def heard() -> Iterator[list[tuple[str, int, Any]]]:
+    """(collective, bytes of its largest tensor, group) of every call, ours and DeepSpeed's alike."""
+    from deepspeed.comm import comm
+
+    calls: list[tuple[str, int, Any]] = []
+
+    def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            sizes = [value.numel() * value.element_size() for value in given.values() if isinstance(value, Tensor)]
+            calls.append((name, max(sizes, default=0), given.get("group") or dist.group.WORLD))
+            return function(*args, **kwargs)
+
+        return call
+
+    places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
+    places += [(comm.cdb, f"{name}_function") for name in ("all_gather", "reduce_scatter")]  # kept by DeepSpeed
+    originals = [(place, name, getattr(place, name)) for place, name in places]
+    for place, name, function in originals:
+        setattr(place, name, telling(name, function))
+    try:
+        yield calls
+    finally:
+        for place, name, function in originals:
+            setattr(place, name, function)
+
+
+def groups_of(name: str) -> list[str]:
+    """What is wrong with the kind and the groups of a layout."""
+    import deepspeed
+
+    kind, case = KINDS[name]
+    case = Case(**{**case.__dict__, "config": WITH_PROBES})
+    model = None
+    if "beforehand" in name:
+        model = MODELS[case.model]()
+        deepspeed.zero.Init(module=model, config_dict_or_path=case.deepspeed())
+    engine, forge = build(case, model)
+    layout = forge._layout
+    problems = [] if type(layout).__name__ == kind else [f"{name}: {type(layout).__name__}, not {kind}"]
+    if (layout.rank, layout.world_size) != (dist.get_rank(), dist.get_world_size()):
+        problems.append(f"{name}: rank {layout.rank} of {layout.world_size}")
+    with heard() as theirs:
+        train_step(engine, case, 0)
+        engine.optimizer.zero_grad()
+    # The test's own mean of the loss is 4 bytes, and so are norms and overflow flags.
+    used = {id(group) for _, size, group in theirs if size > 64}
+    if used != {id(layout.group)}:
+        problems.append(f"{name}: DeepSpeed moves tensors over {len(used)} groups, or not over the layout's")
+    assert not forge.step(probe_of(engine, case, 0))
+    train_step(engine, case, 1)
+    with heard() as ours:
+        assert forge.step(probe_of(engine, case, 1))
+        forge.histograms()
+    if not ours or {id(group) for _, size, group in ours if size > 64} != {id(layout.group)}:
+        problems.append(f"{name}: an update is not on the layout's group alone: {[(n, s) for n, s, _ in ours]}")
+    return problems
+
+
+def groups_of_all() -> list[str]:
+    return [problem for name in KINDS for problem in groups_of(name)]
+
+
+def test_every_optimizer_has_its_layout_and_all_tensors_move_on_one_communicator() -> None:
+    assert run_distributed(groups_of_all, 2, timeout=900) == [[], []]  # the first start compiles FusedAdam
+
+
+class Asynchronous:
+    """DeepSpeed's accelerator, as of a device whose kernels are queued."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def current_stream(self) -> Asynchronous:
+        return self
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def waits(stage: int) -> list[int]:
+    """How often the device was waited for in each step of a run with updates after every second one."""
+    case = Case(stage=stage)
+    engine, forge = build(case)
+    device = Asynchronous()
+    layouts.get_accelerator = lambda: device  # type: ignore[assignment]
+    counts = []
+    for step in range(4):
+        before = device.waited
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+        counts.append(device.waited - before)
+    return counts
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_only_a_push_of_zero3_waits_for_the_device(stage: int) -> None:
+    assert run_distributed(waits, 1, stage) == [[0, 1, 0, 1] if stage == 3 else [0, 0, 0, 0]]
+
+
+def refused() -> str:
+    engine = build_engine(Case(stage=1))
+    engine.optimizer = object()
+    with pytest.raises(ValueError) as error:
+        layouts.layout_of(engine)
+    return str(error.value)
+
+
+def test_another_optimizer_is_refused_by_name() -> None:
+    assert "DeepSpeed optimizer object has a layout that is not supported" in run_distributed(refused, 1)[0]
