@@ -219,9 +219,8 @@ class SparseForge:
         What has one number a weight is optimizer state already; row and column sums are here, as text. Of a frozen
         mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
         """
-        if self._state.released:
-            if self._layout.all_reduce(self._state.mark_zeros()).item():
-                self._layout.push()
+        if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
+            self._layout.push()
         state = {
             "version": STATE_VERSION,
             "config": self.config.to_dict(),
