@@ -21,6 +21,7 @@ from sparseforge_ds.zero.publish import STATE_KEYS, Publication
 
 FORGE_PHASES = {
     "_ranking.refresh": "curvature",
+    "_ranking.take_heard": "curvature",
     "_rule.move": "gate",
     "_rule.project": "gate",
     "_republish": "push",

@@ -57,6 +57,7 @@ class Ranking:
         self.running: RunningSums | None = None
         """What is kept where scores are made of sums."""
         self._hearing = ExitStack()
+        self._hears = False
         self._by_magnitude: set[int] = set()
         self._metrics: dict[str, float] = {}
         """Of the sums that the newest scores are made of."""
@@ -84,13 +85,27 @@ class Ranking:
         """Whether there is something to score by."""
         return not self.measures or self.on.refreshes > 0
 
-    def listen(self, due: bool) -> None:
-        """Hear the passes of the training step that begins, or hear none: whatever was heard before is forgotten."""
+    def listen(self) -> None:
+        """Hear the passes of the next training step if its mask update reads them, else none.
+
+        What was heard and not taken, as of a step that overflowed, is forgotten.
+        """
         self._hearing.close()
-        if due and self.on.config.listens:
+        self._hears = self.on.config.hears(self.on.step + 1)
+        if self._hears:
             assert isinstance(self.sums, FisherSums)
             self.sums.begin()
             self._hearing.enter_context(self.sums.listening())
+
+    def take_heard(self) -> None:
+        """After a training step: take what was heard of it into the running mean, as one refresh. Collective.
+
+        Raises:
+            ForgeError: a layer was not heard in the passes.
+        """
+        self._hearing.close()
+        if self._hears:
+            self._take_sums()
 
     @torch.no_grad()
     def refresh(self, probe: Closure | ProbeBatches | None) -> None:
@@ -104,9 +119,7 @@ class Ranking:
         if not self.measures:
             return
         if on.config.listens:
-            self._hearing.close()
-            self._take_sums()
-            return
+            return  # `take_heard` has done it
         if probe is None:
             raise ValueError(
                 f'importance "{on.config.importance}" is measured in passes of its own here: '
