@@ -64,7 +64,7 @@ class InputNorms:
             name: part.view_as(sums[name])
             for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)
         }
-        on.load.take({name: reduced[name][:, -1].tolist() for name in on.load.rows})
+        on.load.take({name: reduced[name][:, -1] for name in on.load.rows})
         for name, shard in on.shards.items():
             column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
             for piece in on.pieces[name]:

@@ -113,7 +113,12 @@ class Ground:
 
     def correction(self, name: str) -> float:
         """By which the running mean of a weight's curvature is to be divided; experts' means have no bias."""
-        return 1.0 if name in self.load.rows else 1 - self.config.curvature.decay ** max(self.refreshes, 1)
+        return 1.0 if name in self.load.rows else self.bias_correction
+
+    @property
+    def bias_correction(self) -> float:
+        """`correction` of what every token sees."""
+        return 1 - self.config.curvature.decay ** max(self.refreshes, 1)
 
     def add_update(self, shard: Shard, mask: Tensor, target: Tensor) -> None:
         """Account for a shard's new mask in the metrics."""
