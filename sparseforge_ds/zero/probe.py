@@ -108,9 +108,12 @@ class Probe:
         """Forward and backward of every pass, in which activations have gradients and weights have none.
 
         For taps: they get what they get in `gradients`, bit for bit. They tell of an overflow by numbers that are not
-        finite.
+        finite. ZeRO-3 reduces what belongs to leaf modules whether it has a gradient or not, so with those weights have.
         """
         engine = self.layout.engine
+        if getattr(self.layout.optimizer, "leaf_parameters", None):
+            self.gradients(passes, lambda _index, _gradient: None)
+            return
         with self._untraced(), _without_weight_gradients(engine.module):
             reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, False  # stage 2 would
             try:
