@@ -108,7 +108,7 @@ class Probe:
         """Forward and backward of every pass, in which activations have gradients and weights have none.
 
         For taps: they get what they get in `gradients`, bit for bit. They tell of an overflow by numbers that are not
-        finite. ZeRO-3 reduces what belongs to leaf modules whether it has a gradient or not, so with those weights have.
+        finite. Under leaf modules weights do have gradients: ZeRO-3 reduces theirs whether there are any or not.
         """
         engine = self.layout.engine
         if getattr(self.layout.optimizer, "leaf_parameters", None):
