@@ -24,6 +24,7 @@ STATE_KEYS = ("dense", "mask", "curvature")
 
 FORGE_PHASES = {
     "_ranking.refresh": "curvature",
+    "_ranking.take_heard": "curvature",
     "_method.move": "gate",
     "_method.project": "gate",
     "_republish": "push",

@@ -146,6 +146,7 @@ class SparseForge:
                 "the first engine.step"
             )
         self._sharded.step += 1
+        self._ranking.take_heard()
         metrics = self._method.update(self.step_count, probe)
         started = self._switch_on_branches(self.step_count)
         if metrics is not None:
@@ -242,9 +243,9 @@ class SparseForge:
         ]
 
     def _listen(self) -> None:
-        """Hear the next step's passes if a mask update follows it; nothing of those before."""
+        """Hear the next step's passes if a mask update reads them; nothing of those before."""
         self._skipped = self.engine.skipped_steps
-        self._ranking.listen(self.schedule.is_update(self.step_count + 1))
+        self._ranking.listen()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.

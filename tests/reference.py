@@ -185,7 +185,6 @@ class ReferenceForge:
         self.mask = {name: [1.0] * self.master[name].numel() for name in input_axes}
         self.curvature = {name: torch.zeros(self.master[name].numel(), dtype=torch.float64) for name in input_axes}
         self.target: dict[str, list[float]] = {}
-        self.heard: dict[str, Tensor] = {}
         self.refreshes = 0
         self.step_count = 0
         self.formed = False  # whether masks have moved: before that, a group of ones has no top n
@@ -204,8 +203,8 @@ class ReferenceForge:
 
     def train_step(self, micro_batches: list[Batch]) -> float:
         """One optimizer step on the mean gradient of equally large parts (ranks and accumulation alike)."""
-        if self._listens and self._is_update(self.step_count + 1):
-            self.heard = self._per_token(micro_batches, False, 0)
+        if self._hears(self.step_count + 1):
+            self._take(self._per_token(micro_batches, False, 0))
         gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
@@ -255,9 +254,18 @@ class ReferenceForge:
         dials = self._dials(step)
         return 0 < step < dials["freeze"] and step % dials["every"] == 0
 
+    def _hears(self, step: int) -> bool:
+        """Whether a training step is one of the last before a mask update, which takes the curvature of its passes."""
+        every, part = self._dials(step)["every"], self.config["curvature"]
+        update = step
+        while update % every:
+            update += 1
+        steps = part["first_probes"] if update == every else part["probes"]
+        return self._listens and self._is_update(update) and step > update - steps
+
     @property
     def _listens(self) -> bool:
-        """Whether the curvature is that of the training step before an update, at the weights it was made with."""
+        """Whether the curvature is that of training steps, at the weights that they were made with."""
         part, soft = self.config["curvature"], self._dials(0)["freeze"] > 0
         summed = part["per_token"] if part["factored"] is None else part["factored"] and part["per_token"]
         return self.config["importance"] == "fisher" and soft and summed and part["source"] == "training"
@@ -331,12 +339,14 @@ class ReferenceForge:
 
     def _refresh(self, batches: list[Batch]) -> None:
         kind, part = self.config["importance"], self.config["curvature"]
-        if kind == "magnitude":
+        if kind == "magnitude" or self._listens:
             return
-        probes = part["probes"] if self.refreshes else part["first_probes"]
-        found = self.heard if self._listens else self.curvature_sample(kind, batches, probes)
+        self._take(self.curvature_sample(kind, batches, part["probes"] if self.refreshes else part["first_probes"]))
+
+    def _take(self, found: dict[str, Tensor]) -> None:
+        decay = self.config["curvature"]["decay"]
         for name, sample in found.items():
-            self.curvature[name] = part["decay"] * self.curvature[name] + (1 - part["decay"]) * sample.double()
+            self.curvature[name] = decay * self.curvature[name] + (1 - decay) * sample.double()
         self.refreshes += 1
 
     def curvature_sample(self, kind: str, batches: list[Batch], probes: int) -> dict[str, Tensor]:

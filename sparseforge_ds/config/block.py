@@ -224,6 +224,13 @@ class SparseForgeConfig:
         soft = self.method == "sparseforge" and self.resolved_schedule.freeze_step > 0
         return soft and self.importance == "fisher" and self.keeps_sums
 
+    def hears(self, step: int) -> bool:
+        """Whether the curvature is measured in optimizer step `step` itself: one of those just before a mask update."""
+        schedule = self.resolved_schedule
+        update = -(-step // schedule.update_every) * schedule.update_every
+        steps = self.curvature.first_probes if update == schedule.update_every else self.curvature.probes
+        return self.listens and schedule.is_update(update) and update - step < steps
+
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Optimizer states, one fp32 number per prunable element each, beside `dense` and `mask`."""

@@ -71,14 +71,15 @@ class CurvatureConfig:
     """EMA decay per refresh, bias-corrected."""
     source: Literal["training", "probe"] = "probe"
     """probe: of the task loss, on passes of its own; training: of the training loss, by taps that listen to the passes
-    of the step before a mask update, at no pass of its own (sparseforge with a soft mask, fisher by row and column
-    sums)."""
+    of the last steps before a mask update, at no pass of its own (sparseforge with a soft mask, fisher by row and
+    column sums)."""
     sequences: int | None = None
     """Sequences of a probe batch, over all ranks: a multiple of ranks times micro-batch; null: as many as in a step."""
     probes: int = 1
-    """Probe batches averaged in one refresh."""
+    """Probe batches averaged in one refresh; of source training: steps before a mask update that are heard, each of
+    them a refresh."""
     first_probes: int = 4
-    """Probe batches of the very first refresh, which has no history to lean on."""
+    """The same before the first mask update, which has no history to lean on."""
     damping: float = 1e-4
     """eps of the score, relative to the mean curvature of the matrix (eq. 3)."""
     per_token: bool = True

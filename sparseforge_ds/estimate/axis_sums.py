@@ -37,13 +37,12 @@ class AxisSums:
         """R + C of every matrix."""
         return [end - start for start, _, end in self._bounds]
 
-    def totals(self) -> list[float]:
-        """Sum over the elements of every matrix."""
+    def totals(self) -> Tensor:
+        """(matrices,) sum over the elements of every matrix."""
         lengths = torch.tensor([middle - start for start, middle, _ in self._bounds], device=self.values.device)
         ends = torch.tensor([middle for _, middle, _ in self._bounds], device=self.values.device)
         cumulative = torch.cat([self.values.new_zeros(1), self.values.cumsum(0)])
-        totals: list[float] = (cumulative[ends] - cumulative[ends - lengths]).tolist()
-        return totals
+        return cumulative[ends] - cumulative[ends - lengths]
 
     def _size(self, name: str) -> int:
         """Elements of one of the weight's matrices."""

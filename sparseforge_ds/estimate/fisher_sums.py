@@ -74,26 +74,21 @@ class FisherSums:
                 passes = batches.passes(probe)
                 if self.labels is not None:
                     passes = self.labels.drawn(passes, step, probe)
-                if not self.on.probe.gradients(passes, lambda _index, _gradient: None):
-                    return False
-        return True
+                self.on.probe.activations(passes)
+        assert self._sums is not None
+        return self.on.probe.usable(self._sums.values)
 
     @torch.no_grad()
-    def finish(self) -> tuple[AxisSums, list[float]]:
+    def finish(self) -> tuple[AxisSums, Tensor]:
         """See `SumsEstimator`; 0 also for a layer that was not heard on any rank."""
         on, sums = self.on, self._sums
         assert sums is not None
         self._sums = None
-        heard = torch.tensor([float(count) for count in self._tokens.values()], device=on.layout.device)
-        on.layout.all_reduce(heard)
-        tokens = dict(zip(self._tokens, heard.tolist(), strict=True))
+        of_matrix = [self._tokens[name] for name, rows in on.matrices.rows.items() for _ in rows]
+        counts = torch.tensor(of_matrix, dtype=torch.float64, device=on.layout.device)
+        on.layout.all_reduce(counts)
         on.load.agree()
-        counts = []
-        for name, rows in on.matrices.rows.items():
-            for matrix in rows:
-                row = on.load.of_matrix[matrix]
-                counts.append(tokens[name] if row is None else float(on.load.refreshed[row]))
-        return sums, counts
+        return sums, on.load.spread(on.load.counted, counts)
 
     def _hear(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
         on, tokens = self.on, grad_TO.shape[0]
@@ -102,7 +97,7 @@ class FisherSums:
         if name in on.load.rows:
             of_batch = self._entered[self._layer[name]]
             if name in on.listed:
-                on.load.add(on.load.rows[name], torch.tensor([float(tokens)]))
+                on.load.add(on.load.rows[name], tokens)
         # The loss is a mean over the tokens of a micro-batch, and a token's own gradient is that many times as large.
         row, column = fisher_sums(grad_TO, input_TI)
         (matrix,) = on.matrices.rows[name]

@@ -48,8 +48,8 @@ class InputNorms:
             name = f"{layer}.{parameter}"
             if name in on.shards:
                 square_SI = F.pad(input_SI.float().square(), (0, 1), value=1.0)
-                runs = square_SI.tensor_split(stop_E[:-1].cpu().long())
-                sums[name] += torch.stack([run.sum(dim=0) for run in runs])
+                row_S = torch.arange(len(square_SI), device=stop_E.device, dtype=stop_E.dtype)
+                sums[name].index_add_(0, torch.searchsorted(stop_E, row_S, right=True), square_SI)
 
         with (
             layer_inputs(on.modules, on_inputs),
@@ -66,7 +66,7 @@ class InputNorms:
             name: part.view_as(sums[name])
             for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)
         }
-        on.load.take({name: reduced[name][:, -1].tolist() for name in on.load.rows})
+        on.load.take({name: reduced[name][:, -1] for name in on.load.rows})
         for name, shard in on.shards.items():
             column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
             for piece in on.pieces[name]:

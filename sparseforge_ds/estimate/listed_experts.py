@@ -62,7 +62,7 @@ class ListedExperts:
         """Take in what one call of an expert's linear layer saw and received."""
         on = self.on
         if name in on.listed:
-            on.load.add(on.load.rows[name], torch.tensor([float(grad_TO.shape[0])]))
+            on.load.add(on.load.rows[name], grad_TO.shape[0])
         # The loss is a mean over the tokens that enter the block.
         scale = on.probe.backward_scale / self._tokens[self._layer[name]]
         full = token_fisher(grad_TO, input_TI, scale)

@@ -70,12 +70,11 @@ class OutputHutchinson:
             for number, closure in enumerate(batches.passes(probe)):
                 kept: dict[str, _Between] = {}
                 for side in (1.0, -1.0):
-                    if not self._pass(closure, side, keys, number, kept, sums):
-                        return False
+                    self._pass(closure, side, keys, number, kept, sums)
                 self._passes += 1
-        return True
+        return on.probe.usable(sums.values)
 
-    def finish(self) -> tuple[AxisSums, list[float]]:
+    def finish(self) -> tuple[AxisSums, Tensor]:
         """See `SumsEstimator`."""
         assert self._sums is not None
         for name in self.on.shards:
@@ -83,7 +82,7 @@ class OutputHutchinson:
             output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
         passes = float(self.on.layout.world_size * self._passes)
         sums, self._sums = self._sums, None
-        return sums, [passes] * len(self.on.matrices.names)
+        return sums, sums.values.new_full((len(self.on.matrices.names),), passes)
 
     def _sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
         """Views of the sums by output and by input."""
@@ -99,8 +98,8 @@ class OutputHutchinson:
         number: int,
         kept: dict[str, _Between],
         sums: AxisSums,
-    ) -> bool:
-        """One side of the difference on pass `number`, added to `sums`; False on an fp16 overflow."""
+    ) -> None:
+        """One side of the difference on pass `number`, added to `sums`."""
         on = self.on
         place = number * on.layout.world_size + on.layout.rank  # signs belong to the tokens, whoever has them
 
@@ -133,7 +132,7 @@ class OutputHutchinson:
             output_O += side * (layer.square_T @ slope_TO)
 
         with displaced_outputs(on.modules, displacement, receive):
-            return on.probe.gradients((closure,), lambda _index, _gradient: None)
+            on.probe.activations((closure,))
 
 
 def _square(values: Tensor) -> Tensor:

@@ -35,16 +35,17 @@ class RunningSums:
         self._lengths = torch.tensor(empty.lengths, device=self.layout.device)
         self._size = math.ceil(self.numel / self.layout.world_size)
         self.slice = torch.zeros(self._size, device=self.layout.device)
-        self._cosine = 0.0
+        self._products = torch.zeros(3, dtype=torch.float64, device=self.layout.device)
+        """Of the newest sample and the mean before it: their product, and each one's with itself."""
 
     @torch.no_grad()
-    def take(self, sums: AxisSums, counts: list[float], rates: list[float]) -> None:
+    def take(self, sums: AxisSums, counts: Tensor, rates: Tensor) -> None:
         """Take a sample into the running mean. Collective, one reduction of fp32 to the slices.
 
         Args:
             sums: what this rank has summed.
-            counts: by which the sums of each matrix over all ranks are to be divided; 0 where there are none.
-            rates: how far the mean of each matrix moves to the sample.
+            counts: (matrices,) by which the sums of each over all ranks are to be divided; 0 where there are none.
+            rates: (matrices,) how far the mean of each moves to the sample.
         """
         ranks, mine = self.layout.world_size, self._mine
         padded = torch.nn.functional.pad(sums.values.float(), (0, self._size * ranks - self.numel))
@@ -55,13 +56,10 @@ class RunningSums:
             self.layout.reduce_scatter(sample, padded)
         sample /= self._of_each(counts)[mine].clamp(min=1)
         rate = self._of_each(rates)[mine]
-        moved = rate > 0
-        table = torch.stack([sample * self.slice, sample.square(), self.slice.square()]).mul_(moved)
-        products = table.sum(dim=1, dtype=torch.float64)
+        table = torch.stack([sample * self.slice, sample.square(), self.slice.square()]).mul_(rate > 0)
+        self._products = table.sum(dim=1, dtype=torch.float64)
         self.slice.lerp_(sample, rate)
-        self.layout.all_reduce(products)
-        agreement, new, old = products.tolist()
-        self._cosine = agreement / math.sqrt(new * old) if new > 0 and old > 0 else 0.0
+        self.layout.all_reduce(self._products)
 
     def whole(self) -> AxisSums:
         """All of them, in fp64. Collective."""
@@ -69,20 +67,23 @@ class RunningSums:
         sums.values.copy_(self._gathered())
         return sums
 
-    def metrics(self, sums: AxisSums, corrections: list[float]) -> dict[str, float]:
-        """Numbers for the log, of what `whole` gave.
+    def numbers(self, sums: AxisSums, corrections: Tensor) -> Tensor:
+        """(5,) fp64 on the device of the sums: what `metrics` takes.
 
         Args:
-            sums: all of them.
-            corrections: bias correction by which the mean of each matrix is to be divided.
+            sums: what `whole` gave.
+            corrections: (matrices,) bias correction by which the mean of each is to be divided.
         """
+        mean = (sums.totals() / corrections.to(sums.values.device)).sum()
+        negative = (sums.values < 0).double().mean()
+        return torch.cat([torch.stack([mean, negative]), self._products.to(mean.device)])
+
+    def metrics(self, numbers: list[float]) -> dict[str, float]:
+        """For the log."""
+        total, negative, agreement, new, old = numbers
         elements = sum(math.prod(shard.shape) for shard in self.shards.values())
-        totals = [float(total) / correction for total, correction in zip(sums.totals(), corrections, strict=True)]
-        metrics = {
-            "curvature/mean": math.fsum(totals) / elements,
-            "curvature/negative_share": float((sums.values < 0).double().mean()),
-        }
-        return metrics | ({"curvature/signal": self._cosine} if self._cosine else {})
+        metrics = {"curvature/mean": total / elements, "curvature/negative_share": negative}
+        return metrics | ({"curvature/signal": agreement / math.sqrt(new * old)} if new > 0 and old > 0 else {})
 
     def state_dict(self) -> str:
         """Little-endian fp32 in base64, the same at any world size: a JSON type, a third larger than the numbers.
@@ -114,10 +115,9 @@ class RunningSums:
         self.layout.all_gather(whole, self.slice)
         return whole[: self.numel]
 
-    def _of_each(self, of_matrix: list[float]) -> Tensor:
-        """One number a matrix -> one for each of its sums, padded with 0 to whole slices."""
-        numbers = torch.tensor(of_matrix, dtype=torch.float32, device=self.layout.device)
-        spread = numbers.repeat_interleave(self._lengths, output_size=self.numel)
+    def _of_each(self, of_matrix: Tensor) -> Tensor:
+        """(matrices,) -> one fp32 number for each of its sums, padded with 0 to whole slices."""
+        spread = of_matrix.float().repeat_interleave(self._lengths, output_size=self.numel)
         return torch.nn.functional.pad(spread, (0, self._size * self.layout.world_size - self.numel))
 
     def _decoded(self, state: object) -> Tensor:

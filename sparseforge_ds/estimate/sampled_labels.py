@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from sparseforge_ds.estimate.shards import Shards
 from sparseforge_ds.mask.curvature import counter_key, sample_labels
 from sparseforge_ds.zero.probe import Closure
-from sparseforge_ds.zero.taps import captured_output
+from sparseforge_ds.zero.taps import captured_logits
+
+_CHUNK = 1024
+"""Rows whose fp32 logits and probabilities exist at a time."""
 
 
 class SampledLabels:
-    """Turns passes into passes whose loss is the cross-entropy of labels that the model draws."""
+    """Turns passes into passes whose loss is the cross-entropy of labels that the model draws.
+
+    The logits are those that the model returns: behind a softcap or a scale that follows its head.
+    """
 
     def __init__(self, shards: Shards, seed: int) -> None:
-        """Find the logits.
-
-        Raises:
-            ValueError: the model names no output embeddings.
-        """
         self.layout = shards.layout
         self.seed = seed
-        model: Any = shards.layout.engine.module
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if head is None:
-            raise ValueError(
-                f'importance "gauss_newton" draws labels from the logits, but {type(model).__name__} names no '
-                'output embeddings (get_output_embeddings); use "fisher"'
-            )
-        self.head: nn.Module = head
 
     def drawn(self, passes: Sequence[Closure], step: int, probe: int) -> list[Closure]:
         """The passes of a probe, with the draw of that step and probe."""
@@ -41,11 +35,21 @@ class SampledLabels:
 
     def _drawn(self, closure: Closure, key: int, number: int) -> Closure:
         def sampled() -> Tensor:
-            with captured_output(self.head) as outputs:
+            with captured_logits(self.layout.engine.module) as returned:
                 closure()
-            logits = outputs[-1].flatten(0, -2)
+            logits = returned[-1].flatten(0, -2)
             # By the place in the batch, so that the draw does not depend on how a batch is divided.
             first = (number * self.layout.world_size + self.layout.rank) * logits.shape[0]
-            return F.cross_entropy(logits.float(), sample_labels(logits, key, first))
+            labels = sample_labels(logits, key, first, _CHUNK)
+            sums = [
+                checkpoint(_cross_entropy, *chunk, use_reentrant=False, preserve_rng_state=False)
+                for chunk in zip(logits.split(_CHUNK), labels.split(_CHUNK), strict=True)
+            ]
+            return torch.stack(sums).sum() / logits.shape[0]
 
         return sampled
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed over the rows; its fp32 logits are formed again in the backward pass."""
+    return F.cross_entropy(logits.float(), labels, reduction="sum")

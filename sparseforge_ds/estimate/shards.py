@@ -48,8 +48,10 @@ class SumsEstimator(Protocol):
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
         """Collect the sums of `probes` probes, else as `Estimator.refresh`."""
 
-    def finish(self) -> tuple[AxisSums, list[float]]:
-        """What this rank has collected, and by what every matrix's sums over all ranks are to be divided. Collective.
+    def finish(self) -> tuple[AxisSums, Tensor]:
+        """What this rank has collected, and (matrices,) by what the sums of each over all ranks are to be divided.
+
+        Collective.
 
         An expert that saw no token has 0.
         """
@@ -119,7 +121,7 @@ class Shards:
             self.count(layer, parameter, stop_E)
 
         def listed(name: str, grad_TO: Tensor, _input: Tensor) -> None:
-            self.load.add(self.load.rows[name], torch.tensor([float(grad_TO.shape[0])]))
+            self.load.add(self.load.rows[name], grad_TO.shape[0])
 
         with ExitStack() as stack:
             if self.fused:

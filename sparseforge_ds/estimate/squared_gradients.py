@@ -81,11 +81,14 @@ class SquaredGradients:
                 self.listed.collected(total) if self.listed is not None else nullcontext(),
                 nullcontext() if self.per_token else on.counting(),
             ):
-                applied = on.probe.gradients(
+                if not self.per_batch:
+                    on.probe.activations(passes)
+                elif not on.probe.gradients(
                     passes, lambda index, gradient: on.add_gradient(index, gradient, self.per_batch, add_square)
-                )
-            if not applied:
-                return False
+                ):
+                    return False
+        if not self.per_batch and not on.probe.usable(*total.values()):
+            return False
         on.load.agree()
-        on.divide(total, [float(n) for n in on.load.refreshed] if self.per_token else on.load.shares)
+        on.divide(total, on.load.read()[0] if self.per_token else on.load.shares)
         return True

@@ -220,25 +220,24 @@ def expert_fisher(
         del full  # before the next one is formed
 
 
-def token_rate(tokens: float, recent: float, decay: float) -> tuple[float, float]:
-    """How far an expert's average moves to a sample over `tokens` tokens, so that every token counts alike.
+def token_rate(tokens: Tensor, recent: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+    """How far experts' averages move to a sample over `tokens` tokens, so that every token counts alike.
 
     `accumulate` weighs samples by age alone. An expert's samples rest on more tokens or on fewer: with C the faded
     count of those that its average rests on and N those of the sample, the rate is (1-d) N / (d C + (1-d) N), and C
     becomes the denominator. The first sample has rate 1, so there is no bias to correct. Without tokens nothing fades.
 
     Args:
-        tokens: N.
-        recent: C.
+        tokens: (n,) N.
+        recent: (n,) C.
         decay: d.
 
     Returns:
-        The rate, and the new C.
+        (n,) the rates, and the new C.
     """
-    if not tokens:
-        return 0.0, recent
     total = decay * recent + (1 - decay) * tokens
-    return (1 - decay) * tokens / total, total
+    seen = tokens > 0
+    return torch.where(seen, (1 - decay) * tokens / total, 0.0), torch.where(seen, total, recent)
 
 
 def accumulate(average: Tensor, sample: Tensor, decay: float) -> None:

@@ -1,26 +1,15 @@
-"""Curvature and the scores made of it (design eqs. 2 to 4), for rules that rank by a measured importance."""
+"""Standardized scores (design eqs. 3 and 4), for methods that rank by a measured importance."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
-from sparseforge_ds.estimate import (
-    Estimator,
-    FisherSums,
-    RunningSums,
-    Shards,
-    SumsEstimator,
-    estimator_of,
-    sums_of,
-)
+from sparseforge_ds.estimate import RunningSums
 from sparseforge_ds.estimate.axis_sums import AxisSums
-from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one, vanishes
 from sparseforge_ds.mask.importance import (
     MOMENTS,
@@ -29,186 +18,70 @@ from sparseforge_ds.mask.importance import (
     score_moments,
     standardized_score,
 )
-from sparseforge_ds.mask.runs import PIECE, runs
+from sparseforge_ds.mask.runs import PIECE
+from sparseforge_ds.methods.curvature_mean import CurvatureMean
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
-from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.zero.edges import Piece
 from sparseforge_ds.zero.moments import Part
-from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
+from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
 class Ranking:
-    """The running mean of the curvature of every weight, and standardized scores."""
+    """Scores by the running mean of the curvature, or by magnitude."""
 
-    def __init__(self, ground: ShardedWeights, probe: Probe) -> None:
-        """Build the estimator that the config names.
-
-        Raises:
-            ValueError: it cannot work on some prunable weight.
-        """
-        self.on = ground
+    def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
+        """See `CurvatureMean`."""
+        self.on = weights
         self.probe = probe
-        self.lost_refreshes = 0
-        """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
-        self.estimator: Estimator | None = None
-        """Of elements, which are optimizer state."""
-        self.sums: SumsEstimator | None = None
-        self.running: RunningSums | None = None
-        """What is kept where scores are made of sums."""
-        self._hearing = ExitStack()
+        self.mean = CurvatureMean(weights, probe)
         self._by_magnitude: set[int] = set()
         self._metrics: dict[str, float] = {}
         """Of the sums that the newest scores are made of."""
-        config = ground.config
-        if config.keeps_curvature:
-            module = ground.engine.module
-            refuse_unmeasurable(module, ground.weights.values(), config)
-            layers = {weight.name: module.get_submodule(weight.module) for weight in ground.weights.values()}
-            linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
-            fused = {w.module: module.get_submodule(w.module) for w in ground.routed if len(w.shape) == 3}
-            self.shards = Shards(probe, ground.matrices, ground.edges, linear, ground.load, fused)
-            if config.keeps_sums:
-                self.sums = sums_of(self.shards, config)
-                self.running = RunningSums(ground.matrices, ground.shards)
-            else:
-                self.estimator = estimator_of(self.shards, config)
+
+    # -- what a method and the forge ask of the mean ------------------------------------------------------------------
 
     @property
     def measures(self) -> bool:
         """Whether scores need a curvature."""
-        return self.estimator is not None or self.sums is not None
+        return self.mean.measures
 
     @property
     def ready(self) -> bool:
         """Whether there is something to score by."""
-        return not self.measures or self.on.refreshes > 0
+        return self.mean.ready
 
-    def listen(self, due: bool) -> None:
-        """Hear the passes of the training step that begins, or hear none: whatever was heard before is forgotten."""
-        self._hearing.close()
-        if due and self.on.config.listens:
-            assert isinstance(self.sums, FisherSums)
-            self.sums.begin()
-            self._hearing.enter_context(self.sums.listening())
+    @property
+    def running(self) -> RunningSums | None:
+        """What is kept where scores are made of sums."""
+        return self.mean.running
 
-    @torch.no_grad()
+    @property
+    def lost_refreshes(self) -> int:
+        """Refreshes that overflowed in fp16 since this object was made."""
+        return self.mean.lost_refreshes
+
+    def listen(self) -> None:
+        """See `CurvatureMean`."""
+        self.mean.listen()
+
+    def take_heard(self) -> None:
+        """See `CurvatureMean`."""
+        self.mean.take_heard()
+
     def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
-        """Take a new sample of the curvature into the running mean. Collective.
+        """See `CurvatureMean`."""
+        self.mean.refresh(probe, write_masters)
 
-        Args:
-            probe: what passes of its own read.
-            write_masters: undoes what an estimator did to the masters.
+    def require_refreshed(self) -> None:
+        """See `CurvatureMean`."""
+        self.mean.require_refreshed()
 
-        Raises:
-            ValueError: it takes passes of its own, and there is no probe.
-            ForgeError: a layer was not heard in the passes.
-        """
-        on, part = self.on, self.on.config.curvature
-        if not self.measures:
-            return
-        if on.config.listens:
-            self._hearing.close()
-            self._take_sums()
-            return
-        if probe is None:
-            raise ValueError(
-                f'importance "{on.config.importance}" is measured in passes of its own here: '
-                "call forge.step(probe=lambda: engine(**batch).loss)"
-            )
-        batches = batches_of(probe)
-        probes = part.probes if on.refreshes else part.first_probes
-        if self.sums is not None:
-            with torch.enable_grad():
-                applied = self.sums.refresh(batches, on.step, probes)
-            if applied:
-                self._take_sums()
-            else:
-                self.lost_refreshes += 1
-        elif on.refreshes:
-            self._refresh_elements(batches, probes, write_masters)
-        else:
-            self._refresh_first(batches, probes, write_masters)
+    def curvatures(self) -> Iterator[tuple[Shard, Tensor | None]]:
+        """See `CurvatureMean.pieces`."""
+        return self.mean.pieces()
 
-    def _take_sums(self) -> None:
-        on = self.on
-        assert self.sums is not None and self.running is not None
-        sums, counts = self.sums.finish()
-        silent = [
-            on.matrices.names[matrix]
-            for matrix, count in enumerate(counts)
-            if not count and on.load.of_matrix[matrix] is None
-        ]
-        if silent:
-            raise ForgeError(
-                f"no usable curvature for {len(silent)} of {len(counts)} matrices at step {on.step}: "
-                f"{', '.join(silent[:5])}{' ...' if len(silent) > 5 else ''}. Their layers took no part in the loss, "
-                "or were compiled (torch.compile), where they cannot be heard; use all of the model as it is, or "
-                "exclude these weights"
-            )
-        rates = on.load.fade(self._rate)
-        of_matrix = [1 - on.config.curvature.decay if row is None else rates[row] for row in on.load.of_matrix]
-        self.running.take(sums, counts, of_matrix)
-        on.refreshes += 1
-
-    def _refresh_elements(self, batches: ProbeBatches, probes: int, write_masters: Callable[[], None]) -> None:
-        on = self.on
-        assert self.estimator is not None
-        sample = self.shards.zeros()
-        with torch.enable_grad():
-            applied = self.estimator.refresh(batches, on.step, probes, sample, write_masters)
-        if not applied:
-            self.lost_refreshes += 1
-            return  # keep the average as it is
-        rates = on.load.fade(self._rate)
-        for name, new in sample.items():
-            average = on.of(on.shards[name], "curvature")
-            if name in on.load.rows:
-                self._accumulate_experts(name, average, new, rates)
-                continue
-            on.health.add_refresh(average, new)
-            accumulate(average, new, on.config.curvature.decay)
-        on.refreshes += 1
-
-    def _refresh_first(self, batches: ProbeBatches, probes: int, write_masters: Callable[[], None]) -> None:
-        """The running mean is 0, and the sample is formed in its place."""
-        on, part = self.on, self.on.config.curvature
-        assert self.estimator is not None
-        averages = {name: on.of(shard, "curvature") for name, shard in on.shards.items()}
-        with torch.enable_grad():
-            applied = self.estimator.refresh(batches, on.step, probes, averages, write_masters)
-        if not applied:
-            self.lost_refreshes += 1
-            for average in averages.values():
-                average.zero_()
-            return
-        rates = on.load.fade(self._rate)
-        for name, average in averages.items():
-            if name in on.load.rows:
-                for one in on.matrices.parts[name]:
-                    row = on.load.of_matrix[one.row]
-                    assert row is not None
-                    if not rates[row]:  # else 1: the first average is the sample
-                        average[one.start : one.stop].zero_()
-                continue
-            for run in runs(average):
-                sample = average[run].clone()
-                average[run].zero_()
-                accumulate(average[run], sample, part.decay)
-        on.refreshes += 1
-
-    def _rate(self, tokens: float, recent: float) -> tuple[float, float]:
-        return token_rate(tokens, recent, self.on.config.curvature.decay)
-
-    def _accumulate_experts(self, name: str, average: Tensor, sample: Tensor, rates: list[float]) -> None:
-        """Average by tokens; an expert that saw none keeps what it has."""
-        for part in self.on.matrices.parts[name]:
-            row = self.on.load.of_matrix[part.row]
-            assert row is not None
-            if rates[row]:
-                inside = slice(part.start, part.stop)
-                self.on.health.add_refresh(average[inside], sample[inside])
-                average[inside].lerp_(sample[inside], rates[row])
+    # -- scores -------------------------------------------------------------------------------------------------------
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
         """(piece, (G, M) s~ of its groups) for every piece of this rank's shards. Collective, before the first.
@@ -217,14 +90,7 @@ class Ranking:
             ForgeError: some matrix has no curvature to speak of.
         """
         on = self.on
-        sums = None  # a local of this generator, so that they go with it
-        if self.running is not None:
-            sums = self.running.whole().to(on.layout.flats[0].device)
-            corrections = [on.correction(name) for name, rows in on.matrices.rows.items() for _ in rows]
-            self._metrics = self.running.metrics(sums, corrections)
-        elif on.config.factored:
-            sums = AxisSums(on.matrices, on.shards, on.layout.flats[0].device)
-            sums.add_shards(lambda shard: on.of(shard, "curvature"))
+        sums = self.mean.whole()  # a local of this generator, so that it goes with it
         moments = on.matrices.table(MOMENTS)
         for name, shard in on.shards.items():
             dense = on.dense(shard)
@@ -234,7 +100,7 @@ class Ranking:
                     found = score_moments(dense[inside], self._curvature(shard, part, inside, sums))
                     moments[part.row] += found.to(moments.device)
         on.matrices.reduce(moments)
-        self._by_magnitude = self._require_curvature(moments[:, 1].tolist(), sums)
+        self._by_magnitude = self._read(moments[:, 1], sums)
         if self._by_magnitude:
             rows = torch.tensor(sorted(self._by_magnitude), device=moments.device)
             moments[rows] = magnitude_moments(moments[rows])
@@ -247,6 +113,24 @@ class Ranking:
         missing = on.edges.exchange(score)
         for piece in on.pieces():
             yield piece, on.to_groups(piece, score(piece), missing)
+
+    def _read(self, totals: Tensor, sums: AxisSums | None) -> set[int]:
+        """What an update must know on the host, in one copy; returns what `_require_curvature` does."""
+        on, running = self.on, self.mean.running
+        parts = [totals, self.mean.unheard, on.load.numbers()]
+        if running is not None:
+            assert sums is not None
+            without_bias = on.load.spread(torch.ones_like(on.load.counted), on.bias_correction)
+            parts.append(running.numbers(sums, without_bias))
+        read = torch.cat([part.double().to(totals.device) for part in parts]).tolist()
+        of_parts = []
+        for part in parts:
+            of_parts.append(read[: len(part)])
+            read = read[len(part) :]
+        on.load.read(of_parts[2])
+        if running is not None:
+            self._metrics = running.metrics(of_parts[3])
+        return self._require_curvature(of_parts[0], of_parts[1], sums)
 
     def _score(self, shard: Shard, scaling: Tensor, sums: AxisSums | None, start: int, stop: int) -> Tensor:
         """s~ of the weight's elements start..stop, all of them on this rank."""
@@ -269,57 +153,33 @@ class Ranking:
         first = sums.first(shard.name, part) - part.start
         return rank_one(*sums.of(part.row), first + inside.start, first + inside.stop)
 
-    def curvatures(self) -> Iterator[tuple[Shard, Tensor | None]]:
-        """(piece, running mean of H of its elements, without bias correction) for every piece of this rank's shards.
-
-        None where there is none, as of elements after the freeze. Of sums, it is the product that scores take.
-        Collective, before the first.
-        """
-        on = self.on
-        sums = None if self.running is None else self.running.whole().to(on.layout.flats[0].device)
-        for piece in on.pieces():
-            if sums is None:
-                yield piece, None if self.estimator is None or on.state.released else on.of(piece, "curvature")
-                continue
-            shard, found = on.shards[piece.name], []
-            for part in on.matrices.parts[piece.name]:
-                start = max(part.start, piece.start - shard.start)
-                stop = min(part.stop, piece.stop - shard.start)
-                if start < stop:
-                    first = sums.first(piece.name, part) - part.start
-                    found.append(rank_one(*sums.of(part.row), first + start, first + stop))
-            yield piece, torch.cat(found)
-
     def report(self) -> dict[str, float]:
         """Metrics of the masks accounted for since the last report, and of the curvature. Collective."""
-        metrics = self.on.health.report(self.estimator is not None) | self._metrics
+        metrics = self.on.health.report(self.mean.estimator is not None) | self._metrics
         if self.on.load.names:
             metrics["experts/unseen"] = float(len(self.on.load.unseen))
         if self.lost_refreshes:
             metrics["curvature/lost_refreshes"] = float(self.lost_refreshes)
         return metrics
 
-    def require_refreshed(self) -> None:
-        """Before a mask is frozen: raises where every refresh was lost."""
-        if not self.ready:
-            names = list(self.on.weights)
-            raise ForgeError(
-                f"the mask is due to freeze at step {self.on.step}, but the curvature of {names[0]} and "
-                f"{len(names) - 1} others was never refreshed: every probe overflowed; "
-                "use bf16, or lower fp16.initial_scale_power"
-            )
+    def _require_curvature(self, totals: list[float], unheard: list[float], sums: AxisSums | None) -> set[int]:
+        """Stop when some matrix has no curvature to speak of.
 
-    def _require_curvature(self, totals: list[float], sums: AxisSums | None) -> set[int]:
-        """Stop when some matrix has no curvature to speak of; `totals` are those of max(H, 0), H as scores take it.
+        Args:
+            totals: of max(H, 0) of every matrix, H as scores take it.
+            unheard: 1 for matrices of layers that were not heard in a refresh.
+            sums: that scores are made of.
 
         Returns:
             Matrices of experts without any, where other experts of their layer have one: no token has reached them.
         """
         unseen, part = self.on.load.without(totals), self.on.config.curvature
-        bad = [row for row, total in enumerate(totals) if not 0 < total < math.inf and row not in unseen]
+        bad = [
+            row for row, total in enumerate(totals) if unheard[row] or (not 0 < total < math.inf and row not in unseen)
+        ]
         if not bad:
             return unseen
-        vanished = [] if sums is None else [row for row in bad if vanishes(*sums.of(row))]
+        vanished = [] if sums is None else [row for row in bad if not unheard[row] and vanishes(*sums.of(row))]
         absent = [row for row in bad if row not in vanished]
         why = (  # more probes would not help those without any curvature: they come first
             "Their layers took no part in the loss, or it is not finite; use all of the model in every step and probe, "

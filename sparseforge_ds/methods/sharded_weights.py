@@ -118,7 +118,12 @@ class ShardedWeights:
 
     def correction(self, name: str) -> float:
         """By which the running mean of a weight's curvature is to be divided; experts' means have no bias."""
-        return 1.0 if name in self.load.rows else 1 - self.config.curvature.decay ** max(self.refreshes, 1)
+        return 1.0 if name in self.load.rows else self.bias_correction
+
+    @property
+    def bias_correction(self) -> float:
+        """`correction` of what every token sees."""
+        return 1 - self.config.curvature.decay ** max(self.refreshes, 1)
 
     @torch.no_grad()
     def check_frozen(self) -> None:

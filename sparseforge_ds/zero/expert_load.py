@@ -1,7 +1,7 @@
 """How many tokens each routed expert saw: of a refresh, of the whole run, and faded like the curvature's average.
 
 A row is one expert of one layer. Ranks route differently; counts are summed over them once a refresh, so that all
-ranks know the same numbers.
+ranks know the same numbers. They stay on the device, and are copied to the host when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class ExpertLoad:
             for index, matrix in enumerate(numbered):
                 self.of_matrix[matrix] = rows[index // stacked]
                 self._kind[matrix] = layer, what, index % stacked
-        self.recent = [0.0] * len(self.names)
-        """Tokens of past refreshes, faded."""
-        self.tokens = [0] * len(self.names)
-        """Tokens of all refreshes."""
+        device = matrices.layout.device
+        self.is_expert = torch.tensor([row is not None for row in self.of_matrix], device=device)
+        """(matrices,) bool."""
+        self._row_of_matrix = torch.tensor([row or 0 for row in self.of_matrix], device=device)
         self.unseen: list[str] = []
         """Experts whose mask goes by magnitude, since they have no curvature."""
-        self.refreshed = [0] * len(self.names)
-        """Tokens of the last refresh."""
-        self.shares = [0.0] * len(self.names)
-        """Part of its layer's tokens that each expert saw in the last refresh."""
+        self.counted = self._zeros()
+        """(rows,) fp64 tokens of the last refresh."""
+        self._tokens, self._recent = self._zeros(), self._zeros()
         self._counts = self._zeros()
+        self._read: list[list[float]] | None = None
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self.names), dtype=torch.float64, device=self.matrices.layout.device)
@@ -73,42 +73,62 @@ class ExpertLoad:
         """Forget the counts of a refresh that is not `agree`d on."""
         self._counts = self._zeros()
 
-    def add(self, rows: range, count_E: Tensor) -> None:
-        """Count tokens that this rank sent to consecutive experts; `count_E` has one number each."""
-        self._counts[rows.start : rows.stop] += count_E.to(self._counts)
+    def add(self, rows: range, count_E: Tensor | int) -> None:
+        """Count tokens that this rank sent to consecutive experts, of each of them or of all."""
+        self._counts[rows.start : rows.stop] += count_E
 
     def agree(self) -> None:
         """Sum the counts of this refresh over the ranks. Collective, one call."""
         if self.names:
-            self.matrices.layout.all_reduce(self._counts)
-            self._keep([int(count) for count in self._counts.tolist()])
+            self.counted = self._counts.clone()
+            self.matrices.layout.all_reduce(self.counted)
+            self._read = None
 
-    def take(self, counts: dict[str, list[float]]) -> None:
+    def take(self, counts: dict[str, Tensor]) -> None:
         """Take over the counts of a refresh that are known already, by weight name."""
-        refreshed = [0] * len(self.names)
         for name, rows in self.rows.items():
-            refreshed[rows.start : rows.stop] = [int(count) for count in counts[name]]
-        self._keep(refreshed)
+            self.counted[rows.start : rows.stop] = counts[name]
+        self._read = None
 
-    def _keep(self, tokens: list[int]) -> None:
-        self.refreshed = tokens
-        for rows in self.layers.values():
-            seen = tokens[rows.start : rows.stop]
-            self.shares[rows.start : rows.stop] = [count / max(1, sum(seen)) for count in seen]
-
-    def fade(self, rate_of: Callable[[float, float], tuple[float, float]]) -> list[float]:
-        """Take the tokens of this refresh into `recent` and `tokens`.
+    def fade(self, rate_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """Take the tokens of this refresh into those of the run, and into those that fade with the curvature's mean.
 
         Args:
-            rate_of: (tokens, recent) -> rate of the average, new recent.
+            rate_of: (tokens, faded tokens) -> rate at which the mean moves to the sample, new faded tokens.
 
         Returns:
-            The rate of each row.
+            (rows,) the rates.
         """
-        moved = [rate_of(count, recent) for count, recent in zip(self.refreshed, self.recent, strict=True)]
-        self.recent = [recent for _, recent in moved]
-        self.tokens = [total + count for total, count in zip(self.tokens, self.refreshed, strict=True)]
-        return [rate for rate, _ in moved]
+        rates, self._recent = rate_of(self.counted, self._recent)
+        self._tokens = self._tokens + self.counted
+        self._read = None
+        return rates
+
+    def spread(self, of_row: Tensor, others: Tensor | float) -> Tensor:
+        """(matrices,) fp64: the number of its expert for each matrix, of `others` for one that every token sees."""
+        if not isinstance(others, Tensor):
+            others = torch.full(self.is_expert.shape, others, dtype=torch.float64, device=self.is_expert.device)
+        return torch.where(self.is_expert, of_row[self._row_of_matrix], others) if self.names else others
+
+    def numbers(self) -> Tensor:
+        """(3 * rows,) fp64: tokens of the last refresh, of all refreshes, and of past ones, faded."""
+        return torch.cat([self.counted, self._tokens, self._recent])
+
+    def read(self, numbers: list[float] | None = None) -> list[list[float]]:
+        """`numbers` on the host, which a caller may have read together with others."""
+        if numbers is not None or self._read is None:
+            flat, rows = self.numbers().tolist() if numbers is None else numbers, len(self.names)
+            self._read = [flat[:rows], flat[rows : 2 * rows], flat[2 * rows :]]
+        return self._read
+
+    @property
+    def shares(self) -> list[float]:
+        """Part of its layer's tokens that each expert saw in the last refresh."""
+        counted, shares = self.read()[0], [0.0] * len(self.names)
+        for rows in self.layers.values():
+            seen = counted[rows.start : rows.stop]
+            shares[rows.start : rows.stop] = [count / max(1.0, sum(seen)) for count in seen]
+        return shares
 
     def without(self, sums: list[float]) -> set[int]:
         """Matrices of experts that have no curvature, and notes whose they are.
@@ -128,26 +148,29 @@ class ExpertLoad:
     @property
     def idle(self) -> list[str]:
         """Experts without a token in the last refresh since this object was made: they keep the curvature they have."""
-        if not any(self.refreshed):
-            return []
-        return [name for name, count in zip(self.names, self.refreshed, strict=True) if not count]
+        counted = self.read()[0]
+        return [name for name, count in zip(self.names, counted, strict=True) if not count] if any(counted) else []
 
     def metrics(self) -> dict[str, float]:
         """Of the last refresh: how many experts were idle, and the least and most of each layer, 1 being even."""
-        if not any(self.refreshed):
+        if not any(self.read()[0]):
             return {}
-        metrics = {"experts/idle": float(len(self.idle))}
+        metrics, of_rows = {"experts/idle": float(len(self.idle))}, self.shares
         for layer, rows in self.layers.items():
-            shares = self.shares[rows.start : rows.stop]
+            shares = of_rows[rows.start : rows.stop]
             metrics[f"experts/load_min/{layer}"] = min(shares) * len(rows)
             metrics[f"experts/load_max/{layer}"] = max(shares) * len(rows)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types, valid at any world size."""
+        _, tokens, recent = self.read()
         return {
             "layers": {
-                layer: {"tokens": self.tokens[rows.start : rows.stop], "recent": self.recent[rows.start : rows.stop]}
+                layer: {
+                    "tokens": [int(count) for count in tokens[rows.start : rows.stop]],
+                    "recent": recent[rows.start : rows.stop],
+                }
                 for layer, rows in self.layers.items()
             },
             "unseen": list(self.unseen),
@@ -155,10 +178,14 @@ class ExpertLoad:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the numbers of a checkpoint that `check` found good."""
-        self.tokens = [count for layer in self.layers for count in state["layers"][layer]["tokens"]]
-        self.recent = [count for layer in self.layers for count in state["layers"][layer]["recent"]]
+
+        def loaded(key: str) -> Tensor:
+            numbers = [float(count) for layer in self.layers for count in state["layers"][layer][key]]
+            return torch.tensor(numbers, dtype=torch.float64, device=self.matrices.layout.device)
+
+        self._tokens, self._recent, self.counted = loaded("tokens"), loaded("recent"), self._zeros()
         self.unseen = list(state["unseen"])
-        self.refreshed = [0] * len(self.names)
+        self._read = None
 
     def check(self, state: object) -> None:
         """Whether a saved state is of these experts.

@@ -20,6 +20,8 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
+from sparseforge_ds.zero.taps import uncompiled
+
 ExpertHook = Callable[[str, str, Tensor | None, Tensor, Tensor, int], None]
 """(name of the module, name of its parameter, dL/dy (S, out) or None, x (S, in), one past each expert's last row (E,),
 T); for every layer `down_proj` comes before `gate_up_proj` in a backward, and after it in a forward."""
@@ -79,7 +81,8 @@ def _tap(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterat
     try:
         for config in configs.values():
             config._experts_implementation = _NAME
-        yield
+        with uncompiled():
+            yield
     finally:
         for module in modules.values():
             del _tapped[module]
@@ -92,7 +95,8 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
     tap = _tapped.get(module)
     T, K = expert_TK.shape
     expert_S, order_S = expert_TK.reshape(-1).sort(stable=True)
-    stop_E = torch.bincount(expert_S, minlength=module.num_experts).cumsum(0).to(torch.int32)
+    number_E = torch.arange(module.num_experts, device=expert_S.device, dtype=expert_S.dtype)
+    stop_E = torch.searchsorted(expert_S, number_E, right=True, out_int32=True)
 
     def matmul(x_SI: Tensor, parameter: str) -> Tensor:
         weight_EOI = getattr(module, parameter)
@@ -105,7 +109,9 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
             return y_SO
         if not tap.backward:
             tap.hook(tap.name, parameter, None, x_SI.detach(), stop_E, T)
-        elif torch.is_grad_enabled() and y_SO.requires_grad:  # not in the first pass of re-entrant checkpointing
+        elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
+            if not y_SO.requires_grad:
+                y_SO = y_SO.detach().requires_grad_()
             tapped: Tensor = _Tap.apply(y_SO, x_SI.detach(), stop_E, tap, parameter, T)  # type: ignore[no-untyped-call]
             return tapped
         return y_SO

@@ -1,7 +1,8 @@
 """An extra forward and backward at a step boundary that leaves no trace (design 2.1).
 
-The backward is the engine's own, so gradients are reduced, unscaled and partitioned as in training; the optimizer is
-then stepped while `Probe.harvest` is set: the step hooks hand over the gradients and leave every parameter alone.
+The backward is the engine's own. Where gradients of weights are wanted, they are reduced, unscaled and partitioned as
+in training; the optimizer is then stepped while `Probe.harvest` is set: the step hooks hand over the gradients and
+leave every parameter alone. Where taps see all that is wanted, no weight gets a gradient and nothing is reduced.
 Everything that DeepSpeed counts or scales on the way is put back.
 """
 
@@ -104,6 +105,35 @@ class Probe:
             self._forget_gradients()
         return harvested
 
+    def activations(self, passes: Sequence[Closure]) -> None:
+        """Forward and backward of every pass, in which activations have gradients and weights have none.
+
+        For taps: they get what they get in `gradients`, bit for bit. They tell of an overflow by numbers that are not
+        finite. Under leaf modules weights do have gradients: ZeRO-3 reduces theirs whether there are any or not.
+        """
+        engine = self.layout.engine
+        if getattr(self.layout.optimizer, "leaf_parameters", None):
+            self.gradients(passes, lambda _index, _gradient: None)
+            return
+        with self._untraced(), _without_weight_gradients(engine.module):
+            reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, False  # stage 2 would
+            try:
+                for number, closure in enumerate(passes):
+                    engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
+                    engine.backward(self._loss(closure))
+            finally:
+                engine.enable_backward_allreduce = reduces
+
+    def usable(self, *measured: Tensor) -> bool:
+        """Whether what taps measured did not overflow in fp16 on any rank; other dtypes do not overflow. Collective."""
+        if next(iter(self.layout.low_precision.values())).dtype != torch.float16:
+            return True
+        overflowed = torch.zeros((), device=self.layout.device)
+        for values in measured:
+            overflowed += (~values.isfinite()).any().to(overflowed.device)
+        self.layout.all_reduce(overflowed)
+        return not overflowed.item()
+
     def _forget_gradients(self) -> None:
         """ZeRO-3 hands a parameter that is unused in a step what this buffer held in the one before."""
         buffer = getattr(self.layout.optimizer, "grad_partitions_flat_buffer", None)
@@ -154,6 +184,28 @@ class Probe:
                 group.update(values)
             torch.set_rng_state(cpu_rng)
             accelerator.set_rng_state(device_rng)
+
+
+@contextmanager
+def _without_weight_gradients(model: Any) -> Iterator[None]:
+    """No parameter requires a gradient; what the model embeds its tokens as does, for recomputed blocks to have one."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+
+    def require(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+    # Before DeepSpeed's hooks, which then see what they see in training.
+    handle = None if embedding is None else embedding.register_forward_hook(require, prepend=True)
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        if handle is not None:
+            handle.remove()
 
 
 def reduce_to_shard(

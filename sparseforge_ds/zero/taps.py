@@ -9,8 +9,9 @@ view); the gradient that is seen is that of the output before the change.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from torch.nn import Module
 TokenHook = Callable[[str, Tensor, Tensor], None]
 InputHook = Callable[[str, Tensor], None]
 DisplacementHook = Callable[[str, Tensor], Tensor]
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """While active, what torch.compile has compiled runs as it is: its code does not look for new hooks.
+
+    Nothing is, where the compiler was never loaded, which takes seconds.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Tap(torch.autograd.Function):
@@ -42,8 +51,10 @@ def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[Non
     """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
 
     def tapped(name: str, given: Tensor, output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not output.requires_grad:
+        if not torch.is_grad_enabled():
             return output  # the first, recording-free pass of re-entrant checkpointing
+        if not output.requires_grad:  # nothing before it, and not its weight
+            output = output.detach().requires_grad_()
         return _Tap.apply(output, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
 
     with _on_outputs(modules, tapped):
@@ -59,8 +70,10 @@ def displaced_outputs(modules: dict[str, Module], displacement: DisplacementHook
 
     def tapped(name: str, given: Tensor, output: Tensor) -> Tensor:
         moved = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
-        if not torch.is_grad_enabled() or not moved.requires_grad:
+        if not torch.is_grad_enabled():
             return moved
+        if not moved.requires_grad:
+            moved.requires_grad_()
         return _Tap.apply(moved, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
 
     with _on_outputs(modules, tapped):
@@ -122,11 +135,25 @@ def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
 
 
 @contextmanager
-def captured_output(module: Module) -> Iterator[list[Tensor]]:
-    """While active, collects the outputs of a module with their graph (the logits of an output embedding)."""
-    outputs: list[Tensor] = []
-    with _on_forward({"": module}, lambda _name, _given, output: outputs.append(output)):
-        yield outputs
+def captured_logits(model: Module) -> Iterator[list[Tensor]]:
+    """While active, collects the logits that a model returns, with their graph.
+
+    Raises:
+        ValueError: (in the forward) the model returns none.
+    """
+    found: list[Tensor] = []
+
+    def returned(_name: str, _given: Any, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise ValueError(
+                f'importance "gauss_newton" draws labels from the logits, but {type(model).__name__} returned '
+                f'{type(output).__name__} without any; use "fisher"'
+            )
+        found.append(logits)
+
+    with _on_forward({"": model}, returned):
+        yield found
 
 
 @contextmanager
@@ -135,7 +162,8 @@ def _on_forward(
 ) -> Iterator[None]:
     """While active, hook(name, input, output) follows every forward; what it returns replaces the output.
 
-    `first`: before the hooks that the modules have, such as DeepSpeed's.
+    `first`: before the hooks that the modules have, such as DeepSpeed's. Compiled code, which does not look for new
+    hooks, stands back.
     """
     handles = [
         module.register_forward_hook(
@@ -146,7 +174,8 @@ def _on_forward(
         for name, module in modules.items()
     ]
     try:
-        yield
+        with uncompiled():
+            yield
     finally:
         for handle in handles:
             handle.remove()

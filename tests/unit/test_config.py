@@ -284,3 +284,15 @@ def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
         SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "start": 0.0}})
     with pytest.raises(ValueError, match="low_rank.start.*the branch is there from the first step"):
         SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "shift": True, "start": 0.5}})
+
+
+def test_the_last_steps_before_a_mask_update_are_heard() -> None:
+    def heard(source: str = "training", **curvature: int) -> list[int]:
+        block = {"max_steps": 40, "schedule": {"update_every": 5, "hardening": [0.1, 0.5]}}
+        config = SparseForgeConfig.from_dict({**block, "curvature": {"source": source, **curvature}})
+        return [step for step in range(50) if config.hears(step)]
+
+    assert heard() == [2, 3, 4, 5, 10, 15]  # and frozen from 20 on
+    assert heard(first_probes=9, probes=2) == [1, 2, 3, 4, 5, 9, 10, 14, 15]
+    assert heard(first_probes=1, probes=9) == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert heard("probe") == []

@@ -119,10 +119,12 @@ def total(calls: list[tuple[str, int]]) -> int:
 NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 
 
-def test_bytes_of_an_update_do_not_grow_with_the_weights() -> None:
-    training = {"curvature": {"source": "training"}}
+@pytest.mark.parametrize(
+    "config", [{"curvature": {"source": "training"}}, {"importance": "gauss_newton"}], ids=["training", "passes"]
+)
+def test_bytes_of_an_update_do_not_grow_with_the_weights(config: dict[str, Any]) -> None:
     requests = [
-        (Case(stage=stage, zero=NOTHING_PERSISTENT if stage == 3 else {}, config=training), hidden, intermediate)
+        (Case(stage=stage, zero=NOTHING_PERSISTENT if stage == 3 else {}, config=config), hidden, intermediate)
         for stage in (0, 1, 2, 3)
         for hidden, intermediate in ((32, 64), (64, 128))
     ]
@@ -140,7 +142,7 @@ def test_bytes_of_an_update_do_not_grow_with_the_weights() -> None:
             assert total(small["maths"]) <= 64 * small["matrices"] + 256, (stage, small["maths"])
             assert not [name for name, _ in small["maths"] if "all_to_all" in name], stage
             assert small["between"] == [], stage
-            # What was heard in training is reduced to slices: no pass of its own, and no gradient moves.
+            # What was heard is reduced to slices; no gradient of a weight moves, passes of its own have none.
             reduced = [size for name, size in large["whole"] if name == "reduce_scatter_tensor"]
             assert reduced == [4 * large["sides"] * 3 // 2], stage
             weights = ("all_gather_into_tensor", "all_gather_single", "all_gather", "_all_gather_base")

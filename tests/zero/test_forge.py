@@ -186,21 +186,37 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
         assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
 
 
-def compiled() -> str:
-    engine, forge = build(Case(stage=1, config=TRAINING))
-    engine.module.compile(backend="eager")
-    try:
-        for step in range(3):
-            train_step(engine, Case(), step)
-            forge.step()
-    except sf.ForgeError as error:
-        return str(error)
-    return "no error"
+COMPILED = [
+    Case(stage=stage, model=model, config=config, steps=4)
+    for stage, model, config in ((1, "llama", TRAINING), (0, "llama", {"importance": "hutchinson"}), (2, "gpt2", {}))
+]
 
 
-def test_compiled_layers_that_are_not_heard_stop_the_run() -> None:
-    said = run_distributed(compiled, 1)[0]
-    assert "no usable curvature for 7 of 7 matrices at step 2" in said and "torch.compile" in said, said
+def curvature_of_compiled() -> list[list[dict[str, torch.Tensor]]]:
+    """After four steps: of the model as it is, and compiled before or after the forge was attached."""
+    found = []
+    for case in COMPILED:
+        of_case = []
+        for compiles in (None, "before", "after"):
+            engine = build_engine(case)
+            if compiles == "before":
+                engine.module.compile(backend="eager")
+            forge = sf.SparseForge(engine, case.sparseforge)
+            if compiles == "after":
+                engine.module.compile(backend="eager")
+            for step in range(case.steps):
+                train_step(engine, case, step)
+                forge.step(probe_of(engine, case, step))
+            of_case.append(gathered(forge, "curvature"))
+        found.append(of_case)
+    return found
+
+
+def test_compiled_layers_are_measured_as_they_are() -> None:
+    for case, (plain, *compiled) in zip(COMPILED, run_distributed(curvature_of_compiled, 1)[0], strict=True):
+        for one in compiled:
+            for name, curvature in plain.items():
+                assert curvature.any() and torch.equal(one[name], curvature), (case.stage, name)
 
 
 # -- before the first update ------------------------------------------------------------------------------------------

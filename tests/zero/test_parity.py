@@ -35,6 +35,12 @@ FP32: dict[str, Case] = {
     "2:4-training": Case(config={**TRAINING, **EXCLUDE_K}, gas=2),
     "2:4-training-odd": Case(model="llama_odd", config={**TRAINING, **ODD}),
     "conv1d-training": Case(model="gpt2", config=TRAINING, clip=0.1),
+    "2:4-training-3-of-5-and-2": Case(
+        config={"curvature": {"source": "training", "first_probes": 3, "probes": 2}, "max_steps": 20}
+        | {"schedule": {"update_every": 5}, **EXCLUDE_K},
+        gas=2,
+        steps=16,
+    ),
     "2:4-gas": Case(config=EXCLUDE_K, gas=2),
     "2:4-odd": Case(model="llama_odd", config=ODD),
     "1:4-gauss-newton": Case(config={"pattern": "1:4", "importance": "gauss_newton", **EXCLUDE_K}),

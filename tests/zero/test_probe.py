@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparseforge_ds.estimate import RunningSums, estimator_of, sums_of
 from sparseforge_ds.mask.curvature import counter_key, rademacher
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.zero.probe import batches_of
+from sparseforge_ds.zero.probe import Probe, batches_of
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.reference import ReferenceForge
@@ -66,14 +66,14 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
     Of elements these are all of a weight, of sums its row sums and its column sums.
     """
-    config, shards = named(kind, config), forge._ranking.shards
+    config, shards = named(kind, config), forge._ranking.mean.shards
     if config.keeps_sums:
         summed = sums_of(shards, config)
 
         def sample_sums(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
             assert summed.refresh(batches_of(probe), step, probes)
             running = RunningSums(shards.matrices, shards.shards)
-            running.take(*summed.finish(), [1.0] * len(shards.matrices.names))
+            running.take(*summed.finish(), torch.ones(len(shards.matrices.names)))
             whole = running.whole()
             return {name: whole.all_of(name).clone() for name in shards.shards}
 
@@ -258,6 +258,36 @@ def test_per_token_curvature_is_the_explicit_one() -> None:
         assert apart(mine, expected) < bound, (case.stage, kind)
 
 
+def with_weight_gradients(self: Probe, passes: Any) -> None:
+    """What `activations` is held against: the same passes, in which weights have gradients as well."""
+    assert self.gradients(passes, lambda _index, _gradient: None)
+
+
+def measure_both_ways(requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    found = measure_all(requests)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Probe, "activations", with_weight_gradients)
+        return list(zip(found, measure_all(requests), strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_taps_need_no_gradients_of_weights(stage: int) -> None:
+    requests = [
+        (Case(stage, dtype, model, gas=2), kind, how)
+        for dtype, model, kind in (
+            ("fp32", "llama", "fisher"),
+            ("bf16", "gpt2", "gauss_newton"),
+            ("fp32", "llama", "hutchinson"),
+            ("fp32", "qwen3_moe", "fisher"),
+            ("fp32", "qwen3_moe", "elements"),
+        )
+        for how in (None, False, True)
+    ]
+    for request, (without, as_well) in zip(requests, run_distributed(measure_both_ways, 2, requests)[0], strict=True):
+        for name, found in without.items():
+            assert found.any() and torch.equal(found, as_well[name]), (request, name)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_activation_checkpointing_gives_the_same_curvature(stage: int) -> None:
     requests = [
@@ -329,11 +359,8 @@ def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
 
 
 def test_prefetching_survives_probes() -> None:
-    """A probe that called modules in another order than training would cost the next two steps their prefetches.
-
-    `gauss_newton` does: its backward begins at the head's output, inside of the root module.
-    """
-    kinds = ("hutchinson", "fisher", "wanda", "training")
+    """A probe that called modules in another order than training would cost the next two steps their prefetches."""
+    kinds = ("hutchinson", "fisher", "gauss_newton", "wanda", "training")
     (seen, _) = run_distributed(prefetch_traces, 2, kinds)
     assert seen == {(kind, checkpointing): {"COMPLETE"} for kind in kinds for checkpointing in (False, True)}
 

@@ -38,6 +38,12 @@ CASES["3-offload"] = Case(
 BF16_MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 CASES["2-bf16-masters"] = Case(stage=2, dtype="bf16", more=BF16_MASTERS)
 CASES["3-bf16-masters"] = Case(stage=3, dtype="bf16", more=BF16_MASTERS)
+# The first save is between two steps that are heard.
+TRAINING = {"curvature": {"source": "training"}}
+CASES["0-training"] = Case(stage=0, config=TRAINING)
+CASES["1-training-fp16"] = Case(stage=1, dtype="fp16", config=TRAINING)
+CASES["2-training-experts"] = Case(stage=2, model="qwen3_moe", config=TRAINING)
+CASES["3-training-bf16"] = Case(stage=3, dtype="bf16", gas=2, config=TRAINING)
 CASES["3-experts"] = Case(stage=3, model="qwen3_moe")
 CASES["1-experts-bf16"] = Case(stage=1, dtype="bf16", model="qwen3_moe", gas=2)
 CASES["3-magnitude"] = Case(stage=3, config={"importance": "magnitude"})

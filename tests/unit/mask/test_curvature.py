@@ -154,17 +154,18 @@ def test_an_expert_average_weighs_every_token_alike() -> None:
     """An average of per-token means by `token_rate` is a faded sum over tokens by the faded count of tokens."""
     decay, tokens = 0.8, [5, 0, 40, 1, 0, 7]
     means = [torch.tensor([float(3 * k - 4), 2.0**k]) for k in range(len(tokens))]
-    average, recent = torch.zeros(2), 0.0
+    average, recent = torch.zeros(2), torch.zeros(1, dtype=torch.float64)
     for count, mean in zip(tokens, means, strict=True):
         before = average.clone(), recent
-        rate, recent = token_rate(count, recent, decay)
-        average.lerp_(mean, rate)
+        rate, recent = token_rate(torch.tensor([float(count)]), recent, decay)
+        average.lerp_(mean, rate.float())
         if not count:
             assert torch.equal(average, before[0]) and recent == before[1]
     seen = [(count, mean) for count, mean in zip(tokens, means, strict=True) if count]
     weights = [count * decay ** (len(seen) - 1 - k) * (1 - decay) for k, (count, _) in enumerate(seen)]
     expected = sum(weight * mean for weight, (_, mean) in zip(weights, seen, strict=True)) / sum(weights)
     torch.testing.assert_close(average, expected)
-    assert recent == pytest.approx(sum(weights))
-    assert token_rate(3, 0.0, decay)[0] == 1.0  # no bias
-    assert token_rate(3, 9.0, 0.0)[0] == 1.0
+    assert recent.item() == pytest.approx(sum(weights))
+    three = torch.tensor([3.0])
+    assert token_rate(three, torch.zeros(1), decay)[0] == 1.0  # no bias
+    assert token_rate(three, three * 3, 0.0)[0] == 1.0
