@@ -15,8 +15,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from sparseforge_ds.mask.bits import count_bits, pack
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.mask.quench import disagreement
 from sparseforge_ds.mask.runs import runs
@@ -84,10 +84,10 @@ class Health:
 
         `correction` is the bias correction by which its running mean is to be divided.
         """
-        packed = _pack(target)
+        packed = pack(target)
         before = self._targets.get((shard.name, shard.start))
         if before is not None:
-            self._add("flips", _count_bits(packed ^ before))
+            self._add("flips", count_bits(packed ^ before))
             self._add("compared", shard.numel)
         self._targets[shard.name, shard.start] = packed
         self._add("count", shard.numel)
@@ -135,24 +135,3 @@ def histogram_counts(mask: Tensor, curvature: Tensor | None, bins: int) -> Tenso
         decades = curvature.abs().clamp(min=10.0**low).log10().clamp(low, high)
         counts[bins:] = torch.histc(decades, bins, low, high)
     return counts
-
-
-def _pack(bits: Tensor) -> Tensor:
-    """(n,) bool -> (ceil(n / 8),) uint8."""
-    ones = bits.view(torch.uint8)
-    padded = (F.pad(ones, (0, -ones.numel() % 8)) if ones.numel() % 8 else ones).view(-1, 8)
-    shift = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    packed = padded.new_empty(len(padded))
-    for run in runs(padded):
-        torch.sum(padded[run] << shift, dim=1, dtype=torch.uint8, out=packed[run])
-    return packed
-
-
-def _count_bits(packed: Tensor) -> Tensor:
-    """() fp64: bits set."""
-    total = torch.zeros((), dtype=torch.float64, device=packed.device)
-    for run in runs(packed):  # pairs, nibbles and bytes of bits are added inside their byte
-        pairs = packed[run] - ((packed[run] >> 1) & 0x55)
-        nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-        total += ((nibbles + (nibbles >> 4)) & 0x0F).sum(dtype=torch.float64)
-    return total

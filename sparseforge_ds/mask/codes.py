@@ -1,0 +1,35 @@
+"""Soft masks as 16-bit fixed point: m in [0, 1] as round(65535 m), in half the memory of fp32.
+
+0 and 1 are exact, and so is reading a code and writing it again. The arithmetic is one multiplication each way (a
+division by a constant is another operation on a GPU than on a CPU), so codes are the same on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CODE = torch.uint16
+"""The dtype of codes: 0 is m = 0, so the padding of a partition needs no code of its own."""
+STEPS = 65535
+"""The code of m = 1."""
+
+
+def encode(mask: Tensor) -> Tensor:
+    """(...) fp32 m in [0, 1] -> (...) codes of the nearest value, half to even."""
+    return (mask * STEPS).round().to(CODE)
+
+
+def decode(code: Tensor) -> Tensor:
+    """(...) codes -> (...) fp32 m."""
+    return code.float() * (1.0 / STEPS)
+
+
+def values_of(mask: Tensor) -> Tensor:
+    """(...) m as fp32, of a mask that is stored as codes or as fp32 itself."""
+    return decode(mask) if mask.dtype == CODE else mask
+
+
+def stored_as(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(...) fp32 m as a mask of `dtype` is stored; inverse of `values_of`."""
+    return encode(mask) if dtype == CODE else mask
