@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.bits import bits_of
+from sparseforge_ds.mask.codes import values_of
+from sparseforge_ds.mask.fusing import between, fused
 from sparseforge_ds.mask.runs import runs
 
 
@@ -57,3 +60,55 @@ def disagreement(mask_GM: Tensor, hard_GM: Tensor, theta: float = 0.5) -> Tensor
         () fp64 count, left on the device.
     """
     return ((mask_GM > theta) != hard_GM).any(dim=1).sum(dtype=torch.float64)
+
+
+def soft_step(
+    dense: Tensor, before: Tensor, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
+) -> None:
+    """`follow` and `publish` of an ordinary step in one pass, without a top N: masks move only at an update.
+
+    With m_eff(x) = x m + (1 - x) kept, W <- W' + m_eff(x_before) (W - W') in place, then m_eff(x) W into `out`, +0.0
+    where that is 0.
+
+    Args:
+        dense: (n,) fp32 W after the optimizer's step.
+        before: (n,) fp32 W' before it; may be `out` itself.
+        mask: (n,) soft mask, fp32 or codes; 0 in the padding of a partition.
+        kept: (ceil(n / 8),) packed bits of the top N of `mask`.
+        x_before: x of the step before, at which the gradient was taken.
+        x: x of this step.
+        out: (n,) master weight, fp32 or bf16.
+    """
+    held = None if before.data_ptr() == out.data_ptr() else before
+    for run in runs(dense):  # of a multiple of 8 elements
+        bits = kept[run.start // 8 : -(-run.stop // 8)]
+        # A compiled function must not get the same memory twice.
+        _soft_step(dense[run], None if held is None else held[run], mask[run], bits, x_before, x, out[run])
+
+
+def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
+    """Zero in place, +0.0, where a weight is pruned.
+
+    Args:
+        gradient: (n,) of any dtype.
+        kept: (ceil(n / 8),) packed bits.
+    """
+    for run in runs(gradient):
+        _masked_gradient(gradient[run], kept[run.start // 8 : -(-run.stop // 8)])
+
+
+@fused(writes=("dense", "out"))
+def _soft_step(
+    dense: Tensor, before: Tensor | None, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
+) -> None:
+    soft, hard = values_of(mask), bits_of(kept, mask.numel()).float()
+    then, now = hard + (soft - hard) * x_before, hard + (soft - hard) * x
+    followed = between(out if before is None else before, dense, then)
+    published = followed * now
+    dense.copy_(followed)
+    out.copy_(torch.where(published == 0, 0.0, published))
+
+
+@fused(writes=("gradient",))
+def _masked_gradient(gradient: Tensor, kept: Tensor) -> None:
+    gradient.copy_(torch.where(bits_of(kept, gradient.numel()), gradient, 0.0))

@@ -120,6 +120,12 @@ class Ground:
         _, curvature = self.dense_and_curvature(shard)
         self.health.add_update(self.weights[shard.name], shard, mask, target, curvature, self.correction(shard.name))
 
+    def add_moved(self, shard: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor) -> Tensor:
+        """Account for a shard's new mask; returns the packed bits of what is `kept`. See `Health.add_moved`."""
+        _, curvature = self.dense_and_curvature(shard)
+        self.health.add_curvature(curvature, self.correction(shard.name))
+        return self.health.add_moved(self.weights[shard.name], shard, mask, target, kept, disagrees)
+
     @torch.no_grad()
     def account(self) -> None:
         """Account for all masks in the metrics; what is kept is the target."""

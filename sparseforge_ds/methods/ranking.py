@@ -21,21 +21,52 @@ from sparseforge_ds.estimate import (
 )
 from sparseforge_ds.estimate.axis_sums import AxisSums
 from sparseforge_ds.mask.curvature import accumulate, token_rate
-from sparseforge_ds.mask.factored import rank_one, vanishes
+from sparseforge_ds.mask.factored import rank_one, shares, vanishes
 from sparseforge_ds.mask.importance import (
     MOMENTS,
+    Curvature,
+    RankOne,
     magnitude_moments,
     scalings,
     score_moments,
     standardized_score,
 )
-from sparseforge_ds.mask.runs import PIECE, runs
+from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.ground import ForgeError, Ground
 from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.zero.edges import Piece
-from sparseforge_ds.zero.moments import Part
+from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 from sparseforge_ds.zero.shard import Shard
+
+
+class Scoring:
+    """What scores are made of, matrix by matrix."""
+
+    def __init__(self, matrices: Matrices) -> None:
+        self.matrices = matrices
+        self.scaling: Tensor = matrices.table(3)
+        """(matrices, 3) fp64, see `scalings`."""
+        self.factors: list[tuple[Tensor, Tensor]] = []
+        """Of the curvature of every matrix, where it is a product."""
+        self.by_magnitude: set[int] = set()
+        """Matrices without a curvature."""
+
+    def of(self, run: Piece | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
+        """(elements of the run, their H, scaling) for every matrix that a run of a weight's elements touches.
+
+        `elements`: H of the run where it is not a product.
+        """
+        rows = self.matrices.rows[run.name]
+        size = self.matrices.size(run.name)
+        for row in rows[run.start // size : -(-run.stop // size)]:
+            first = (row - rows.start) * size
+            start, stop = max(run.start, first), min(run.stop, first + size)
+            inside = slice(start - run.start, stop - run.start)
+            curvature: Curvature = None if elements is None else elements[inside]
+            if self.factors:
+                curvature = RankOne(*self.factors[row], start - first)
+            yield inside, None if row in self.by_magnitude else curvature, self.scaling[row]
 
 
 class Ranking:
@@ -57,7 +88,6 @@ class Ranking:
         self.running: RunningSums | None = None
         """What is kept where scores are made of sums."""
         self._hearing = ExitStack()
-        self._by_magnitude: set[int] = set()
         self._metrics: dict[str, float] = {}
         """Of the sums that the newest scores are made of."""
         config = ground.config
@@ -212,8 +242,28 @@ class Ranking:
         Raises:
             ForgeError: some matrix has no curvature to speak of.
         """
+        on, scoring = self.on, self.measure()
+
+        def score(piece: Piece | Shard) -> Tensor:
+            dense = on.of(on.shards[piece.name], "dense")[piece.start - on.shards[piece.name].start :]
+            found = [
+                standardized_score(dense[inside], curvature, scaling)
+                for inside, curvature, scaling in scoring.of(piece, self._elements(piece))
+            ]
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        missing = on.edges.exchange(score)
+        for piece in on.pieces():
+            yield piece, on.to_groups(piece, score(piece), missing)
+
+    def measure(self) -> Scoring:
+        """What the scores of all elements are made of. Collective.
+
+        Raises:
+            ForgeError: some matrix has no curvature to speak of.
+        """
         on = self.on
-        sums = None  # a local of this generator, so that they go with it
+        sums = None
         if self.running is not None:
             sums = self.running.whole().to(on.layout.flats[0].device)
             corrections = [on.correction(name) for name, rows in on.matrices.rows.items() for _ in rows]
@@ -221,49 +271,30 @@ class Ranking:
         elif on.config.factored:
             sums = AxisSums(on.matrices, on.shards, on.layout.flats[0].device)
             sums.add_shards(lambda shard: on.of(shard, "curvature"))
-        moments = on.matrices.table(MOMENTS)
-        for name, shard in on.shards.items():
-            dense = on.of(shard, "dense")
-            for part in on.matrices.parts[name]:
-                for start in range(part.start, part.stop, PIECE):
-                    inside = slice(start, min(start + PIECE, part.stop))
-                    found = score_moments(dense[inside], self._curvature(shard, part, inside, sums))
-                    moments[part.row] += found.to(moments.device)
-        on.matrices.reduce(moments)
-        self._by_magnitude = self._require_curvature(moments[:, 1].tolist(), sums)
-        if self._by_magnitude:
-            rows = torch.tensor(sorted(self._by_magnitude), device=moments.device)
+        scoring = Scoring(on.matrices)
+        if sums is not None:
+            scoring.factors = [shares(*sums.of(row)) for row in range(len(on.matrices.names))]
+        moments = on.matrices.table(MOMENTS).to(on.layout.flats[0].device)
+        scoring.scaling = moments  # of the right shape, until it is known
+        for piece in on.pieces():
+            dense = on.of(piece, "dense")
+            for inside, curvature, of_matrix in scoring.of(piece, self._elements(piece)):
+                of_matrix += score_moments(dense[inside], curvature)
+        moments = on.matrices.reduce(moments.to(on.layout.device))
+        scoring.by_magnitude = self._require_curvature(moments[:, 1].tolist(), sums)
+        if scoring.by_magnitude:
+            rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
             moments[rows] = magnitude_moments(moments[rows])
         # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
-        scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
+        scoring.scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
+        return scoring
 
-        def score(piece: Piece | Shard) -> Tensor:
-            return self._score(on.shards[piece.name], scaling, sums, piece.start, piece.stop)
-
-        missing = on.edges.exchange(score)
-        for piece in on.pieces():
-            yield piece, on.to_groups(piece, score(piece), missing)
-
-    def _score(self, shard: Shard, scaling: Tensor, sums: AxisSums | None, start: int, stop: int) -> Tensor:
-        """s~ of the weight's elements start..stop, all of them on this rank."""
-        dense = self.on.of(shard, "dense")
-        scores = []
-        for part in self.on.matrices.parts[shard.name]:
-            inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
-            if inside.start < inside.stop:
-                part_curvature = None if part.row in self._by_magnitude else self._curvature(shard, part, inside, sums)
-                scores.append(standardized_score(dense[inside], part_curvature, scaling[part.row]))
-        return scores[0] if len(scores) == 1 else torch.cat(scores)
-
-    def _curvature(self, shard: Shard, part: Part, inside: slice, sums: AxisSums | None) -> Tensor | None:
-        """H of elements of a shard that lie in one part of it, as scores take it; None for a plain magnitude."""
-        if not self.on.config.keeps_curvature:
+    def _elements(self, piece: Piece | Shard) -> Tensor | None:
+        """Elements of H where scores are made of them."""
+        if not self.on.config.keeps_curvature or self.on.config.factored:
             return None
-        if not self.on.config.factored:
-            return self.on.of(shard, "curvature")[inside]
-        assert sums is not None
-        first = sums.first(shard.name, part) - part.start
-        return rank_one(*sums.of(part.row), first + inside.start, first + inside.stop)
+        shard = self.on.shards[piece.name]
+        return self.on.of(shard, "curvature")[piece.start - shard.start : piece.stop - shard.start]
 
     def curvatures(self) -> Iterator[tuple[Shard, Tensor | None]]:
         """(piece, running mean of H of its elements, without bias correction) for every piece of this rank's shards.
@@ -282,7 +313,7 @@ class Ranking:
                 stop = min(part.stop, piece.stop - shard.start)
                 if start < stop:
                     first = sums.first(piece.name, part) - part.start
-                    found.append(rank_one(*sums.of(part.row), first + start, first + stop))
+                    found.append(rank_one(*shares(*sums.of(part.row)), first + start, first + stop))
             yield piece, torch.cat(found)
 
     def report(self) -> dict[str, float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.gate import gate, move_mask
 from sparseforge_ds.mask.quench import effective_mask, follow, publish
+from sparseforge_ds.mask.update import move_groups
 from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.rule import Rule
-from sparseforge_ds.zero.edges import Missing
+from sparseforge_ds.zero.edges import Missing, Piece
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
@@ -66,12 +66,23 @@ class SoftMask(Rule):
         """Scores, gates and masks of all weights (eqs. 3 to 9)."""
         on = self.on
         dials = on.schedule.dials(on.step)
-        for shard, score_GM in self.ranking.scored():
-            mask = on.of(shard, "mask")
-            chosen = gate(score_GM, on.pattern.kept, dials.temperature, on.config.threshold)
-            soft, target = (on.from_groups(shard, value_GM) for value_GM in chosen)
-            mask.copy_(move_mask(mask, soft, target, dials))
-            on.add_update(shard, mask, target)
+        scoring = self.ranking.measure()
+        by_elements = on.config.keeps_elements and not on.config.factored
+        keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
+        missing = {key: on.exchange(key) for key in keys}
+        for piece in on.pieces():
+            weight, whole = on.weights[piece.name], on.edges.widened(piece)
+            wide = {key: on.edges.widen(piece, on.of(piece, key), missing[key]) for key in keys}
+            chosen = []
+            for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
+                place = (on.pattern, weight.shape, weight.input_axis, on.config.threshold == "midpoint")
+                given = (wide["dense"][inside], wide["mask"][inside], curvature, scaling, dials)
+                chosen.append(move_groups(*given, *place))
+            target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
+            mask = on.of(piece, "mask")
+            if whole != Piece(piece.name, piece.start, piece.stop):
+                mask.copy_(on.edges.own(piece, wide["mask"]))
+            on.add_moved(piece, mask, on.edges.own(piece, target), on.edges.own(piece, kept), disagrees)
         self._mask_edges = on.exchange("mask")
         return self.ranking.report() | on.load.metrics()
 

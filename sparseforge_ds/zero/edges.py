@@ -157,6 +157,13 @@ class Edges:
             parts.append(suffix.to(mine.device))
         return torch.cat(parts) if len(parts) > 1 else mine
 
+    def widened(self, shard: Shard) -> Piece:
+        """The elements that `widen` gives of a shard or a piece of one."""
+        whole = self.shards[shard.name]
+        before = self.prefix[shard.name] if shard.start == whole.start else 0
+        after = self.suffix[shard.name] if shard.stop == whole.stop else 0
+        return Piece(shard.name, shard.start - before, shard.stop + after)
+
     def own(self, shard: Shard, widened: Tensor) -> Tensor:
         """The own elements of a shard, or of a piece of one, in a widened tensor."""
         head = self.prefix[shard.name] if shard.start == self.shards[shard.name].start else 0
