@@ -83,7 +83,8 @@ def soft_step(
     for run in runs(dense):  # of a multiple of 8 elements
         bits = kept[run.start // 8 : -(-run.stop // 8)]
         # A compiled function must not get the same memory twice.
-        _soft_step(dense[run], None if held is None else held[run], mask[run], bits, x_before, x, out[run])
+        given = (dense[run], None if held is None else held[run], mask[run], bits)
+        _soft_step(*given, x_before, x_before >= 0.5, x, x >= 0.5, out[run])
 
 
 def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
@@ -99,10 +100,18 @@ def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
 
 @fused(writes=("dense", "out"))
 def _soft_step(
-    dense: Tensor, before: Tensor | None, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
+    dense: Tensor,
+    before: Tensor | None,
+    mask: Tensor,
+    kept: Tensor,
+    x_before: float,
+    late_before: bool,
+    x: float,
+    late: bool,
+    out: Tensor,
 ) -> None:
     soft, hard = values_of(mask), bits_of(kept, mask.numel()).float()
-    then, now = hard + (soft - hard) * x_before, hard + (soft - hard) * x
+    then, now = between(hard, soft, x_before, late_before), between(hard, soft, x, late)
     followed = between(out if before is None else before, dense, then)
     published = followed * now
     dense.copy_(followed)

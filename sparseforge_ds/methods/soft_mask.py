@@ -10,7 +10,7 @@ from sparseforge_ds.mask.update import move_groups
 from sparseforge_ds.methods.ground import Ground
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.rule import Rule
-from sparseforge_ds.zero.edges import Missing, Piece
+from sparseforge_ds.zero.edges import Missing
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
@@ -72,15 +72,16 @@ class SoftMask(Rule):
         missing = {key: on.exchange(key) for key in keys}
         for piece in on.pieces():
             weight, whole = on.weights[piece.name], on.edges.widened(piece)
-            wide = {key: on.edges.widen(piece, on.of(piece, key), missing[key]) for key in keys}
+            mine = {key: on.of(piece, key) for key in keys}
+            wide = {key: on.edges.widen(piece, mine[key], missing[key]) for key in keys}
             chosen = []
             for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
                 place = (on.pattern, weight.shape, weight.input_axis, on.config.threshold == "midpoint")
                 given = (wide["dense"][inside], wide["mask"][inside], curvature, scaling, dials)
                 chosen.append(move_groups(*given, *place))
             target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
-            mask = on.of(piece, "mask")
-            if whole != Piece(piece.name, piece.start, piece.stop):
+            mask = mine["mask"]
+            if wide["mask"] is not mask:
                 mask.copy_(on.edges.own(piece, wide["mask"]))
             on.add_moved(piece, mask, on.edges.own(piece, target), on.edges.own(piece, kept), disagrees)
         self._mask_edges = on.exchange("mask")

@@ -151,9 +151,9 @@ class Edges:
         whole = self.shards[shard.name]
         prefix, suffix = missing[shard.name]
         parts = [mine]
-        if shard.start == whole.start:
+        if shard.start == whole.start and prefix.numel():
             parts.insert(0, prefix.to(mine.device))
-        if shard.stop == whole.stop:
+        if shard.stop == whole.stop and suffix.numel():
             parts.append(suffix.to(mine.device))
         return torch.cat(parts) if len(parts) > 1 else mine
 
