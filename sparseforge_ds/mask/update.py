@@ -36,7 +36,7 @@ class Chosen(NamedTuple):
     kept: Tensor
     """(n,) bool: the top N of the new mask."""
     disagrees: Tensor
-    """(S, C) bool of every group: its top N is not what the paper's own rule 1[m > 0.5] would keep."""
+    """(n / M,) bool of every group: its top N is not what the paper's own rule 1[m > 0.5] would keep."""
 
 
 class Tally(NamedTuple):
@@ -159,44 +159,45 @@ def _move_mask(
     new = [values_of(stored) for stored in moved]
     tops = [place < kept for place in _places(new)]
     wrong = [(value > 0.5) != top for value, top in zip(new, tops, strict=True)]
-    disagrees = wrong[0].any(1, keepdim=True) if len(wrong) == 1 else functools.reduce(torch.logical_or, wrong)
-    return _in_order(moved), _in_order(targets), _in_order(tops), disagrees
+    disagrees = wrong[0].any(0, keepdim=True) if len(wrong) == 1 else functools.reduce(torch.logical_or, wrong)
+    moved_n, target_n, kept_n = (_in_order(one, interleaved) for one in (moved, targets, tops))
+    return moved_n, target_n, kept_n, disagrees.view(-1)
 
 
 _fused_move = fused()(_move_mask)
 
 
 def _by_member(flat: Tensor, members: int, interleaved: int) -> list[Tensor]:
-    """(n,) -> M tensors (S, C); of large groups, which come as they are, one tensor (G, M)."""
-    if members > UNROLLED:
-        return [flat.view(-1, members)]
-    return list(flat.view(-1, members, interleaved).unbind(1))
+    """(n,) -> M tensors (S, C) to compile; step by step, where every operation costs a call, one of (M, S C)."""
+    member = flat.view(-1, members, interleaved)
+    if torch.compiler.is_compiling():
+        return list(member.unbind(1))
+    return [member.transpose(0, 1).reshape(members, -1)]
 
 
-def _in_order(member: list[Tensor]) -> Tensor:
+def _in_order(member: list[Tensor], interleaved: int) -> Tensor:
     """Inverse of `_by_member`."""
-    return torch.stack(member, dim=1).view(-1) if len(member) > 1 else member[0].reshape(-1)
+    if len(member) > 1:
+        return torch.stack(member, dim=1).view(-1)
+    return member[0].view(len(member[0]), -1, interleaved).transpose(0, 1).reshape(-1)
 
 
 def _places(member: list[Tensor]) -> list[Tensor]:
     """How many members of its group beat each, as `rank_in_group` has it."""
     if len(member) == 1:
-        return [rank_in_group(member[0])]
+        return [rank_in_group(member[0].t()).t().contiguous()]
     places = []
     for i, own in enumerate(member):
         wins = [(other >= own if j < i else other > own).to(torch.int8) for j, other in enumerate(member) if j != i]
-        places.append(_over_group(wins))
+        places.append(functools.reduce(torch.add, wins))
     return places
 
 
 def _over_group(member: list[Tensor]) -> Tensor:
     """Sum over the members of a group, in the order of their numbers."""
     if len(member) == 1:
-        return member[0].sum(dim=1, keepdim=True)
-    total = member[0]
-    for one in member[1:]:
-        total = total + one
-    return total
+        return member[0].sum(dim=0, keepdim=True)
+    return functools.reduce(torch.add, member)
 
 
 def _end_to_end(run: Sequence[Tensor]) -> Tensor:
