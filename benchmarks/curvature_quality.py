@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.factored import add_sums, rank_one
+from sparseforge_ds.mask.factored import add_sums, rank_one, shares
 from sparseforge_ds.mask.importance import scalings, score_moments, standardized_score
 from sparseforge_ds.mask.pattern import NM, rank_in_group, top_n
 from sparseforge_ds.model.families import PrunableWeight
@@ -32,7 +32,7 @@ def factored(estimate: Diagonal, weights: list[PrunableWeight]) -> Diagonal:
         row_R = torch.zeros(rows, dtype=torch.float64)
         column_C = torch.zeros(columns, dtype=torch.float64)
         add_sums(estimate[weight.name], 0, row_R, column_C)
-        result[weight.name] = rank_one(row_R, column_C, 0, rows * columns)
+        result[weight.name] = rank_one(*shares(row_R, column_C), 0, rows * columns)
     return result
 
 

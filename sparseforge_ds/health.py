@@ -15,20 +15,20 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.mask.quench import disagreement
 from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.mask.update import Tally, tally
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.shard import Shard
 
 _SUMS = (
-    "count",
     "undecided",
     "kept",
     "flips",
+    "count",
     "compared",
     "disagreeing",
     "groups",
@@ -50,14 +50,18 @@ class Health:
     def __init__(self, matrices: Matrices, pattern: Pattern) -> None:
         self.matrices = matrices
         self.pattern = pattern
-        self._sums = self._zeros()
+        self._counts = dict.fromkeys(_SUMS, 0.0)
+        """What is known on the host."""
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64)
+        """On the device of the shards, wherever that is."""
         self._targets: dict[tuple[str, int], Tensor] = {}
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros(len(_SUMS), dtype=torch.float64, device=self.matrices.layout.device)
-
-    def _add(self, name: str, value: Tensor | float) -> None:
-        self._sums[_COLUMN[name]] += value.to(self._sums.device) if isinstance(value, Tensor) else value
+    def _add(self, name: str, value: Tensor) -> None:
+        """Add () or, beginning at the named one, several of the sums."""
+        if self._sums.device != value.device:
+            self._sums = self._sums.to(value.device)
+        column = _COLUMN[name]
+        self._sums[column : column + value.numel()] += value
 
     def forget_targets(self) -> None:
         """After a checkpoint was loaded: the next update has no target to compare with."""
@@ -84,19 +88,9 @@ class Health:
 
         `correction` is the bias correction by which its running mean is to be divided.
         """
-        packed = _pack(target)
-        before = self._targets.get((shard.name, shard.start))
-        if before is not None:
-            self._add("flips", _count_bits(packed ^ before))
-            self._add("compared", shard.numel)
-        self._targets[shard.name, shard.start] = packed
-        self._add("count", shard.numel)
-        for run in runs(mask):
-            self._add("undecided", (mask[run] * (1 - mask[run])).sum(dtype=torch.float64))
-            self._add("kept", mask[run].sum(dtype=torch.float64))
-            if curvature is not None:
-                self._add("curvature", curvature[run].sum(dtype=torch.float64) / correction)
-                self._add("negative", (curvature[run] < 0).sum(dtype=torch.float64))
+        found = tally(mask, target, target, self._before(shard))
+        self._account(shard, found)
+        self.add_curvature(curvature, correction)
         span = self.pattern.span(weight.shape, weight.input_axis)
         # Groups that a shard boundary cuts are left out: this rank does not have all of their masks at hand.
         whole = mask[-shard.start % span : mask.numel() - shard.stop % span]
@@ -104,12 +98,58 @@ class Health:
             group_GM = self.pattern.to_groups(whole, weight.shape, weight.input_axis)
             for run in runs(group_GM):
                 self._add("disagreeing", disagreement(group_GM[run], top_n(group_GM[run], self.pattern.kept)))
-            self._add("groups", group_GM.shape[0])
+            self._counts["groups"] += group_GM.shape[0]
+
+    def add_moved(
+        self, weight: PrunableWeight, shard: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor
+    ) -> Tensor:
+        """Account for what an update made of a shard or a piece of one.
+
+        Args:
+            weight: that it is of.
+            shard: the piece.
+            mask: (numel,) new mask, fp32 or codes.
+            target: (numel,) bool, see `Chosen`.
+            kept: (numel,) bool, see `Chosen`.
+            disagrees: of all groups that the piece has a member of, see `Chosen`.
+
+        Returns:
+            (ceil(numel / 8),) packed bits of `kept`.
+        """
+        found = tally(mask, target, kept, self._before(shard))
+        self._account(shard, found)
+        # Groups that a shard boundary cuts are left out: two ranks have them.
+        span = self.pattern.span(weight.shape, weight.input_axis)
+        per_span = span // self.pattern.members
+        whole = disagrees.view(-1)[per_span * (shard.start % span > 0) :]
+        whole = whole[: max(0, shard.stop // span - -(-shard.start // span)) * per_span]
+        self._add("disagreeing", whole.sum(dtype=torch.float64))
+        self._counts["groups"] += whole.numel()
+        return found.kept
+
+    def _before(self, shard: Shard) -> Tensor | None:
+        return self._targets.get((shard.name, shard.start))
+
+    def _account(self, shard: Shard, found: Tally) -> None:
+        if self._before(shard) is not None:
+            self._counts["compared"] += shard.numel
+        self._targets[shard.name, shard.start] = found.target
+        self._counts["count"] += shard.numel
+        self._add("undecided", found.sums)
+
+    def add_curvature(self, curvature: Tensor | None, correction: float) -> None:
+        """Account for elements of the running mean of H, which is to be divided by `correction`."""
+        for run in runs(curvature) if curvature is not None else ():
+            assert curvature is not None
+            self._add("curvature", curvature[run].sum(dtype=torch.float64) / correction)
+            self._add("negative", (curvature[run] < 0).sum(dtype=torch.float64))
 
     def report(self, with_curvature: bool) -> dict[str, float]:
         """Reduce over the ranks, read once, start anew. Collective."""
-        sums = dict(zip(_SUMS, self.matrices.reduce(self._sums[None])[0].tolist(), strict=True))
-        self._sums = self._zeros()
+        table = self.matrices.table(0).new_tensor([list(self._counts.values())])
+        sums = dict(zip(_SUMS, self.matrices.reduce(table + self._sums.to(table.device))[0].tolist(), strict=True))
+        self._sums.zero_()
+        self._counts = dict.fromkeys(_SUMS, 0.0)
         count = sums["count"]
         metrics = {"mask/undecided": sums["undecided"] / count, "mask/kept": sums["kept"] / count}
         if sums["groups"]:
@@ -135,24 +175,3 @@ def histogram_counts(mask: Tensor, curvature: Tensor | None, bins: int) -> Tenso
         decades = curvature.abs().clamp(min=10.0**low).log10().clamp(low, high)
         counts[bins:] = torch.histc(decades, bins, low, high)
     return counts
-
-
-def _pack(bits: Tensor) -> Tensor:
-    """(n,) bool -> (ceil(n / 8),) uint8."""
-    ones = bits.view(torch.uint8)
-    padded = (F.pad(ones, (0, -ones.numel() % 8)) if ones.numel() % 8 else ones).view(-1, 8)
-    shift = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    packed = padded.new_empty(len(padded))
-    for run in runs(padded):
-        torch.sum(padded[run] << shift, dim=1, dtype=torch.uint8, out=packed[run])
-    return packed
-
-
-def _count_bits(packed: Tensor) -> Tensor:
-    """() fp64: bits set."""
-    total = torch.zeros((), dtype=torch.float64, device=packed.device)
-    for run in runs(packed):  # pairs, nibbles and bytes of bits are added inside their byte
-        pairs = packed[run] - ((packed[run] >> 1) & 0x55)
-        nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-        total += ((nibbles + (nibbles >> 4)) & 0x0F).sum(dtype=torch.float64)
-    return total

@@ -22,18 +22,29 @@ def pack(bit: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, count: int) -> Tensor:
     """(ceil(count / 8),) uint8 -> (count,) bool, inverse of `pack`."""
+    found = torch.empty(count, dtype=torch.bool, device=packed.device)
+    for run in runs(found):
+        found[run] = bits_of(packed[run.start // 8 : -(-run.stop // 8)], run.stop - run.start)
+    return found
+
+
+def bits_of(packed: Tensor, count: int) -> Tensor:
+    """`unpack` of all at once, as a part of a fused function."""
     shift = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    octet = torch.empty(len(packed), 8, dtype=torch.bool, device=packed.device)
-    for run in runs(octet):
-        torch.ne((packed[run, None] >> shift) & 1, 0, out=octet[run])
-    return octet.view(-1)[:count]
+    return ((packed[:, None] >> shift) & 1).view(-1)[:count] > 0
 
 
 def count_bits(packed: Tensor) -> Tensor:
     """() fp64: bits that are set."""
     total = torch.zeros((), dtype=torch.float64, device=packed.device)
-    for run in runs(packed):  # pairs, nibbles and bytes of bits are added inside their byte
-        pairs = packed[run] - ((packed[run] >> 1) & 0x55)
-        nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-        total += ((nibbles + (nibbles >> 4)) & 0x0F).sum(dtype=torch.float64)
+    for run in runs(packed):
+        total += set_bits(packed[run]).sum(dtype=torch.float64)
     return total
+
+
+def set_bits(packed: Tensor) -> Tensor:
+    """(...) uint8 -> (...) uint8: bits that are set in each byte, 0 to 8."""
+    # Pairs, nibbles and bytes of bits are added inside their byte.
+    pairs = packed - ((packed >> 1) & 0x55)
+    nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return (nibbles + (nibbles >> 4)) & 0x0F

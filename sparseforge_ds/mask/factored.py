@@ -34,23 +34,35 @@ def add_sums(values: Tensor, start: int, row_R: Tensor, column_C: Tensor) -> Non
     column_C += whole_rC.sum(0, dtype=torch.float64)
 
 
-def rank_one(row_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor:
-    """(stop - start,) fp32: elements of max(r, 0) max(c, 0)^T / sum max(r, 0), whose column sums are max(c, 0).
+def shares(row_R: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 factors of `rank_one`, so that H = max(r, 0) max(c, 0)^T / sum max(r, 0) and its column sums are max(c, 0).
 
-    Zeros where no row has a positive sum. Ranks with equal sums get equal elements.
+    Zeros where no row has a positive sum. Ranks with equal sums get equal factors.
 
     Args:
         row_R: (R,) signed row sums of the whole matrix.
         column_C: (C,) signed column sums.
-        start: first flat element.
-        stop: one past the last.
+
+    Returns:
+        (R,) share of each row and (C,) of column sums, both >= 0.
     """
     positive_R = row_R.clamp(min=0)
     total = positive_R.sum()
-    share_R = torch.where(total > 0, positive_R / total, 0.0)
-    first, last = _rows(start, stop, column_C.numel())
-    product_rC = torch.outer(share_R[first:last].float(), column_C.clamp(min=0).float())
-    return _run(product_rC, start, stop)
+    return torch.where(total > 0, positive_R / total, 0.0).float(), column_C.clamp(min=0).float()
+
+
+def rank_one(share_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor:
+    """(stop - start,) fp32: consecutive elements of an (R, C) matrix that is a product.
+
+    Args:
+        share_R: (R,) fp32, see `shares`.
+        column_C: (C,) fp32.
+        start: first flat element.
+        stop: one past the last.
+    """
+    columns = column_C.numel()
+    first, last = start // columns, (stop + columns - 1) // columns
+    return torch.outer(share_R[first:last], column_C).view(-1)[start % columns :][: stop - start]
 
 
 def vanishes(row_R: Tensor, column_C: Tensor) -> bool:
@@ -58,14 +70,3 @@ def vanishes(row_R: Tensor, column_C: Tensor) -> bool:
     both = torch.cat([row_R, column_C])
     one_sided = bool((row_R <= 0).all()) or bool((column_C <= 0).all())
     return one_sided and bool(both.isfinite().all()) and bool(both.any())
-
-
-def _rows(start: int, stop: int, columns: int) -> tuple[int, int]:
-    """First row that the run touches, and one past the last."""
-    return start // columns, -(-stop // columns)
-
-
-def _run(touched_rC: Tensor, start: int, stop: int) -> Tensor:
-    """The run's elements of the rows that it touches."""
-    first = start % touched_rC.shape[1] if touched_rC.numel() else 0
-    return touched_rC.view(-1)[first : first + stop - start]

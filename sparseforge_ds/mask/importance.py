@@ -7,29 +7,58 @@ the score is linear in that mean, so its first two moments follow from products 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.factored import rank_one
+from sparseforge_ds.mask.fusing import fused
 from sparseforge_ds.mask.runs import runs
 
 MOMENTS = 7
 """Columns of `score_moments`: count, H, H W^2, W^2, (H W^2)^2, H W^4, W^4."""
 
 
-def score_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
+class RankOne(NamedTuple):
+    """H of consecutive elements of an (R, C) matrix that is a product."""
+
+    share_R: Tensor
+    """(R,) fp32, see `shares`."""
+    column_C: Tensor
+    """(C,) fp32."""
+    first: int
+    """First flat element of the matrix."""
+
+
+Curvature = Tensor | RankOne | None
+"""H of (n,) elements: fp32 and signed, as a product, or None for plain magnitude (H = 1)."""
+
+
+def part_of(curvature: Curvature, inside: slice) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """H of some of the elements, as fused functions take it: elements, or share, column and first."""
+    if isinstance(curvature, RankOne):
+        return None, curvature.share_R, curvature.column_C, curvature.first + inside.start
+    return None if curvature is None else curvature[inside], None, None, 0
+
+
+def score_moments(dense: Tensor, curvature: Curvature) -> Tensor:
     """Partial sums of one matrix, to be added over the shards and ranks that hold it.
 
     Args:
         dense: (n,) fp32 weights of this shard.
-        curvature: (n,) fp32 signed curvature, or None for plain magnitude (H = 1).
+        curvature: of these elements.
 
     Returns:
         (7,) fp64, see MOMENTS.
     """
-    total = torch.zeros(MOMENTS, dtype=torch.float64, device=dense.device)
+    found = [dense.new_zeros(MOMENTS, dtype=torch.float64)]
     for run in runs(dense):
-        total += _run_moments(dense[run], None if curvature is None else curvature[run])
-    return total
+        sums = _sum_moments(dense[run], *part_of(curvature, run))
+        count = sums[0].new_full((), dense[run].numel())
+        ones = (count, count, sums[0], sums[0], sums[1], sums[1], sums[1])  # H = 1
+        found.append(torch.stack(ones if curvature is None else (count, *sums)))
+    return found[1] if len(found) == 2 else torch.stack(found).sum(0)
 
 
 def magnitude_moments(moments: Tensor) -> Tensor:
@@ -38,25 +67,18 @@ def magnitude_moments(moments: Tensor) -> Tensor:
     return torch.stack([count, count, square, square, fourth, fourth, fourth], dim=1)
 
 
-def _run_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
-    square = dense.double().square_()
-    count = torch.full((), float(dense.numel()), dtype=torch.float64, device=dense.device)
-    if curvature is None:
-        total, fourth = square.sum(), square.square().sum()
-        return torch.stack([count, count, total, total, fourth, fourth, fourth])
-    positive = curvature.double().clamp_(min=0)
+@fused()
+def _sum_moments(
+    dense: Tensor, elements: Tensor | None, share_R: Tensor | None, column_C: Tensor | None, first: int
+) -> list[Tensor]:
+    if share_R is not None and column_C is not None:
+        elements = rank_one(share_R, column_C, first, first + dense.numel())
+    square = dense.double().square()
+    if elements is None:
+        return [square.sum(), square.square().sum()]
+    positive = elements.double().clamp(min=0)
     obd = positive * square
-    return torch.stack(
-        [
-            count,
-            positive.sum(),
-            obd.sum(),
-            square.sum(),
-            obd.square().sum(),
-            (obd * square).sum(),
-            square.square().sum(),
-        ]
-    )
+    return [one.sum() for one in (positive, obd, square, obd.square(), obd * square, square.square())]
 
 
 def scalings(moments: Tensor, damping: float, std_eps: float = 1e-6) -> Tensor:
@@ -82,24 +104,44 @@ def scalings(moments: Tensor, damping: float, std_eps: float = 1e-6) -> Tensor:
     return torch.stack([absolute, mean, inverse], dim=1)
 
 
-def standardized_score(dense: Tensor, curvature: Tensor | None, scaling: Tensor) -> Tensor:
-    """s~ of eq. 4 for the elements of one matrix.
+def standardized_score(dense: Tensor, curvature: Curvature, scaling: Tensor) -> Tensor:
+    """s~ of eq. 4 for elements of one matrix.
 
     Args:
         dense: (n,) fp32.
-        curvature: (n,) fp32 signed, or None for plain magnitude.
+        curvature: of these elements.
         scaling: (3,) fp64, one row of `scalings`.
 
     Returns:
-        (n,) fp32. Computed in fp64 before the last rounding, so that two ranks which share a group agree.
+        (n,) fp32.
+    """
+    found = [_score_run(dense[run], *part_of(curvature, run), scaling) for run in runs(dense)]
+    return found[0] if len(found) == 1 else torch.cat([dense.new_empty(0), *found])
+
+
+@fused()
+def _score_run(
+    dense: Tensor,
+    elements: Tensor | None,
+    share_R: Tensor | None,
+    column_C: Tensor | None,
+    first: int,
+    scaling: Tensor,
+) -> Tensor:
+    if share_R is not None and column_C is not None:
+        elements = rank_one(share_R, column_C, first, first + dense.numel())
+    return score(dense, elements, scaling)
+
+
+def score(dense: Tensor, elements: Tensor | None, scaling: Tensor) -> Tensor:
+    """(...) fp32 s~, computed in fp64 before the last rounding, so that two ranks which share a group agree.
+
+    Args:
+        dense: (...) fp32.
+        elements: (...) fp32 signed H, or None for plain magnitude.
+        scaling: (3,) fp64, one row of `scalings`.
     """
     absolute, mean, inverse = scaling.unbind(0)
-    score = torch.empty_like(dense, dtype=torch.float32)
-    for run in runs(dense):
-        square = dense[run].double().square_()
-        if curvature is None:
-            obd = square.mul_(1 + absolute)
-        else:
-            obd = curvature[run].double().clamp_(min=0).add_(absolute).mul_(square)
-        score[run] = obd.sub_(mean).mul_(inverse)
-    return score
+    square = dense.double().square()
+    curved = 1 + absolute if elements is None else elements.double().clamp(min=0) + absolute
+    return ((curved * square - mean) * inverse).float()

@@ -5,16 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def effective_mask(mask: Tensor, hard: Tensor, x: float) -> Tensor:
-    """m_eff = x m + (1 - x) hard(m), eq. 10.
-
-    Args:
-        mask: (n,) fp32 soft mask.
-        hard: (n,) bool, the top N of `mask` in every group.
-        x: 1 = soft, 0 = hard.
-    """
-    return torch.lerp(hard.to(mask.dtype), mask, x)
+from sparseforge_ds.mask.bits import bits_of
+from sparseforge_ds.mask.codes import values_of
+from sparseforge_ds.mask.fusing import between, fused
+from sparseforge_ds.mask.runs import runs
 
 
 def publish(dense: Tensor, effective: Tensor, out: Tensor) -> None:
@@ -45,3 +39,77 @@ def disagreement(mask_GM: Tensor, hard_GM: Tensor, theta: float = 0.5) -> Tensor
         () fp64 count, left on the device.
     """
     return ((mask_GM > theta) != hard_GM).any(dim=1).sum(dtype=torch.float64)
+
+
+def soft_step(
+    dense: Tensor, before: Tensor, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
+) -> None:
+    """What follows an optimizer's step from W' to W, in one pass, without a top N: masks move only at an update.
+
+    With m_eff(x) = x m + (1 - x) kept, W <- W' + m_eff(x_before) (W - W') in place, then m_eff(x) W into `out`, +0.0
+    where that is 0.
+
+    Args:
+        dense: (n,) fp32 W after the optimizer's step.
+        before: (n,) fp32 W' before it; may be `out` itself.
+        mask: (n,) soft mask, fp32 or codes; 0 in the padding of a partition.
+        kept: (ceil(n / 8),) packed bits of the top N of `mask`.
+        x_before: x of the step before, at which the gradient was taken.
+        x: x of this step.
+        out: (n,) master weight, fp32 or bf16.
+    """
+    held = None if before.data_ptr() == out.data_ptr() else before
+    for run in runs(dense):  # of a multiple of 8 elements
+        bits = kept[run.start // 8 : -(-run.stop // 8)]
+        # A compiled function must not get the same memory twice.
+        given = (dense[run], None if held is None else held[run], mask[run], bits)
+        _soft_step(*given, x_before, x_before >= 0.5, x, x >= 0.5, out[run])
+
+
+def soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, out: Tensor) -> None:
+    """The second half of `soft_step`: m_eff(x) W into `out`."""
+    for run in runs(dense):
+        bits = kept[run.start // 8 : -(-run.stop // 8)]
+        _soft_publish(dense[run], mask[run], bits, x, x >= 0.5, out[run])
+
+
+def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
+    """Zero in place, +0.0, where a weight is pruned.
+
+    Args:
+        gradient: (n,) of any dtype.
+        kept: (ceil(n / 8),) packed bits.
+    """
+    for run in runs(gradient):
+        _masked_gradient(gradient[run], kept[run.start // 8 : -(-run.stop // 8)])
+
+
+@fused(writes=("dense", "out"))
+def _soft_step(
+    dense: Tensor,
+    before: Tensor | None,
+    mask: Tensor,
+    kept: Tensor,
+    x_before: float,
+    late_before: bool,
+    x: float,
+    late: bool,
+    out: Tensor,
+) -> None:
+    soft, hard = values_of(mask), bits_of(kept, mask.numel()).float()
+    then, now = between(hard, soft, x_before, late_before), between(hard, soft, x, late)
+    followed = between(out if before is None else before, dense, then)
+    published = followed * now
+    dense.copy_(followed)
+    out.copy_(torch.where(published == 0, 0.0, published))
+
+
+@fused(writes=("out",))
+def _soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, late: bool, out: Tensor) -> None:
+    published = dense * between(bits_of(kept, mask.numel()).float(), values_of(mask), x, late)
+    out.copy_(torch.where(published == 0, 0.0, published))
+
+
+@fused(writes=("gradient",))
+def _masked_gradient(gradient: Tensor, kept: Tensor) -> None:
+    gradient.copy_(torch.where(bits_of(kept, gradient.numel()), gradient, 0.0))

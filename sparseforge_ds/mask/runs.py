@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.fusing import is_compiled
+
 ELEMENTS_PER_THREAD = 1 << 15
 """Of a run on a processor."""
 PIECE = 1 << 24
-"""Elements of a run on an accelerator, and of what is scored, gated and published at a time on any device."""
+"""Elements of a run on an accelerator or in compiled code, and of what is scored, gated and published at a time."""
 ALIGNMENT = 64
 """Rows that a run is a multiple of: its elements then fall into the same vector lanes as without runs, bit for bit."""
 
@@ -22,7 +24,8 @@ def runs(tensor: Tensor) -> Iterator[slice]:
         tensor: (n, ...) that is worked on together with a few temporaries of its size.
     """
     length = tensor.shape[0]
-    most = ELEMENTS_PER_THREAD * torch.get_num_threads() if tensor.device.type == "cpu" else PIECE
+    stepwise = tensor.device.type == "cpu" and not is_compiled(tensor.device)
+    most = ELEMENTS_PER_THREAD * torch.get_num_threads() if stepwise else PIECE
     rows = most * length // max(tensor.numel(), 1)
     step = max(ALIGNMENT, rows - rows % ALIGNMENT)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))

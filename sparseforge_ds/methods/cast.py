@@ -46,10 +46,6 @@ class Cast(RefreshedMask):
         else:
             out.copy_(dense.view(out.shape))
 
-    def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
-        """See `MaskMethod`."""
-        super().publish(index, dense, None, out, self.on.step)
-
     def after_step(self, index: int, group: dict[str, Any]) -> None:
         """See `MaskMethod`."""
         state = self.on.state.partition(index)

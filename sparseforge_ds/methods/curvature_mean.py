@@ -25,7 +25,7 @@ from sparseforge_ds.estimate import (
 )
 from sparseforge_ds.estimate.axis_sums import AxisSums
 from sparseforge_ds.mask.curvature import accumulate, token_rate
-from sparseforge_ds.mask.factored import rank_one
+from sparseforge_ds.mask.factored import rank_one, shares
 from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.model.measurable import refuse_unmeasurable
@@ -226,5 +226,5 @@ class CurvatureMean:
                 stop = min(part.stop, piece.stop - shard.start)
                 if start < stop:
                     first = sums.first(piece.name, part) - part.start
-                    found.append(rank_one(*sums.of(part.row), first + start, first + stop))
+                    found.append(rank_one(*shares(*sums.of(part.row)), first + start, first + stop))
             yield piece, torch.cat(found)

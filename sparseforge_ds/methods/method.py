@@ -81,7 +81,7 @@ class MaskMethod:
 
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
         """`publish` as it would be if masks were frozen now."""
-        self.publish(index, dense, None, out, self.on.step)
+        MaskMethod.publish(self, index, dense, None, out, self.on.step)
 
     @torch.no_grad()
     def write_masters(self, hard: bool = False) -> None:

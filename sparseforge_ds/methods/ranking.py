@@ -10,21 +10,51 @@ from torch import Tensor
 
 from sparseforge_ds.estimate import RunningSums
 from sparseforge_ds.estimate.axis_sums import AxisSums
-from sparseforge_ds.mask.factored import rank_one, vanishes
+from sparseforge_ds.mask.factored import shares, vanishes
 from sparseforge_ds.mask.importance import (
     MOMENTS,
+    Curvature,
+    RankOne,
     magnitude_moments,
     scalings,
     score_moments,
     standardized_score,
 )
-from sparseforge_ds.mask.runs import PIECE
 from sparseforge_ds.methods.curvature_mean import CurvatureMean
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.zero.edges import Piece
-from sparseforge_ds.zero.moments import Part
+from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
+
+
+class Scoring:
+    """What scores are made of, matrix by matrix."""
+
+    def __init__(self, matrices: Matrices) -> None:
+        self.matrices = matrices
+        self.scaling: Tensor = matrices.table(3)
+        """(matrices, 3) fp64, see `scalings`."""
+        self.factors: list[tuple[Tensor, Tensor]] = []
+        """Of the curvature of every matrix, where it is a product."""
+        self.by_magnitude: set[int] = set()
+        """Matrices without a curvature."""
+
+    def of(self, run: Piece | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
+        """(elements of the run, their H, scaling) for every matrix that a run of a weight's elements touches.
+
+        `elements`: H of the run where it is not a product.
+        """
+        rows = self.matrices.rows[run.name]
+        size = self.matrices.size(run.name)
+        for row in rows[run.start // size : -(-run.stop // size)]:
+            first = (row - rows.start) * size
+            start, stop = max(run.start, first), min(run.stop, first + size)
+            inside = slice(start - run.start, stop - run.start)
+            curvature: Curvature = None if elements is None else elements[inside]
+            if self.factors:
+                curvature = RankOne(*self.factors[row], start - first)
+            yield inside, None if row in self.by_magnitude else curvature, self.scaling[row]
 
 
 class Ranking:
@@ -35,7 +65,6 @@ class Ranking:
         self.on = weights
         self.probe = probe
         self.mean = CurvatureMean(weights, probe)
-        self._by_magnitude: set[int] = set()
         self._metrics: dict[str, float] = {}
         """Of the sums that the newest scores are made of."""
 
@@ -89,30 +118,51 @@ class Ranking:
         Raises:
             ForgeError: some matrix has no curvature to speak of.
         """
-        on = self.on
-        sums = self.mean.whole()  # a local of this generator, so that it goes with it
-        moments = on.matrices.table(MOMENTS)
-        for name, shard in on.shards.items():
-            dense = on.dense(shard)
-            for part in on.matrices.parts[name]:
-                for start in range(part.start, part.stop, PIECE):
-                    inside = slice(start, min(start + PIECE, part.stop))
-                    found = score_moments(dense[inside], self._curvature(shard, part, inside, sums))
-                    moments[part.row] += found.to(moments.device)
-        on.matrices.reduce(moments)
-        self._by_magnitude = self._read(moments[:, 1], sums)
-        if self._by_magnitude:
-            rows = torch.tensor(sorted(self._by_magnitude), device=moments.device)
-            moments[rows] = magnitude_moments(moments[rows])
-        # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
-        scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
+        on, scoring = self.on, self.scoring()
 
         def score(piece: Piece | Shard) -> Tensor:
-            return self._score(on.shards[piece.name], scaling, sums, piece.start, piece.stop)
+            dense = on.dense(on.shards[piece.name])[piece.start - on.shards[piece.name].start :]
+            found = [
+                standardized_score(dense[inside], curvature, scaling)
+                for inside, curvature, scaling in scoring.of(piece, self._elements(piece))
+            ]
+            return found[0] if len(found) == 1 else torch.cat(found)
 
         missing = on.edges.exchange(score)
         for piece in on.pieces():
             yield piece, on.to_groups(piece, score(piece), missing)
+
+    def scoring(self) -> Scoring:
+        """What the scores of all elements are made of. Collective.
+
+        Raises:
+            ForgeError: some matrix has no curvature to speak of.
+        """
+        on, sums = self.on, self.mean.whole()
+        scoring = Scoring(on.matrices)
+        if sums is not None:
+            scoring.factors = [shares(*sums.of(row)) for row in range(len(on.matrices.names))]
+        moments = on.matrices.table(MOMENTS).to(on.layout.flats[0].device)
+        scoring.scaling = moments  # of the right shape, until it is known
+        for piece in on.pieces():
+            dense = on.dense(piece)
+            for inside, curvature, of_matrix in scoring.of(piece, self._elements(piece)):
+                of_matrix += score_moments(dense[inside], curvature)
+        moments = on.matrices.reduce(moments.to(on.layout.device))
+        scoring.by_magnitude = self._read(moments[:, 1], sums)
+        if scoring.by_magnitude:
+            rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
+            moments[rows] = magnitude_moments(moments[rows])
+        # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
+        scoring.scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
+        return scoring
+
+    def _elements(self, piece: Piece | Shard) -> Tensor | None:
+        """Elements of H where scores are made of them."""
+        if not self.on.config.keeps_curvature or self.on.config.factored:
+            return None
+        shard = self.on.shards[piece.name]
+        return self.on.of(shard, "curvature")[piece.start - shard.start : piece.stop - shard.start]
 
     def _read(self, totals: Tensor, sums: AxisSums | None) -> set[int]:
         """What an update must know on the host, in one copy; returns what `_require_curvature` does."""
@@ -131,27 +181,6 @@ class Ranking:
         if running is not None:
             self._metrics = running.metrics(of_parts[3])
         return self._require_curvature(of_parts[0], of_parts[1], sums)
-
-    def _score(self, shard: Shard, scaling: Tensor, sums: AxisSums | None, start: int, stop: int) -> Tensor:
-        """s~ of the weight's elements start..stop, all of them on this rank."""
-        dense = self.on.dense(shard)
-        scores = []
-        for part in self.on.matrices.parts[shard.name]:
-            inside = slice(max(part.start, start - shard.start), min(part.stop, stop - shard.start))
-            if inside.start < inside.stop:
-                part_curvature = None if part.row in self._by_magnitude else self._curvature(shard, part, inside, sums)
-                scores.append(standardized_score(dense[inside], part_curvature, scaling[part.row]))
-        return scores[0] if len(scores) == 1 else torch.cat(scores)
-
-    def _curvature(self, shard: Shard, part: Part, inside: slice, sums: AxisSums | None) -> Tensor | None:
-        """H of elements of a shard that lie in one part of it, as scores take it; None for a plain magnitude."""
-        if not self.on.config.keeps_curvature:
-            return None
-        if not self.on.config.factored:
-            return self.on.of(shard, "curvature")[inside]
-        assert sums is not None
-        first = sums.first(shard.name, part) - part.start
-        return rank_one(*sums.of(part.row), first + inside.start, first + inside.stop)
 
     def report(self) -> dict[str, float]:
         """Metrics of the masks accounted for since the last report, and of the curvature. Collective."""

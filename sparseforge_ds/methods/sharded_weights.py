@@ -148,6 +148,12 @@ class ShardedWeights:
         curvature = self.of(piece, "curvature") if self.config.keeps_elements and not self.state.released else None
         self.health.add_update(self.weights[piece.name], piece, mask, target, curvature, self.correction(piece.name))
 
+    def add_moved(self, piece: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor) -> Tensor:
+        """Account for a piece's new mask; returns the packed bits of what is `kept`. See `Health.add_moved`."""
+        if self.config.keeps_elements:
+            self.health.add_curvature(self.of(piece, "curvature"), self.correction(piece.name))
+        return self.health.add_moved(self.weights[piece.name], piece, mask, target, kept, disagrees)
+
     @torch.no_grad()
     def account(self) -> None:
         """Account for all masks in the metrics; what is kept is the target."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.gate import gate, move_mask
-from sparseforge_ds.mask.quench import effective_mask, publish
-from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.mask.codes import stored_as
+from sparseforge_ds.mask.quench import soft_publish, soft_step
+from sparseforge_ds.mask.update import move_groups
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
@@ -62,31 +63,47 @@ class SoftMask(MaskMethod):
 
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
         """See `MaskMethod`."""
-        self._publish(index, dense, None, out, 1.0, 0.0 if self._formed else 1.0)
+        if self._formed and not self.on.state.released:
+            self._publish(index, dense, None, out, 1.0, 0.0)
+        else:
+            super().publish_hard(index, dense, out)
 
     def _publish(
         self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, x_before: float, x: float
     ) -> None:
         state = self.on.state
         mask, dense, out = state.partition(index)["mask"].view(-1), dense.view(-1), out.view(-1)
-        for run, kept in state.kept_runs(index) if self._formed else ((run, None) for run in runs(mask)):
-            soft = values_of(mask[run])
-            if before is not None:
-                effective = soft if kept is None else effective_mask(soft, kept, x_before)
-                torch.lerp(before.view(-1)[run], dense[run], effective, out=dense[run])
-            publish(dense[run], soft if kept is None else effective_mask(soft, kept, x), out[run])
+        if before is not None:
+            soft_step(dense, before.view(-1), mask, state.kept[index], x_before, x, out)
+        else:
+            soft_publish(dense, mask, state.kept[index], x, out)
 
     @torch.no_grad()
     def move(self) -> dict[str, float]:
         """Scores, gates and masks of all weights (eqs. 3 to 9)."""
         on = self.on
         dials = on.schedule.dials(on.step)
-        for piece, score_GM in self.ranking.scored():
-            chosen = gate(score_GM, on.pattern.kept, dials.temperature, on.config.threshold)
-            soft, target = (on.from_groups(piece, value_GM) for value_GM in chosen)
-            on.state.write_mask(piece, move_mask(on.state.mask(piece), soft, target, dials))
-            on.add_update(piece, on.state.mask(piece), target)
-        self._find_kept()
+        scoring = self.ranking.scoring()
+        by_elements = on.config.keeps_elements and not on.config.factored
+        keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
+        missing = {key: on.exchange(key) for key in keys}
+        stored = partial(stored_as, dtype=on.state.mask_dtype)
+        missing["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in missing["mask"].items()}
+        for piece in on.pieces():
+            weight, whole = on.weights[piece.name], on.edges.widened(piece)
+            mine = {key: on.of(piece, key) for key in keys}
+            wide = {key: on.edges.widen(piece, mine[key], missing[key]) for key in keys}
+            chosen = []
+            for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
+                place = (on.pattern, weight.shape, weight.input_axis, on.config.threshold == "midpoint")
+                given = (wide["dense"][inside], wide["mask"][inside], curvature, scaling, dials)
+                chosen.append(move_groups(*given, *place))
+            target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
+            if wide["mask"] is not mine["mask"]:
+                mine["mask"].copy_(on.edges.own(piece, wide["mask"]))
+            target, kept = on.edges.own(piece, target), on.edges.own(piece, kept)
+            on.add_moved(piece, mine["mask"], target, kept, disagrees)
+            on.state.write_kept(piece, kept)
         return self.ranking.report() | on.load.metrics()
 
     @torch.no_grad()

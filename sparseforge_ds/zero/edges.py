@@ -148,11 +148,18 @@ class Edges:
         whole = self.shards[shard.name]
         prefix, suffix = missing[shard.name]
         parts = [mine]
-        if shard.start == whole.start:
+        if shard.start == whole.start and prefix.numel():
             parts.insert(0, prefix.to(mine.device))
-        if shard.stop == whole.stop:
+        if shard.stop == whole.stop and suffix.numel():
             parts.append(suffix.to(mine.device))
         return torch.cat(parts) if len(parts) > 1 else mine
+
+    def widened(self, shard: Shard) -> Piece:
+        """The elements that `widen` gives of a shard or a piece of one."""
+        whole = self.shards[shard.name]
+        before = self.prefix[shard.name] if shard.start == whole.start else 0
+        after = self.suffix[shard.name] if shard.stop == whole.stop else 0
+        return Piece(shard.name, shard.start - before, shard.stop + after)
 
     def own(self, shard: Shard, widened: Tensor) -> Tensor:
         """The own elements of a shard, or of a piece of one, in a widened tensor."""

@@ -38,6 +38,7 @@ class Matrices:
             counts: matrices of equal size that lie end to end in each weight, by name.
         """
         self.layout = layout
+        self._shapes = {name: shard.shape for name, shard in shards.items()}
         self.names: list[str] = []
         self.rows: dict[str, range] = {}
         """Rows of each weight's matrices in the table, by weight name."""
@@ -53,6 +54,10 @@ class Matrices:
                 for i in range(shard.start // size, math.ceil(shard.stop / size))
                 if shard.numel
             ]
+
+    def size(self, name: str) -> int:
+        """Elements of one of the weight's matrices."""
+        return math.prod(self._shapes[name]) // len(self.rows[name])
 
     def table(self, columns: int) -> Tensor:
         """(matrices, columns) fp64 zeros on the device that collectives use."""

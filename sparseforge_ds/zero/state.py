@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from sparseforge_ds.mask.bits import pack, unpack
 from sparseforge_ds.mask.codes import stored_as, values_of
-from sparseforge_ds.mask.quench import is_kept
+from sparseforge_ds.mask.quench import is_kept, masked_gradient
 from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.zero.shard import Layout, Shard
 
@@ -185,9 +185,7 @@ class ShardState:
 
     def mask_in_place(self, index: int, values: Tensor) -> None:
         """Zero what is laid out like a partition where it is pruned."""
-        flat = values.view(-1)
-        for run, kept in self.kept_runs(index):
-            flat[run].masked_fill_(~kept, 0.0)
+        masked_gradient(values.view(-1), self._bits(index))
 
     @torch.no_grad()
     def mark_zeros(self) -> Tensor:

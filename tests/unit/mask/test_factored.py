@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.factored import add_sums, rank_one, vanishes
+from sparseforge_ds.mask.factored import add_sums, rank_one, shares, vanishes
 from tests.reference import scored_curvature
 
 R, C = 7, 5
@@ -38,8 +38,8 @@ def test_sums_of_any_split_add_up(cuts: list[int]) -> None:
 @given(st.integers(0, R * C), st.integers(0, R * C))
 def test_runs_are_those_of_the_whole(a: int, b: int) -> None:
     start, stop = min(a, b), max(a, b)
-    whole = rank_one(*sums_of(matrix()), 0, R * C)
-    assert torch.equal(rank_one(*sums_of(matrix()), start, stop), whole[start:stop])
+    whole = rank_one(*shares(*sums_of(matrix())), 0, R * C)
+    assert torch.equal(rank_one(*shares(*sums_of(matrix())), start, stop), whole[start:stop])
 
 
 def test_rank_one_is_the_literal_product() -> None:
@@ -47,16 +47,16 @@ def test_rank_one_is_the_literal_product() -> None:
         full = matrix(seed)
         assert (sums_of(full)[0] < 0).any() or (sums_of(full)[1] < 0).any() or seed
         expected = torch.tensor(scored_curvature(full.view(-1).tolist(), (R, C), BLOCK))
-        torch.testing.assert_close(rank_one(*sums_of(full), 0, R * C), expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(rank_one(*shares(*sums_of(full)), 0, R * C), expected, rtol=1e-6, atol=1e-9)
 
 
 def test_a_product_stays_what_it_is() -> None:
     product = torch.outer(torch.rand(R) + 0.1, torch.rand(C) + 0.1)
-    torch.testing.assert_close(rank_one(*sums_of(product), 0, R * C).view(R, C), product)
+    torch.testing.assert_close(rank_one(*shares(*sums_of(product)), 0, R * C).view(R, C), product)
 
 
 def test_nothing_positive_is_no_curvature() -> None:
-    assert rank_one(*sums_of(-matrix().abs()), 0, R * C).tolist() == [0.0] * (R * C)
+    assert rank_one(*shares(*sums_of(-matrix().abs())), 0, R * C).tolist() == [0.0] * (R * C)
 
 
 def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
@@ -66,6 +66,6 @@ def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
     for lost in (by_columns, by_columns.t().contiguous(), -matrix().abs()):
         row, column = sums_of(lost)
         assert vanishes(row, column)
-        assert not rank_one(row, column, 0, lost.numel()).any()
+        assert not rank_one(*shares(row, column), 0, lost.numel()).any()
     for kept in (matrix(), torch.zeros(R, C), torch.full((R, C), torch.nan), torch.full((R, C), -torch.inf)):
         assert not vanishes(*sums_of(kept))

@@ -7,10 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparseforge_ds.mask.bits import pack
+from sparseforge_ds.mask.codes import decode, encode
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.mask.quench import disagreement, effective_mask, publish
+from sparseforge_ds.mask.quench import disagreement, is_kept, masked_gradient, publish, soft_publish, soft_step
 
 UNIT = st.floats(0, 1, width=32)
+
+
+def effective_mask(mask: torch.Tensor, hard: torch.Tensor, x: float) -> torch.Tensor:
+    """What weights of 1 are published as."""
+    out = torch.empty_like(mask)
+    soft_publish(torch.ones_like(mask), mask, pack(hard), x, out)
+    return out
 
 
 @given(st.lists(UNIT, min_size=8, max_size=8), UNIT)
@@ -28,6 +37,32 @@ def test_ends_are_exact() -> None:
     assert torch.equal(effective_mask(mask, hard, 1.0), mask)
     assert torch.equal(effective_mask(mask, hard, 0.0), hard.float())
     assert torch.equal(effective_mask(hard.float(), hard, 0.37), hard.float())
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_step_is_followed_and_published(in_place: bool) -> None:
+    dense, before, mask = torch.randn(101), torch.randn(101), encode(torch.rand(101))
+    kept = torch.rand(101) < 0.5
+    then, now = (x * decode(mask).double() + (1 - x) * kept.double() for x in (0.9, 0.8))
+    expected = before + then * (dense - before)
+    out = before if in_place else torch.empty(101)
+    soft_step(dense, before, mask, pack(kept), 0.9, 0.8, out)
+    torch.testing.assert_close(dense.double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected * now, atol=1e-6, rtol=1e-5)
+    published = torch.empty(101)
+    soft_publish(dense, mask, pack(kept), 0.8, published)
+    assert torch.equal(published, out)
+
+
+def test_gradients_of_pruned_weights_are_positive_zeros() -> None:
+    gradient, kept = torch.randn(203), torch.rand(203) < 0.5
+    expected = torch.where(kept, gradient, 0.0)
+    masked_gradient(gradient, pack(kept))
+    assert torch.equal(gradient, expected) and not gradient[~kept].signbit().any()
+
+
+def test_a_kept_zero_is_told_by_its_sign() -> None:
+    assert is_kept(torch.tensor([0.0, -0.0, 1e-40, -3.0])).tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

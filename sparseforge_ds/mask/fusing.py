@@ -1,0 +1,108 @@
+"""Element-wise chains as one kernel each: compiled on accelerators, step by step on a CPU unless asked for.
+
+A fused function is ordinary torch code, and that is what runs where it is not compiled. Both ways give the same bits on
+a CPU, sums excepted, whose order differs. To that end a body uses only operations that vector and scalar code round
+alike: `between` is written out, because `torch.lerp` may or may not be a fused multiply-add, and an exponential is
+taken in fp64 and rounded once.
+
+A compiled function is a torch operator of its own, `sparseforge::<name>`: on fake tensors it gives shapes without being
+compiled, and whoever counts operations sees the one kernel that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+VARIANTS = 64
+"""Graphs of one function at most: patterns, dtypes, with or without a curvature. Sizes and rates are not among them."""
+_OPTIONS = {
+    # Members of a group are stored where they belong, not selected again element by element.
+    "max_complex_pointwise_cat_inputs": 0,
+    "max_pointwise_cat_inputs": 0,
+    "max_fusion_size": 512,
+    "cpp.max_horizontal_fusion_size": 512,
+}
+_wanted: bool | None = None
+
+
+@contextmanager
+def compiled(on: bool | None) -> Iterator[None]:
+    """Compile everywhere (True), nowhere (False), or on accelerators only (None, as it is outside)."""
+    global _wanted
+    before, _wanted = _wanted, on
+    try:
+        yield
+    finally:
+        _wanted = before
+
+
+def is_compiled(device: torch.device) -> bool:
+    """Whether fused functions are compiled for tensors on `device`."""
+    return device.type not in ("cpu", "meta") if _wanted is None else _wanted
+
+
+def fused(*, writes: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function whose first argument is a tensor, compiled into one kernel where that is on.
+
+    Sizes, integers and floats may differ from call to call without compiling anew; flags, None and dtypes make another
+    graph. A failure to compile is the compiler's own error and never a slower run.
+
+    Args:
+        writes: names of the arguments that it changes in place. It returns no argument and no view of one.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @cache  # the compiler is imported when it is first needed
+        def one_kernel() -> Callable[..., R]:
+            import torch._inductor
+
+            known = torch._inductor.list_options()
+            options: Any = {name: value for name, value in _OPTIONS.items() if name in known}
+            return torch.compile(function, dynamic=True, fullgraph=True, options=options)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            import torch._dynamo
+
+            with torch._dynamo.config.patch(recompile_limit=VARIANTS, specialize_float=False):
+                return one_kernel()(*args, **kwargs)
+
+        schema = torch.library.infer_schema(function, mutates_args=writes)
+        name = f"sparseforge::{function.__name__.strip('_')}"
+        operator = torch.library.custom_op(name, run, mutates_args=writes, schema=schema)
+        operator.register_fake(function)
+
+        @wraps(function)
+        def either(*args: P.args, **kwargs: P.kwargs) -> R:
+            first = args[0]
+            assert isinstance(first, Tensor)
+            called: Callable[..., R] = operator if is_compiled(first.device) else function
+            return called(*args, **kwargs)
+
+        return either
+
+    return decorate
+
+
+def between(start: Tensor, end: Tensor, share: float | Tensor, late: bool | None = None) -> Tensor:
+    """start + share (end - start), exactly `start` at 0, `end` at 1, and either where they are equal.
+
+    Args:
+        start: (...) fp32.
+        end: (...) fp32.
+        share: in [0, 1], a number or (...) fp32.
+        late: whether a number is at least 1/2; None for a tensor.
+    """
+    gap = end - start
+    if late is None:
+        assert isinstance(share, Tensor)
+        return torch.where(share < 0.5, start + gap * share, end - gap * (1 - share))
+    return end - gap * (1 - share) if late else start + gap * share

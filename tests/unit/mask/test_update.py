@@ -1,0 +1,222 @@
+"""A fused mask update and step: the paper's literal loop, and the same bits compiled and step by step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._inductor.metrics as metrics
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from sparseforge_ds.mask import fusing
+from sparseforge_ds.mask.anneal import Dials
+from sparseforge_ds.mask.bits import count_bits, pack, unpack
+from sparseforge_ds.mask.codes import CODE, decode, stored_as, values_of
+from sparseforge_ds.mask.factored import shares
+from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_moments
+from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
+from sparseforge_ds.mask.quench import masked_gradient, soft_step
+from sparseforge_ds.mask.update import Chosen, Tally, move_groups, tally
+from tests.reference import updated_mask
+
+DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0, phase="heating")
+
+
+def problem(
+    shape: tuple[int, int], kind: str, dtype: torch.dtype, ties: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Curvature]:
+    """Weights, mask and curvature; with ties, of a few values each."""
+    generator = torch.Generator().manual_seed(seed)
+    count = math.prod(shape)
+    dense, mask, h = (torch.rand(count, generator=generator) for _ in range(3))
+    if ties:
+        dense, mask, h = ((value * 3).floor() / 3 for value in (dense, mask, h))
+    h_RC = h.view(shape).double()
+    curvature = {"none": None, "elements": h, "product": RankOne(*shares(h_RC.sum(1), h_RC.sum(0)), 0)}[kind]
+    return dense - 0.5, stored_as(mask, dtype), curvature  # type: ignore[return-value]
+
+
+def update(
+    shape: tuple[int, int], axis: int, pattern: Pattern, kind: str, dtype: torch.dtype, ties: bool, dials: Dials = DIALS
+) -> tuple[Tensor, Chosen, Tally, Tensor]:
+    """New mask, choices, tally and moments."""
+    dense, mask, curvature = problem(shape, kind, dtype, ties)
+    scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    chosen = move_groups(dense, mask, curvature, scaling, dials, pattern, shape, axis)
+    before = pack(chosen.kept)
+    return mask, chosen, tally(mask, chosen.target, chosen.kept, before), score_moments(dense, curvature)
+
+
+LITERAL = [
+    (NM(2, 4), (6, 20), -1, "product"),
+    (NM(2, 4), (8, 13), -2, "elements"),
+    (NM(1, 4), (5, 12), -1, "none"),
+    (NM(4, 8), (3, 40), -1, "elements"),
+    (NM(3, 5), (3, 25), -1, "product"),
+    (NM(8, 32), (3, 64), -1, "product"),
+    (NM(8, 32), (64, 3), -2, "elements"),
+    (Block(16), (32, 48), -1, "product"),
+    (Block(4), (8, 12), -2, "elements"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "shape", "axis", "kind"), LITERAL)
+@pytest.mark.parametrize("dtype", [torch.float32, CODE])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_update_is_the_literal_loop(
+    pattern: Pattern, shape: tuple[int, int], axis: int, kind: str, dtype: torch.dtype, late: bool
+) -> None:
+    dials = replace(DIALS, beta=0.8, mask_rate=0.6) if late else DIALS
+    dense, old, curvature = problem(shape, kind, dtype, ties=False)
+    mask, chosen, found, _ = update(shape, axis, pattern, kind, dtype, False, dials)
+    index_GM = pattern.to_groups(torch.arange(mask.numel()), shape, axis)
+    h = {"none": torch.ones_like(dense)}.get(kind)
+    if h is None:
+        h = curvature if isinstance(curvature, Tensor) else torch.outer(*curvature[:2]).flatten()  # type: ignore[index]
+    at = {"temperature": 0.3, "beta": dials.beta, "mid_penalty": 0.7, "penalty_rate": 0.5, "mask_rate": dials.mask_rate}
+    lists = (values_of(old).tolist(), dense.tolist(), h.tolist(), index_GM.tolist())
+    expected, target = updated_mask(*lists, pattern.kept, at, "midpoint", 1e-3)
+    assert chosen.target.float().tolist() == target
+    bound = 2e-6 if dtype == torch.float32 else 1e-5
+    torch.testing.assert_close(values_of(mask), torch.tensor(expected), atol=bound, rtol=0)
+    top_GM = top_n(values_of(mask)[index_GM], pattern.kept)
+    assert torch.equal(chosen.kept[index_GM], top_GM)
+    disagrees = ((values_of(mask)[index_GM] > 0.5) != top_GM).any(1)
+    assert chosen.disagrees.numel() == len(index_GM) and torch.equal(chosen.disagrees.flatten(), disagrees)
+    m = values_of(mask).double()
+    sums = [(m * (1 - m)).sum(), m.sum(), (chosen.target != chosen.kept).sum().double()]
+    torch.testing.assert_close(found.sums, torch.stack(sums), rtol=1e-12, atol=1e-12)
+    assert torch.equal(unpack(found.target, mask.numel()), chosen.target)
+    assert torch.equal(unpack(found.kept, mask.numel()), chosen.kept)
+
+
+def test_ends_of_the_schedule_are_exact() -> None:
+    """The target itself at beta = alpha = 1; nothing moves at alpha = 0; a decided mask stays exactly 0 or 1."""
+    dense, mask, curvature = problem((8, 40), "product", torch.float32, ties=False)
+    scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    given = (curvature, scaling)
+    still, hard = mask.clone(), mask.clone()
+    move_groups(dense, still, *given, replace(DIALS, mask_rate=0.0), NM(2, 4), (8, 40), -1)
+    assert torch.equal(still, mask)
+    chosen = move_groups(dense, hard, *given, replace(DIALS, beta=1.0, mask_rate=1.0), NM(2, 4), (8, 40), -1)
+    assert torch.equal(hard, chosen.target.float()) and not chosen.disagrees.any()
+    for rate in (0.1, 0.3, 0.7):
+        move_groups(dense, hard, *given, replace(DIALS, beta=1.0, mask_rate=rate), NM(2, 4), (8, 40), -1)
+        assert torch.equal(hard, chosen.target.float())
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    dense, mask = torch.full((8,), 2.0), torch.ones(8)
+    chosen = move_groups(dense, mask, None, torch.tensor([0.0, 0, 1]).double(), DIALS, NM(2, 4), (2, 4), -1)
+    assert chosen.target.tolist() == chosen.kept.tolist() == [True, True, False, False] * 2
+
+
+def test_an_update_in_runs_is_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [((65, 1000), -1, NM(2, 4)), ((400, 52), -2, NM(4, 8)), ((96, 160), -1, Block(16))]
+    for shape, axis, pattern in shapes:
+        whole = update(shape, axis, pattern, "product", torch.float32, True)
+        with monkeypatch.context() as patch:
+            patch.setattr("sparseforge_ds.mask.runs.ELEMENTS_PER_THREAD", 1 << 10)
+            pieces = update(shape, axis, pattern, "product", torch.float32, True)
+        assert torch.equal(whole[0], pieces[0])
+        assert all(
+            torch.equal(a, b) for a, b in zip((*whole[1], *whole[2][:2]), (*pieces[1], *pieces[2][:2]), strict=True)
+        )
+        torch.testing.assert_close(pieces[2].sums, whole[2].sums, rtol=1e-12, atol=0)
+        torch.testing.assert_close(pieces[3], whole[3], rtol=1e-12, atol=0)
+
+
+def step_of(
+    count: int, dtype: torch.dtype, out_dtype: torch.dtype, x_before: float, x: float, aliased: bool
+) -> tuple[Tensor, ...]:
+    """W and what is published after a soft step."""
+    generator = torch.Generator().manual_seed(count)
+    before, dense = torch.randn(2, count, generator=generator)
+    mask = (torch.rand(count, generator=generator) * 1.6 - 0.3).clamp(0, 1)
+    kept = pack(torch.rand(count, generator=generator) > 0.5)
+    out = before.clone() if aliased else torch.empty(count, dtype=out_dtype)
+    soft_step(dense, out if aliased else before, stored_as(mask, dtype), kept, x_before, x, out)
+    gradient = torch.randn(count, generator=generator, dtype=torch.float32).to(out_dtype)
+    masked_gradient(gradient, kept)
+    return dense, out, gradient
+
+
+@pytest.mark.parametrize("x_before, x", [(1.0, 1.0), (0.7, 0.6), (0.4, 0.3), (0.1, 0.0)])
+def test_a_soft_step_is_its_formula(x_before: float, x: float) -> None:
+    count = 1003
+    generator = torch.Generator().manual_seed(count)
+    before, dense = torch.randn(2, count, generator=generator)
+    mask = (torch.rand(count, generator=generator) * 1.6 - 0.3).clamp(0, 1)
+    kept = (torch.rand(count, generator=generator) > 0.5).float()
+    then, now = (share * mask + (1 - share) * kept for share in (x_before, x))
+    followed, out, gradient = step_of(count, torch.float32, torch.float32, x_before, x, aliased=False)
+    torch.testing.assert_close(followed, before + then * (dense - before), atol=1e-6, rtol=0)
+    torch.testing.assert_close(out, now * followed, atol=1e-6, rtol=0)
+    assert not torch.signbit(out[now == 0]).any() and torch.equal(followed[then == 1], dense[then == 1])
+    assert not gradient[kept == 0].any() and not torch.signbit(gradient[kept == 0]).any()
+    assert (gradient[kept == 1] != 0).all()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            step_of(count, torch.float32, torch.float32, x_before, x, aliased=True),
+            (followed, out, gradient),
+            strict=True,
+        )
+    )
+
+
+COMPILED: list[tuple[tuple[int, int], int, Pattern, str, torch.dtype]] = [
+    ((33, 44), -1, NM(2, 4), "product", CODE),
+    ((25, 52), -1, NM(2, 4), "product", CODE),
+    ((8, 13), -2, NM(2, 4), "product", torch.float32),
+    ((9, 12), -1, NM(1, 4), "elements", torch.float32),
+    ((7, 24), -1, NM(4, 8), "none", torch.float32),
+]
+
+
+def test_compiled_is_step_by_step() -> None:
+    """Odd lengths, ties, all forms of H, both ways of storing a mask; one kernel a pass, no graph for a size."""
+    graphs = []
+    for shape, axis, pattern, kind, dtype in COMPILED:
+        for ties, dials in ((False, DIALS), (True, replace(DIALS, temperature=0.21, beta=0.1, mask_rate=0.2))):
+            plain = update(shape, axis, pattern, kind, dtype, ties, dials)
+            with fusing.compiled(True):
+                one = update(shape, axis, pattern, kind, dtype, ties, dials)
+            graphs.append(counters["stats"]["unique_graphs"])
+            assert torch.equal(one[0], plain[0]), (shape, pattern, kind)
+            for a, b in zip((*one[1], *one[2][:2]), (*plain[1], *plain[2][:2]), strict=True):
+                assert torch.equal(a, b), (shape, pattern, kind)
+            torch.testing.assert_close(one[2].sums, plain[2].sums, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(one[3], plain[3], rtol=1e-12, atol=0)
+    assert graphs[0] == graphs[3], "another size or rate made another graph"
+    for arguments in ((1003, CODE, torch.float32), (64, CODE, torch.float32), (333, torch.float32, torch.bfloat16)):
+        for aliased in (False, arguments[2] == torch.float32):
+            plain_step = step_of(*arguments, 0.7, 0.6, aliased)
+            with fusing.compiled(True):
+                one_step = step_of(*arguments, 0.7, 0.6, aliased)
+            assert all(torch.equal(a, b) for a, b in zip(one_step, plain_step, strict=True))
+    dense, mask, curvature = problem((16, 24), "product", CODE, ties=False, seed=3)
+    scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    torch._dynamo.reset()
+    torch._inductor.codecache.FxGraphCache.clear()
+    with fusing.compiled(True):
+        metrics.reset()
+        move_groups(dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1)
+        assert metrics.generated_kernel_count == 1
+        metrics.reset()
+        score_moments(dense, curvature)
+        assert metrics.generated_kernel_count == 1
+        metrics.reset()
+        soft_step(dense, dense.clone(), mask, pack(mask.int() > 0), 0.7, 0.6, torch.empty_like(dense))
+        assert metrics.generated_kernel_count == 1
+
+
+def test_codes_are_rounded_once_at_the_end_of_an_update() -> None:
+    exact = update((12, 40), -1, NM(2, 4), "product", torch.float32, False)[0]
+    _, old, _ = problem((12, 40), "product", torch.float32, False)
+    coded = update((12, 40), -1, NM(2, 4), "product", CODE, False)[0]
+    assert coded.dtype == CODE and (decode(coded) - exact).abs().max() <= 1 / 65535
+    assert count_bits(pack(decode(coded) > 0.5)) > 0 and old.dtype == torch.float32
