@@ -8,10 +8,12 @@ from sparseforge_ds.registration import register_families, register_with_transfo
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.forge import ForgeError, SparseForge
-    from sparseforge_ds.model.distill import DistillationLoss, Teacher, distillation_loss
+    from sparseforge_ds.model.distill import DistillationLoss, distillation_loss
     from sparseforge_ds.model.groups import param_groups
+    from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import low_rank_share, prepare
     from sparseforge_ds.train.extension_locks import watch_extension_locks
+    from sparseforge_ds.train.teacher import Teacher
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
 _WHERE = {
@@ -19,8 +21,9 @@ _WHERE = {
     "ForgeError": "forge",
     "SparseForge": "forge",
     "SparseForgeConfig": "config",
-    "Teacher": "model.distill",
+    "Teacher": "train.teacher",
     "distillation_loss": "model.distill",
+    "loss_in_head": "model.head",
     "low_rank_share": "model.low_rank",
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
@@ -34,6 +37,7 @@ __all__ = [
     "SparseForgeConfig",
     "Teacher",
     "distillation_loss",
+    "loss_in_head",
     "low_rank_share",
     "param_groups",
     "prepare",

@@ -1,38 +1,27 @@
-"""Knowledge distillation from the frozen dense model (design eq. 12): the loss, and the teacher that feeds it.
+"""Knowledge distillation from the frozen dense model (design eq. 12), as a loss of logits.
 
     L = l_task * CE(student, labels) + l_KL * T^2 * KL(softmax(teacher / T) || softmax(student / T))
 
 Vocabularies are large: the fp32 log-probabilities of one sequence can outweigh the model. Both terms and their gradient
-are therefore formed a chunk of tokens at a time. Shape suffixes: B sequences, S positions, T tokens (of a chunk, or all
-B * S), V vocabulary.
+are therefore formed a block of logits at a time; `model.head` does the same without ever having all logits. Shape
+suffixes: B sequences, S positions, T tokens (of a block, or all B * S), V entries of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_z3_leaf_modules_by_name
-from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations import deepspeed as hf_deepspeed
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.experts import leaf_modules
-from sparseforge_ds.model.family_table import FAMILIES
-from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.registration import register_families
 
 IGNORED = -100
 """Label of a position that is not trained on, as in transformers."""
+BLOCK = 2**25
+"""Most logits of a model that are worked on at a time, so that a large vocabulary makes blocks of fewer tokens."""
 
 
 class DistillationLoss(NamedTuple):
@@ -51,7 +40,7 @@ def distillation_loss(
 ) -> DistillationLoss:
     """The training loss, with the shift by one of transformers' causal models inside: logits at s predict label s + 1.
 
-    The gradient is formed in the backward pass, chunk by chunk in fp32, times whatever scale comes from above, and then
+    The gradient is formed in the backward pass, block by block in fp32, times whatever scale comes from above, and then
     stored in the dtype of the logits: fp16 loss scaling protects it. A non-finite logit gives a non-finite loss; a
     batch in which every label is ignored gives NaN, like `torch.nn.functional.cross_entropy`.
 
@@ -59,279 +48,204 @@ def distillation_loss(
         student_logits_BSV: (B, S, V) in any floating dtype.
         teacher_logits_BSV: (B, S, V), no gradient flows to it.
         labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
-        config: weights, temperature and the tokens of a chunk.
+        config: weights, temperature and the tokens of a block.
 
     Raises:
         ValueError: shapes that do not belong together, above all two different vocabularies.
     """
     B, S, V = student_logits_BSV.shape
-    if teacher_logits_BSV.shape[-1] != V:
-        raise ValueError(
-            f"the teacher's vocabulary has {teacher_logits_BSV.shape[-1]} entries and the student's {V}; distillation "
-            "compares them entry by entry, so use a teacher with the same tokenizer and the same padding of its head"
-        )
+    same_vocabulary(V, teacher_logits_BSV.shape[-1])
     if teacher_logits_BSV.shape != (B, S, V) or labels_BS.shape != (B, S):
         raise ValueError(
             f"student logits {(B, S, V)}, teacher logits {tuple(teacher_logits_BSV.shape)} and labels "
             f"{tuple(labels_BS.shape)} do not belong together; give (B, S, V), (B, S, V) and (B, S) of one batch"
         )
-    # Shifting the labels instead of the logits: every chunk of logits is then a view.
-    next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-    total, cross_entropy, kl = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        student_logits_BSV.reshape(-1, V), teacher_logits_BSV.detach().reshape(-1, V), next_BS.reshape(-1), config
+    losses = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        student_logits_BSV.reshape(-1, V), teacher_logits_BSV.detach().reshape(-1, V), next_labels(labels_BS), config
     )
-    return DistillationLoss(total, cross_entropy, kl)
+    return parts_of(losses)
 
 
 def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024) -> Tensor:
-    """() fp32 next-token cross-entropy without a teacher, a chunk of tokens at a time like `distillation_loss`.
+    """() fp32 next-token cross-entropy without a teacher, a block of tokens at a time like `distillation_loss`.
 
     Args:
         logits_BSV: (B, S, V) in any floating dtype.
         labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
-        chunk_tokens: tokens whose fp32 log-probabilities exist at a time.
+        chunk_tokens: most tokens whose fp32 log-probabilities exist at a time.
     """
-    config = DistillationConfig(weight=0.0, task_weight=1.0, chunk_tokens=chunk_tokens)
-    next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-    total, _, _ = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        logits_BSV.flatten(0, 1), None, next_BS.reshape(-1), config
+    losses: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        logits_BSV.flatten(0, 1), None, next_labels(labels_BS), task_only(chunk_tokens)
     )
-    return total  # type: ignore[no-any-return]
+    return losses[0]
+
+
+def task_only(chunk_tokens: int = 1024) -> DistillationConfig:
+    """Of a loss without a teacher."""
+    return DistillationConfig(weight=0.0, task_weight=1.0, chunk_tokens=chunk_tokens)
+
+
+def next_labels(labels_BS: Tensor) -> Tensor:
+    """(B * S,) what each position predicts. Labels are shifted, not logits, so that blocks of logits are views."""
+    return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED).reshape(-1)
+
+
+def parts_of(losses: Tensor) -> DistillationLoss:
+    """(3,) total, cross-entropy and KL, of which the first alone keeps its graph."""
+    return DistillationLoss(losses[0], losses[1].detach(), losses[2].detach())
+
+
+def same_vocabulary(student: int, teacher: int) -> None:
+    """Raise a ValueError where two vocabularies cannot be compared entry by entry."""
+    if student != teacher:
+        raise ValueError(
+            f"the teacher's vocabulary has {teacher} entries and the student's {student}; distillation compares them "
+            "entry by entry, so use a teacher with the same tokenizer and the same padding of its head, or set "
+            "distillation to null"
+        )
+
+
+def blocks(total: int, size: int) -> Iterator[slice]:
+    """`range(total)` in slices of at most `size`."""
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def block_tokens(config: DistillationConfig, vocabulary: int) -> int:
+    """Tokens of a block of whole rows of logits."""
+    return max(1, min(config.chunk_tokens, BLOCK // vocabulary))
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Equation 12 on flat tokens; never more than one fp32 [chunk, vocabulary] set of tensors."""
+    """Equation 12 on flat tokens; never more than one fp32 block of [tokens, vocabulary]."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, student_TV: Tensor, teacher_TV: Tensor | None, next_T: Tensor, config: DistillationConfig
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        exact = torch.promote_types(student_TV.dtype, torch.float32)
-        kl_T = torch.empty(len(next_T), dtype=exact, device=student_TV.device)
-        cross_entropy_T = torch.empty_like(kl_T)
-        for chunk in _chunks(len(next_T), config.chunk_tokens):
-            kl_T[chunk], cross_entropy_T[chunk] = _token_losses(
-                student_TV[chunk], _part(teacher_TV, chunk), next_T[chunk], config.temperature, exact
-            )
-        trained_T = next_T != IGNORED
-        tokens = trained_T.sum()
-        kl = kl_T.where(trained_T, 0.0).sum() / tokens
-        cross_entropy = cross_entropy_T.where(trained_T, 0.0).sum() / tokens
-        total = config.task_weight * cross_entropy + config.weight * kl
-        ctx.save_for_backward(student_TV, teacher_TV, next_T, tokens)  # type: ignore[arg-type]
-        ctx.config = config  # type: ignore[attr-defined]
-        ctx.mark_non_differentiable(cross_entropy, kl)
-        return total, cross_entropy, kl
+        ctx: Any, student_TV: Tensor, teacher_TV: Tensor | None, next_T: Tensor, config: DistillationConfig
+    ) -> Tensor:
+        tokens = TokenLosses(next_T, config, student_TV.dtype)
+        for rows in blocks(len(next_T), block_tokens(config, student_TV.shape[1])):
+            tokens.add(rows, student_TV[rows], None if teacher_TV is None else teacher_TV[rows])
+        ctx.save_for_backward(student_TV, teacher_TV)
+        ctx.tokens = tokens
+        return tokens.means()
 
     @staticmethod
-    def backward(ctx: Any, of_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: what is formed here in place would be missing from the graph
-            raise ValueError(
-                "distillation_loss has no second derivative; call backward without create_graph=True, or use "
-                "torch.nn.functional.cross_entropy and kl_div where a double backward is wanted"
-            )
-        student_TV, teacher_TV, next_T, tokens = ctx.saved_tensors
-        exact = torch.promote_types(student_TV.dtype, torch.float32)
-        scale = of_total / tokens
+    def backward(ctx: Any, *of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        first_derivative_only()
+        student_TV, teacher_TV = ctx.saved_tensors
+        tokens: TokenLosses = ctx.tokens
         gradient_TV = torch.empty_like(student_TV)
-        for chunk in _chunks(len(next_T), ctx.config.chunk_tokens):
-            gradient_TV[chunk] = _token_gradients(
-                student_TV[chunk], _part(teacher_TV, chunk), next_T[chunk], ctx.config, scale, exact
-            )
+        for rows in blocks(len(student_TV), block_tokens(tokens.config, student_TV.shape[1])):
+            teacher = None if teacher_TV is None else teacher_TV[rows]
+            gradient_TV[rows] = tokens.gradient(student_TV[rows], teacher, of_losses[0][0], rows=rows)
         return gradient_TV, None, None, None
 
 
-def _part(teacher_TV: Tensor | None, chunk: slice) -> Tensor | None:
-    return None if teacher_TV is None else teacher_TV[chunk]
+def first_derivative_only() -> None:
+    """Raise in a backward pass with create_graph: what is formed in place would be missing from that graph."""
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "distillation_loss has no second derivative; call backward without create_graph=True, or use "
+            "torch.nn.functional.cross_entropy and kl_div where a double backward is wanted"
+        )
 
 
-def _chunks(tokens: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+class TokenLosses:
+    """Both terms of every token, and what a block of the gradient needs of its rows: their log-normalizers.
 
+    Numbers of a token whose label is ignored are meaningless, and go nowhere.
 
-def _tempered(logits_TV: Tensor, temperature: float, exact: torch.dtype) -> Tensor:
-    """At temperature 1 the logits themselves: the softmax that follows reads 16 bits and writes 32 in one kernel."""
-    return logits_TV if temperature == 1.0 else logits_TV.to(exact) / temperature
-
-
-def _token_losses(
-    student_TV: Tensor, teacher_TV: Tensor | None, next_T: Tensor, temperature: float, exact: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """KL (0 without a teacher) and cross-entropy of each token, both (T,); meaningless where the label is ignored."""
-    log_student_TV = F.log_softmax(_tempered(student_TV, temperature, exact), dim=-1, dtype=exact)
-    target_T1 = next_T.where(next_T != IGNORED, 0)[:, None]
-    if temperature == 1.0:
-        cross_entropy_T = -log_student_TV.gather(1, target_T1)[:, 0]
-    else:
-        cross_entropy_T = student_TV.to(exact).logsumexp(-1) - student_TV.gather(1, target_T1)[:, 0]
-    if teacher_TV is None:
-        return torch.zeros_like(cross_entropy_T), cross_entropy_T
-    log_teacher_TV = F.log_softmax(_tempered(teacher_TV, temperature, exact), dim=-1, dtype=exact)
-    kl_T = log_student_TV.neg_().add_(log_teacher_TV).mul_(log_teacher_TV.exp_()).sum(-1)
-    return kl_T * temperature**2, cross_entropy_T
-
-
-def _token_gradients(
-    student_TV: Tensor,
-    teacher_TV: Tensor | None,
-    next_T: Tensor,
-    config: DistillationConfig,
-    scale: Tensor,
-    exact: torch.dtype,
-) -> Tensor:
-    """d total / d student, (T, V) in `exact`; zero rows where the label is ignored.
-
-    d KL / d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T.
-    """
-    temperature, kl_weight, task_weight = config.temperature, config.weight * config.temperature, config.task_weight
-    gradient_TV = F.softmax(_tempered(student_TV, temperature, exact), dim=-1, dtype=exact)
-    if temperature == 1.0:
-        gradient_TV.mul_(kl_weight + task_weight)
-    else:
-        gradient_TV.mul_(kl_weight).add_(F.softmax(student_TV, dim=-1, dtype=exact), alpha=task_weight)
-    if teacher_TV is not None:
-        gradient_TV.sub_(F.softmax(_tempered(teacher_TV, temperature, exact), dim=-1, dtype=exact), alpha=kl_weight)
-    ignored_T1 = (next_T == IGNORED)[:, None]
-    target_T1 = next_T[:, None].masked_fill(ignored_T1, 0)
-    gradient_TV.scatter_add_(1, target_T1, gradient_TV.new_full(target_T1.shape, -task_weight))
-    return gradient_TV.mul_(scale).masked_fill_(ignored_T1, 0.0)
-
-
-class Teacher:
-    """A frozen dense model that answers with logits.
-
-        teacher = Teacher.from_pretrained("path", config.distillation, ds_config)
-        loss = distillation_loss(engine(**batch).logits, teacher(batch["input_ids"]), batch["labels"], ...)
-
-    `hold="zero3"` partitions it over the ranks by an engine of its own without an optimizer, whatever the stage of the
-    student; `hold="replicated"` keeps it whole on every rank. It never trains, drops nothing and keeps no cache.
+    Args:
+        next_T: what each token predicts.
+        config: weights and temperature.
+        dtype: of the logits; sums are in fp32, or in fp64 where the logits are.
     """
 
-    def __init__(self, model: PreTrainedModel, config: DistillationConfig, ds_config: dict[str, Any]) -> None:
-        """Freeze `model` and place it; collective with `hold="zero3"`.
+    def __init__(self, next_T: Tensor, config: DistillationConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self.exact = torch.promote_types(dtype, torch.float32)
+        self.ignored_T1 = (next_T == IGNORED)[:, None]
+        self.target_T1 = next_T[:, None].masked_fill(self.ignored_T1, 0)
+        # Columns: KL and cross-entropy; log-normalizers of the student at temperature 1, of both at the set one.
+        self.kl_T1, self.cross_entropy_T1, self.student_T1, self.tempered_T1, self.teacher_T1 = torch.zeros(
+            5, len(next_T), 1, dtype=self.exact, device=next_T.device
+        )
+
+    def add(self, rows: slice, student_TV: Tensor, teacher_TV: Tensor | None) -> None:
+        """Take in whole rows of logits."""
+        temperature = self.config.temperature
+        high_T1, below_TV = self._below(student_TV)
+        scratch_TV = below_TV.exp()
+        log_sum_T1 = scratch_TV.sum(-1, keepdim=True).log_()
+        self.student_T1[rows] = high_T1 + log_sum_T1
+        self.cross_entropy_T1[rows] = log_sum_T1 - below_TV.gather(1, self.target_T1[rows])
+        if temperature != 1.0:
+            torch.exp(below_TV.div_(temperature), out=scratch_TV)
+            log_sum_T1 = scratch_TV.sum(-1, keepdim=True).log_()
+        self.tempered_T1[rows] = high_T1 / temperature + log_sum_T1
+        if teacher_TV is None:
+            return
+        high_T1, above_TV = self._below(teacher_TV)
+        if temperature != 1.0:
+            above_TV.div_(temperature)
+        torch.exp(above_TV, out=scratch_TV)
+        sum_T1 = scratch_TV.sum(-1, keepdim=True)
+        teacher_log_sum_T1 = sum_T1.log()
+        self.teacher_T1[rows] = high_T1 / temperature + teacher_log_sum_T1
+        # sum of p (log p - log q), with the two constants of a row taken out of the sum
+        kl_T1 = scratch_TV.mul_(above_TV.sub_(below_TV)).sum(-1, keepdim=True).div_(sum_T1)
+        self.kl_T1[rows] = kl_T1.add_(log_sum_T1 - teacher_log_sum_T1).mul_(temperature**2)
+
+    def _below(self, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of each row, and by how much the others are below it: one kernel from 16 bits to 32."""
+        high_T1 = logits_TV.amax(-1, keepdim=True).to(self.exact)
+        return high_T1, torch.sub(logits_TV, high_T1)
+
+    def means(self) -> Tensor:
+        """(3,) total, cross-entropy and KL over the tokens that are trained on."""
+        self.trained = self.ignored_T1.numel() - self.ignored_T1.sum()
+        cross_entropy, kl = (
+            token_T1.masked_fill(self.ignored_T1, 0.0).sum() / self.trained
+            for token_T1 in (self.cross_entropy_T1, self.kl_T1)
+        )
+        total = self.config.task_weight * cross_entropy + self.config.weight * kl
+        return torch.stack([total, cross_entropy, kl])
+
+    def gradient(
+        self,
+        student_TV: Tensor,
+        teacher_TV: Tensor | None,
+        of_total: Tensor,
+        rows: slice = slice(None),
+        columns: slice | None = None,
+    ) -> Tensor:
+        """d total / d student for a block of rows and columns, in `exact`, after every row has been taken in.
+
+        d KL / d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T.
 
         Args:
-            model: a causal language model, partitioned by ZeRO-3 already or not.
-            config: its `hold` is used.
-            ds_config: the student's DeepSpeed configuration, with no "auto" left: the teacher computes in its dtype.
-
-        Raises:
-            ValueError: a partitioned model that is to be replicated, or a dtype that is still "auto".
+            student_TV: the block's logits.
+            teacher_TV: the same block of the teacher's, None without one.
+            of_total: gradient of the total.
+            rows: of the block.
+            columns: of the block; None for all.
         """
-        model.requires_grad_(False)
-        self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self._module: nn.Module
-        if config.hold == "zero3":
-            if model.config.model_type in FAMILIES:  # a dense teacher may be of any other
-                set_z3_leaf_modules_by_name(model, leaf_modules(model))
-            self._module, *_ = deepspeed.initialize(model=model, config=teacher_ds_config(ds_config))
+        temperature, task_weight = self.config.temperature, self.config.task_weight
+        kl_weight = self.config.weight * temperature
+        gradient_TV = self._softmax(student_TV, self.tempered_T1[rows], temperature)
+        if temperature == 1.0:
+            gradient_TV.mul_(kl_weight + task_weight)
         else:
-            if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-                raise ValueError(
-                    'distillation.hold = "replicated", but the teacher was partitioned by ZeRO-3 as it was loaded; '
-                    'load it with Teacher.from_pretrained, or set "hold": "zero3"'
-                )
-            for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32, as DeepSpeed keeps them
-                parameter.data = parameter.data.to(_dtype(ds_config))
-            self._module = model.to(get_accelerator().current_device_name())
-        self._module.eval()
+            other_TV = self._softmax(student_TV, self.student_T1[rows], 1.0)
+            gradient_TV.mul_(kl_weight).add_(other_TV, alpha=task_weight)
+            del other_TV
+        if teacher_TV is not None:
+            gradient_TV.sub_(self._softmax(teacher_TV, self.teacher_T1[rows], temperature), alpha=kl_weight)
+        place_T1 = self.target_T1[rows] - (0 if columns is None else columns.start)
+        here_T1 = (place_T1 >= 0) & (place_T1 < student_TV.shape[1])
+        gradient_TV.scatter_add_(1, place_T1.where(here_T1, 0), -task_weight * here_T1.to(self.exact))
+        return gradient_TV.mul_(of_total / self.trained).masked_fill_(self.ignored_T1[rows], 0.0)
 
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, config: DistillationConfig, ds_config: dict[str, Any], **kwargs: Any
-    ) -> Teacher:
-        """Load a teacher the way it will be held: partitioned as it loads with `hold="zero3"`, whole otherwise.
-
-        An `HfDeepSpeedConfig` of the student that is alive keeps its effect on later loads, and has none on this one.
-
-        Args:
-            path: folder or hub id.
-            config: its `hold` is used.
-            ds_config: the student's DeepSpeed configuration.
-            **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given,
-                and no code of the teacher's own is run.
-        """
-        register_families()
-        kwargs.setdefault("dtype", _dtype(ds_config))
-        with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
-            try:
-                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
-            except ValueError as error:
-                raise ValueError(f"teacher {path}: cannot be loaded ({reason(error)})") from None
-        return cls(model, config, ds_config)
-
-    def check_student(self, student: PreTrainedModel) -> None:
-        """Raise a ValueError now, rather than at the first loss, if `student` has another vocabulary."""
-        vocabulary = int(student.config.get_text_config().vocab_size)
-        if vocabulary != self.vocabulary:
-            raise ValueError(
-                f"the teacher's vocabulary has {self.vocabulary} entries and the student's {vocabulary}; use a teacher "
-                "with the same tokenizer and the same padding of its head, or set distillation to null"
-            )
-
-    @torch.no_grad()
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, S) token ids -> (B, S, V) logits without a gradient; collective with `hold="zero3"`."""
-        output = self._module(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        logits: Tensor = output.logits
-        return logits
-
-
-_ZERO3_KEYS = (
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_module_granularity_threshold",
-    "stage3_use_all_reduce_for_fetch_params",
-    "stage3_allgather_sequential",
-    "overlap_comm",
-    "offload_param",
-    "leaf_module",
-    "zero_quantized_nontrainable_weights",
-)
-"""What a teacher takes over from the student's `zero_optimization`: how weights are partitioned and gathered."""
-
-
-def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed configuration of a teacher under ZeRO-3 inference: the student's dtype and gathering, no optimizer."""
-    zero = {
-        key: value
-        for key, value in ds_config.get("zero_optimization", {}).items()
-        if key in _ZERO3_KEYS and value != "auto"
-    }
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
-    dtype = _dtype(ds_config)
-    if dtype != torch.float32:
-        config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
-    return config
-
-
-def _dtype(ds_config: dict[str, Any]) -> torch.dtype:
-    """The dtype in which DeepSpeed computes under this configuration."""
-    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        enabled = ds_config.get(key, {}).get("enabled", False)
-        if not isinstance(enabled, bool):
-            raise ValueError(f"{key}.enabled = {enabled!r} in the DeepSpeed configuration: set it to true or false")
-        if enabled:
-            return dtype
-    return torch.float32
-
-
-@contextmanager
-def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """`from_pretrained` inside partitions as it loads under `ds_config`, or loads whole tensors without one."""
-    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
-    outer = None if reference is None else reference()
-    inner = None if ds_config is None else HfDeepSpeedConfig(ds_config)  # only its being alive counts
-    if inner is None:
-        hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        del inner
-        if outer is None:
-            hf_deepspeed.unset_hf_deepspeed_config()
-        else:
-            hf_deepspeed.set_hf_deepspeed_config(outer)
+    def _softmax(self, logits_TV: Tensor, normalizer_T1: Tensor, temperature: float) -> Tensor:
+        below_TV = torch.sub(logits_TV, normalizer_T1 * temperature)
+        return (below_TV if temperature == 1.0 else below_TV.div_(temperature)).exp_()

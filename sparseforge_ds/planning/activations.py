@@ -7,14 +7,16 @@ graph, whatever its family. Attention is a fused kernel (`planning.attention`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
-from sparseforge_ds.model.distill import distillation_loss, task_loss
-from sparseforge_ds.planning.architecture import empty_model
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.distill import block_tokens, distillation_loss, task_loss, task_only
+from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
+from sparseforge_ds.planning.architecture import bare_model, empty_model
 from sparseforge_ds.planning.live import Live
 
 
@@ -25,12 +27,15 @@ class Activations:
     saved: int
     """What the forward pass keeps for the backward pass, without logits."""
     logits: int
-    """Logits of the student, and of the teacher where there is one."""
+    """Blocks of logits: the student's, and the teacher's where there is one."""
     loss: int
-    """The most that exists beside `saved` while the loss and its gradient are formed, logits included."""
+    """The most that exists beside `saved` while the loss and its gradient are formed: blocks of logits, and the
+    gradient of the head's weight."""
     backward: int
     """The most that exists while blocks run backward, what is left of `saved` included: recomputed activations,
     gradients of activations, and the gradient of one weight before it is reduced."""
+    teacher: int = 0
+    """The most that exists while a teacher runs over the micro-batch, final hidden states included."""
 
     @property
     def peak(self) -> int:
@@ -46,7 +51,7 @@ def trace(
     micro_batch: int,
     seq_length: int,
     checkpointing: bool,
-    teacher: bool,
+    teacher: PretrainedConfig | None,
 ) -> Activations:
     """Run one micro-batch forward and backward without numbers.
 
@@ -57,7 +62,7 @@ def trace(
         micro_batch: sequences.
         seq_length: tokens of a sequence.
         checkpointing: whether the activations of every block are recomputed in the backward pass.
-        teacher: whether the loss compares with a teacher's logits; without, it is the task loss of a probe.
+        teacher: of the model whose logits the loss compares with; None for the task loss of a probe.
 
     Raises:
         ValueError: the forward pass of this model looks at numbers, so it cannot be run without.
@@ -68,7 +73,8 @@ def trace(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     token_BS = torch.zeros(micro_batch, seq_length, dtype=torch.long, device="meta")
     try:
-        return _trace(model, token_BS, forge.distillation if teacher else None)
+        told = None if teacher is None else _Teacher(teacher, dtype, token_BS)
+        return _trace(model, token_BS, forge, told)
     except (RuntimeError, AttributeError, LookupError, TypeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -77,35 +83,69 @@ def trace(
         ) from error
 
 
-def _trace(model: PreTrainedModel, token_BS: Tensor, distillation: DistillationConfig | None) -> Activations:
+class _Teacher:
+    """What a teacher says, and the bytes that it takes to say it. Without a target it says whole logits."""
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, token_BS: Tensor) -> None:
+        model = bare_model(config, dtype).eval()
+        live = Live()
+        for tensor in [*model.parameters(), *model.buffers(), token_BS]:
+            live.ignore(tensor)
+        self.target: Target | None = None
+        self.tensors: list[Tensor] = []
+        with live, torch.no_grad():
+            try:
+                hidden_BSH = hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False))
+                layer = head_of(model)
+                self.target = Target(hidden_BSH, Head(layer.weight, layer.bias))
+                self.tensors = [hidden_BSH, *layer.parameters()]
+            except WholeLogits:
+                model(input_ids=token_BS, use_cache=False)
+        self.bytes = live.peak
+
+
+def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, teacher: _Teacher | None) -> Activations:
     live = Live()
-    for tensor in [*model.parameters(), *model.buffers(), token_BS]:
+    for tensor in [*model.parameters(), *model.buffers(), token_BS, *(teacher.tensors if teacher else ())]:
         live.ignore(tensor)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    peak_of_loss = 0
+    saved = peak_of_loss = 0
 
     def loss_is_over(_: Tensor) -> None:
         nonlocal peak_of_loss
         peak_of_loss = live.restart()
 
-    with live:
-        logits_BSV = model(input_ids=token_BS, use_cache=False).logits
-        logits = logits_BSV.untyped_storage().nbytes()
-        saved = live.bytes - logits
+    def loss_begins(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal saved
+        saved = live.bytes
         live.restart()
-        logits_BSV.register_hook(loss_is_over)
-        if distillation is None:
-            loss = task_loss(logits_BSV, token_BS)
+        inputs[0].register_hook(loss_is_over)
+
+    head = head_of(model)
+    head.register_forward_pre_hook(loss_begins)
+    config = (forge.distillation if teacher else None) or task_only()
+    target = teacher.target if teacher else None
+    # Labels of a probe are drawn from whole logits.
+    whole = target is None if teacher else forge.importance == "gauss_newton"
+    with live:
+        if not whole:
+            loss = loss_in_head(model, token_BS, config, target, input_ids=token_BS)[0].total
         else:
-            loss = distillation_loss(logits_BSV, torch.empty_like(logits_BSV), token_BS, distillation).total
-        del logits_BSV  # as in the training loop: the loss holds it until it has its gradient
+            logits_BSV = model(input_ids=token_BS, use_cache=False).logits
+            if teacher:
+                loss = distillation_loss(logits_BSV, torch.empty_like(logits_BSV), token_BS, config).total
+            else:
+                loss = task_loss(logits_BSV, token_BS)
+            del logits_BSV  # as in the training loop: the loss holds it until it has its gradient
         loss.backward()
+    tokens = token_BS.numel() if whole else min(token_BS.numel(), block_tokens(config, head.out_features))
     return Activations(
         saved=saved,
-        logits=logits * (2 if distillation is not None else 1),
+        logits=tokens * head.out_features * head.weight.element_size() * (2 if teacher else 1),
         loss=peak_of_loss - saved,
         backward=live.peak,
+        teacher=teacher.bytes if teacher else 0,
     )
 
 

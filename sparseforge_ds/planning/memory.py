@@ -16,6 +16,7 @@ import torch
 
 from sparseforge_ds.mask.curvature import experts_at_once, fisher_sums, rademacher, rademacher_rows, token_fisher
 from sparseforge_ds.mask.runs import PIECE
+from sparseforge_ds.model.head import micro_batches_at_once
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, is_expert
 from sparseforge_ds.planning.gathering import Gathering, Step, forward_backward, forward_only, replay
@@ -117,7 +118,7 @@ def _phase(
         host=positive(host),
         moments={
             name: positive(kinds)
-            for name, kinds in _moments(model, settings, trace, gathered, frozen).items()
+            for name, kinds in _moments(model, settings, trace, gathered, teacher or model, frozen).items()
             if not frozen or name != "mask update" or always_frozen(settings)
         },
         reserve=reserve,
@@ -133,10 +134,26 @@ def weights_gathered(model: Architecture, settings: Settings, backward: bool = T
 
 
 def teacher_gathered(teacher: Architecture, settings: Settings) -> Gathering:
-    """What a teacher under ZeRO-3 gathers in a micro-batch; nothing for a replicated one."""
-    if not settings.teacher or settings.forge.distillation is None or settings.forge.distillation.hold != "zero3":
+    """What a teacher under ZeRO-3 gathers in a pass; nothing for a replicated one."""
+    if not _divided_teacher(settings):
         return Gathering(0, 0, 0, 0)
     return _gathered(teacher, settings, None)
+
+
+def teacher_passes(settings: Settings) -> tuple[int, int]:
+    """(passes of a teacher in a step, micro-batches of the largest)."""
+    together = min(settings.accumulation, micro_batches_at_once(settings.micro_batch * settings.seq_length))
+    return math.ceil(settings.accumulation / together), together
+
+
+def teacher_head(teacher: Architecture, settings: Settings) -> int:
+    """Bytes of a divided teacher's head, which is gathered once more for the losses of a step."""
+    return teacher.vocabulary * teacher.hidden * settings.low if _divided_teacher(settings) else 0
+
+
+def _divided_teacher(settings: Settings) -> bool:
+    distillation = settings.forge.distillation
+    return settings.teacher and distillation is not None and distillation.hold == "zero3"
 
 
 def _gathered(model: Architecture, settings: Settings, steps: list[Step] | None) -> Gathering:
@@ -162,7 +179,12 @@ def _teacher(teacher: Architecture, settings: Settings) -> Kinds:
 
 
 def _moments(
-    model: Architecture, settings: Settings, trace: Trace, gathered: Gathering, frozen: bool
+    model: Architecture,
+    settings: Settings,
+    trace: Trace,
+    gathered: Gathering,
+    teacher: Architecture,
+    frozen: bool,
 ) -> dict[str, Kinds]:
     low = settings.low
     passing: Kinds = {}
@@ -180,14 +202,32 @@ def _moments(
         if settings.stage and settings.contiguous:
             passing["gradient bucket"] = settings.bucket * low * (2 if settings.overlapped else 1)
     shard = _largest_shard(model, settings)
+    activations = trace(settings.micro_batch, settings.checkpointing, True)
+    told: Kinds = {}
+    if settings.teacher:
+        tokens = settings.accumulation * settings.micro_batch * settings.seq_length
+        told = {"teacher's hidden states": tokens * teacher.hidden * low}
     return {
+        **({"teacher": {**_of_teacher(teacher, settings, activations), **told}} if settings.teacher else {}),
         "forward and backward": {
             **passing,
-            **_of_pass(trace(settings.micro_batch, settings.checkpointing, True)),
+            **_of_pass(activations),
+            **told,
+            "teacher's head": teacher_head(teacher, settings),
             **(_heard(model, settings) if settings.forge.listens and not frozen else {}),
         },
         "optimizer step": _step(model, settings, shard, frozen),
         "mask update": _update(model, settings, trace, passing, shard),
+    }
+
+
+def _of_teacher(teacher: Architecture, settings: Settings, activations: Activations) -> Kinds:
+    gathered = teacher_gathered(teacher, settings)
+    copy = gathered.largest if settings.ranks > 1 and not settings.sequential else 0
+    return {
+        "gathered weights": gathered.live * settings.low,
+        "gathering": copy * settings.low,
+        "activations": teacher_passes(settings)[1] * activations.teacher,
     }
 
 

@@ -78,9 +78,12 @@ def memory_lines(plan: Memory, device: int) -> Iterator[Line]:
 def _activations(found: Study) -> Iterator[Line]:
     kept, recomputed = found.activations["kept"], found.activations["recomputed"]
     yield "", ""
-    yield "activations", "GiB of one micro-batch, the peak with logits and loss"
+    yield "activations", "GiB of one micro-batch, the peak with the loss"
     for name, each in (("  without checkpointing", kept), ("  with checkpointing", recomputed)):
-        yield name, f"{_gib(each.peak)}  saved by the blocks {each.saved / GIB:.2f}, logits {each.logits / GIB:.2f}"
+        yield (
+            name,
+            f"{_gib(each.peak)}  saved by the blocks {each.saved / GIB:.2f}, blocks of logits {each.logits / GIB:.2f}",
+        )
 
 
 def _gathering(found: Study) -> Iterator[Line]:

@@ -132,9 +132,12 @@ def study(path: str, request: Request, machine: Machine) -> Study:
     )
     weights_to_prune(bare_model(config, laid_out.dtype), forge)  # for its errors
     model = describe(empty_model(config, forge, laid_out.dtype), forge, laid_out.leaves)
-    teacher = _teacher(request, forge, laid_out, text.vocab_size)
+    teacher_config = _teacher_config(request, text.vocab_size)
+    teacher = None if teacher_config is None else _teacher(teacher_config, forge, laid_out)
 
-    run, estimate = estimators(config, model, laid_out, teacher=teacher, reserve=machine.reserve)
+    run, estimate = estimators(
+        config, model, laid_out, teacher=teacher, teacher_config=teacher_config, reserve=machine.reserve
+    )
     found = estimate(laid_out)
     roomy = fits(found, machine.device, machine.host)
     tokens = request.tokens or forge.max_steps * laid_out.tokens_per_step
@@ -166,6 +169,7 @@ def estimators(
     laid_out: Settings,
     *,
     teacher: Architecture | None = None,
+    teacher_config: PretrainedConfig | None = None,
     reserve: int = 0,
 ) -> tuple[Trace, Estimate]:
     """Activations by (micro-batch, checkpointing, teacher), and memory by settings; neither is computed twice.
@@ -175,6 +179,7 @@ def estimators(
         model: the student.
         laid_out: gives what no change of settings touches: dtype, length, the sparseforge block.
         teacher: when it is another model than the student.
+        teacher_config: its config.
         reserve: bytes of a GPU that are not to be planned with.
     """
 
@@ -187,7 +192,7 @@ def estimators(
             micro_batch=micro_batch,
             seq_length=laid_out.seq_length,
             checkpointing=checkpointing,
-            teacher=with_teacher and laid_out.teacher,
+            teacher=(teacher_config or config) if with_teacher and laid_out.teacher else None,
         )
 
     @cache
@@ -197,7 +202,7 @@ def estimators(
     return run, estimate
 
 
-def _teacher(request: Request, forge: SparseForgeConfig, laid_out: Settings, vocabulary: int) -> Architecture | None:
+def _teacher_config(request: Request, vocabulary: int) -> PretrainedConfig | None:
     if request.teacher is None:
         return None
     config = read_model_config(request.teacher, "--teacher")
@@ -207,6 +212,10 @@ def _teacher(request: Request, forge: SparseForgeConfig, laid_out: Settings, voc
             f"--teacher {request.teacher} has a vocabulary of {theirs}, --model {request.model} of {vocabulary}; "
             "distillation needs a teacher with the same tokenizer"
         )
+    return config
+
+
+def _teacher(config: PretrainedConfig, forge: SparseForgeConfig, laid_out: Settings) -> Architecture:
     plain = dataclasses.replace(forge, low_rank=None)
     return describe(empty_model(config, plain, laid_out.dtype), plain, laid_out.leaves)
 

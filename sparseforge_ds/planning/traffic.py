@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from sparseforge_ds.planning.architecture import Architecture
-from sparseforge_ds.planning.memory import teacher_gathered, weights_gathered
+from sparseforge_ds.planning.memory import teacher_gathered, teacher_head, teacher_passes, weights_gathered
 from sparseforge_ds.planning.settings import Settings
 
 _PASSES = {"hutchinson": 2, "gauss_newton": 1, "fisher": 1, "wanda": 1, "magnitude": 0}
@@ -56,9 +56,8 @@ def traffic(model: Architecture, settings: Settings, teacher: Architecture | Non
         "weights gathered": gathered * settings.accumulation + published,
         "gradients reduced": reduced * (settings.accumulation if settings.stage >= 2 else 1),
     }
-    ours = {
-        "teacher gathered": teacher_gathered(teacher or model, settings).moved * settings.low * settings.accumulation
-    }
+    told = teacher_gathered(teacher or model, settings).moved * settings.low * teacher_passes(settings)[0]
+    ours = {"teacher gathered": told + teacher_head(teacher or model, settings)}
     forward, backward = probe_passes(settings)
     if settings.forge.method == "sparseforge" and settings.forge.resolved_schedule.freeze_step:
         # A probe ends in DeepSpeed's own step; one that displaces weights does so before, and puts them back at last.

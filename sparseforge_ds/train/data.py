@@ -186,6 +186,11 @@ class Batches:
         self.windows.passed(self.position)
         return batch_BS
 
+    def step(self) -> list[Tensor]:
+        """This rank's micro-batches of the next global batch, as `next` will give them; consumes nothing, as `at`."""
+        stride = self.layout.micro_batch * self.layout.world_size
+        return [self.at(self.position + stride * number) for number in range(self.layout.accumulation)]
+
     def at(self, position: int) -> Tensor:
         """This rank's (B, S) micro-batch when the run has consumed `position` sequences; consumes nothing.
 

@@ -10,12 +10,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import sparseforge_ds as sf
-from sparseforge_ds.model.distill import Teacher, teacher_ds_config
 from sparseforge_ds.train.data import Batches
+from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import load_model
 from sparseforge_ds.train.random_state import seed_everything
 from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Workshop:
     ranks: Ranks
     engine: Any
     forge: sf.SparseForge
-    teacher: Teacher | None
+    objective: Objective
     batches: Batches
     device: torch.device
 
@@ -57,7 +58,7 @@ def build(plan: Plan, ranks: Ranks, batches: Batches) -> Workshop:
         ranks=ranks,
         engine=engine,
         forge=forge,
-        teacher=_teacher(plan, ranks),
+        objective=Objective(engine, _teacher(plan, ranks), plan.config),
         batches=batches,
         device=torch.device(get_accelerator().current_device_name()),
     )

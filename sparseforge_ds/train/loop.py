@@ -1,13 +1,14 @@
 """The training loop, spelled out.
 
-Forward, distillation loss, backward, step; then `forge.step`, which updates the mask when an update is due. The teacher
-stays on to the last step of the frozen finetune.
+The teacher over the step's sequences; then for every micro-batch forward, loss, backward, step and `forge.step`, which
+updates the mask when an update is due. The teacher stays on to the last step of the frozen finetune.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,17 +16,15 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
-from sparseforge_ds.model.distill import distillation_loss, task_loss
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import Workshop
 from sparseforge_ds.train.monitoring import Monitor
+from sparseforge_ds.train.objective import LOSSES
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError
 from sparseforge_ds.zero.probe import Closure
 
-LOSSES = ("total", "cross_entropy", "kl", "balance")
-"""What the log says of a loss, as `loss/...`."""
 PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
 
@@ -47,6 +46,9 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
     max_steps, rate = plan.config.max_steps, plan.learning_rate
     began, first_step = time.perf_counter(), forge.step_count
     scalars: dict[str, float] = {}
+    whole = shop.objective.decide(batches.at(batches.position)[:1, :1].to(shop.device))
+    if whole:
+        monitor.say(f"whole logits of both models, which take more memory than blocks of them: {whole}")
     saved, failures = first_step if plan.arguments.resume else None, 0
     if first_step == 0:
         forge.start(probe=ProbeText(shop, 0, 1))
@@ -62,18 +64,23 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
                 save(shop, checkpoints, monitor, before)
             raise
         losses = torch.zeros(len(LOSSES), device=shop.device)
-        for _ in range(batches.layout.accumulation):
-            token_BS = next(batches).to(shop.device, non_blocking=True)
-            loss, parts = _loss(shop, token_BS)
-            engine.backward(loss)
-            engine.step()
-            losses += parts
-            try:
-                updated = forge.step(probe=ProbeText(shop, batches.position, -1))
-            except RuntimeError as error:
-                if torch.isfinite(losses).all():
-                    raise
-                raise AgreedError(_diverged(f"the loss is {float(losses[0])}", before, rate(before))) from error
+        micro_batches = [token_BS.to(shop.device, non_blocking=True) for token_BS in batches.step()]
+        with ExitStack() as teaching:
+            targets = teaching.enter_context(shop.objective.targets(micro_batches))
+            for number, token_BS in enumerate(micro_batches, 1):
+                next(batches)
+                loss, parts = shop.objective.loss(token_BS, targets[number - 1])
+                engine.backward(loss)
+                if number == len(micro_batches):
+                    teaching.close()
+                engine.step()
+                losses += parts
+                try:
+                    updated = forge.step(probe=ProbeText(shop, batches.position, -1))
+                except RuntimeError as error:
+                    if torch.isfinite(losses).all():
+                        raise
+                    raise AgreedError(_diverged(f"the loss is {float(losses[0])}", before, rate(before))) from error
         step = forge.step_count
 
         losses /= batches.layout.accumulation
@@ -86,7 +93,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         if failures == PATIENCE:
             raise AgreedError(_diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before)))
         if step > before:  # loss scaling did not skip the step
-            absent = {"kl"} if shop.teacher is None else set()
+            absent = {"kl"} if shop.objective.teacher is None else set()
             absent |= {"balance"} if not mean["balance"] else set()
             scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
             scalars["train/learning_rate"] = rate(before)
@@ -137,37 +144,6 @@ def save(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, step: int) 
     )
 
 
-def _loss(shop: Workshop, token_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of a micro-batch, and its `LOSSES` for the log."""
-    config = shop.plan.config.distillation
-    if shop.teacher is None or config is None:
-        output = shop.engine(input_ids=token_BS, use_cache=False)
-        cross_entropy = total = task_loss(output.logits, token_BS)
-        kl = torch.zeros_like(total)
-    else:
-        teacher_BSV = shop.teacher(token_BS)
-        output = shop.engine(input_ids=token_BS, use_cache=False)
-        total, cross_entropy, kl = distillation_loss(output.logits, teacher_BSV, token_BS, config)
-    balance = _balance_loss(shop, output)
-    if balance is not None:
-        total = total + balance
-    parts = [total, cross_entropy, kl, torch.zeros_like(total) if balance is None else balance]
-    return total, torch.stack([part.detach().float() for part in parts])
-
-
-def _balance_loss(shop: Workshop, output: Any) -> Tensor | None:
-    """What a mixture adds so that its experts are used evenly, where its config.json asks for that."""
-    balance: Tensor | None = getattr(output, "aux_loss", None)
-    if balance is None:
-        return None
-    # transformers' own mixtures give it bare, and multiply only in the loss that they make themselves.
-    return balance * getattr(shop.engine.module.config, "router_aux_loss_coef", 1.0)
-
-
-def _cross_entropy(shop: Workshop, token_BS: Tensor) -> Tensor:
-    return task_loss(shop.engine(input_ids=token_BS, use_cache=False).logits, token_BS)
-
-
 class ProbeText:
     """What probes of the curvature read: the task loss on the run's own sequences, which are not consumed.
 
@@ -191,7 +167,7 @@ class ProbeText:
         return [partial(self._loss, position) for position in range(first, first + size, stride)]
 
     def _loss(self, position: int) -> Tensor:
-        return _cross_entropy(self.shop, self.shop.batches.at(position).to(self.shop.device))
+        return self.shop.objective.cross_entropy(self.shop.batches.at(position).to(self.shop.device))
 
 
 def _look_closer(shop: Workshop, monitor: Monitor, step: int) -> None:
@@ -201,7 +177,7 @@ def _look_closer(shop: Workshop, monitor: Monitor, step: int) -> None:
         monitor.histograms(step, shop.forge.histograms())
     if every.gap_every and step % every.gap_every == 0:
         token_BS = shop.batches.at(shop.batches.position).to(shop.device)
-        gap = shop.forge.soft_to_hard_gap(lambda: _cross_entropy(shop, token_BS))
+        gap = shop.forge.soft_to_hard_gap(lambda: shop.objective.cross_entropy(token_BS))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})
 
 

@@ -18,9 +18,9 @@ from sparseforge_ds.cli.main import main as sparseforge
 from sparseforge_ds.config.parts import DistillationConfig
 from sparseforge_ds.evaluate import perplexity, zero_shot
 from sparseforge_ds.evaluate.pretrained import load_model
-from sparseforge_ds.model.distill import Teacher
 from sparseforge_ds.model.tokenizer import load_tokenizer
 from sparseforge_ds.train.pretrained import find_model, read_tokenizer
+from sparseforge_ds.train.teacher import Teacher
 from tests.planted_code import YES, Touch, plant_generate, plant_model, plant_pickle, plant_tokenizer
 from tests.tiny_folders import write_model, write_text
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sparseforge_ds.model.distill import Teacher, distillation_loss
+from sparseforge_ds.model.distill import distillation_loss
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.train.teacher import Teacher
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES
 from tests.zero.case import Case, build, gathered, published

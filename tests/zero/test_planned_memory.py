@@ -17,7 +17,6 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor
 
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
-from sparseforge_ds.model.distill import Teacher
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.duration import checkpoint_bytes
@@ -25,6 +24,7 @@ from sparseforge_ds.planning.memory import memory, weights_gathered
 from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.planning.states import kept_gradients, model_states
 from sparseforge_ds.planning.traffic import traffic
+from sparseforge_ds.train.teacher import Teacher
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.zero.case import LENGTH, Case, StepText, batch_at, build, build_engine, my_part, train_step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,16 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.distill import Teacher, distillation_loss
+from sparseforge_ds.model.distill import distillation_loss
+from sparseforge_ds.model.head import loss_in_head
+from sparseforge_ds.train.teacher import Teacher
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
@@ -160,13 +165,111 @@ def test_one_rank_is_no_special_case(folder: Path) -> None:
     torch.testing.assert_close(result["losses"][None], _expected(1), rtol=1e-4, atol=1e-5)
 
 
+# -- once a step, and losses in the head ------------------------------------------------------------------------------
+
+HEADS: list[tuple[int, DistillationConfig, bool, dict[str, Any]]] = [
+    *((stage, hold, tied, {}) for stage in range(4) for hold, tied in ((ZERO3, False), (REPLICATED, True))),
+    (3, ZERO3, True, {}),
+    *((stage, ZERO3, True, {"bf16": {"enabled": True}}) for stage in (2, 3)),
+]
+ACCUMULATION = 3
+
+
+def _student(tied: bool) -> PreTrainedModel:
+    return tiny_qwen3(tie_word_embeddings=tied).train()
+
+
+def _in_head(stage: int, config: DistillationConfig, tied: bool, more: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of accumulated micro-batches with the teacher once a step."""
+    ds_config = _student_config(stage, gradient_accumulation_steps=ACCUMULATION, **more)
+    engine, *_ = deepspeed.initialize(model=_student(tied), config=ds_config)
+    teacher = Teacher(tiny_llama(seed=1), config, ds_config)
+    losses, norms = [], []
+    for step in range(2):
+        micro_batches = [_ids(ACCUMULATION * step + number) for number in range(ACCUMULATION)]
+        with _gathering() as gathered, teacher.targets(micro_batches) as targets:
+            at_once = gathered["elements"]
+            for ids, target in zip(micro_batches, targets, strict=True):
+                parts, _ = loss_in_head(engine, ids, config, target, input_ids=ids)
+                engine.backward(parts.total)
+                losses.append(torch.stack([part.detach().cpu() for part in parts]))
+                engine.step()
+        norms.append(engine.get_global_grad_norm())  # None at stage 0 in fp32
+    held = sum(p.numel() for p in teacher.model.parameters())
+    whole = sum(getattr(p, "ds_numel", 0) for p in teacher.model.parameters())
+    return {"losses": torch.stack(losses), "norms": norms, "at_once": at_once, "whole": whole, "held": held}
+
+
+@contextmanager
+def _gathering() -> Iterator[dict[str, int]]:
+    """Counts what all coordinators of ZeRO-3 gather."""
+    name = "_PartitionedParameterCoordinator__all_gather_params_"
+    real, found = getattr(PartitionedParameterCoordinator, name), {"elements": 0}
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self._PartitionedParameterCoordinator__n_available_params
+        real(self, *args, **kwargs)
+        found["elements"] += self._PartitionedParameterCoordinator__n_available_params - before
+
+    setattr(PartitionedParameterCoordinator, name, counted)
+    try:
+        yield found
+    finally:
+        setattr(PartitionedParameterCoordinator, name, real)
+
+
+def _all_in_head() -> list[dict[str, Any]]:
+    return [_in_head(*case) for case in HEADS]
+
+
+def _whole_logits(tied: bool, ranks: int) -> tuple[Tensor, list[float]]:
+    """The same by one process, in fp32 and with whole logits: (losses of every rank, norms of gradients)."""
+    student, teacher = _student(tied), tiny_llama(seed=1).eval()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(2):
+        for number in range(ACCUMULATION):
+            for rank in range(ranks):
+                ids = token_batch(seed=10 * (ACCUMULATION * step + number) + rank)["input_ids"]
+                with torch.no_grad():
+                    wanted = teacher(input_ids=ids).logits
+                parts = distillation_loss(student(input_ids=ids).logits, wanted, ids, ZERO3)
+                (parts.total / ranks / ACCUMULATION).backward()
+                losses.append(torch.stack([part.detach() for part in parts]))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).view(-1, ranks, 3).transpose(0, 1), norms
+
+
+def test_losses_in_the_head_are_those_of_whole_logits() -> None:
+    """Every stage, tied and not, both holds, accumulated: the head's gradient is reduced once a micro-batch."""
+    ranks = run_distributed(_all_in_head, 2)
+    expected = {tied: _whole_logits(tied, 2) for tied in (True, False)}
+    for case, *results in zip(HEADS, *ranks, strict=True):
+        stage, hold, tied, more = case
+        losses, norms = expected[tied]
+        rtol, atol = (0.05, 0.02) if more else (1e-4, 1e-5)
+        found = torch.stack([result["losses"] for result in results])
+        torch.testing.assert_close(found, losses, rtol=rtol, atol=atol)
+        for result in results:
+            its_norms = [float(norm) for norm in result["norms"] if norm is not None]
+            assert its_norms == pytest.approx(norms if stage else [], rel=0.05 if more else 1e-4), case
+            if hold is ZERO3:
+                assert result["at_once"] == result["whole"], "one pass gathers each weight once"
+                assert result["held"] == 0, "the head is still gathered after the step"
+
+
 def _offloaded(folder: Path) -> Tensor:
     ds_config = _student_config(3)
     ds_config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     teacher = Teacher.from_pretrained(folder / "teacher", ZERO3, ds_config)
     plain = _plain(tiny_llama(seed=1), torch.float32)
-    with torch.no_grad():
-        return (teacher(_ids(0)) - plain(input_ids=_ids(0)).logits).abs().max()
+    with torch.no_grad(), teacher.targets([_ids(0), _ids(1)]) as targets:
+        again = max(
+            (target.head.logits(target.hidden_BSH) - teacher(_ids(n))).abs().max() for n, target in enumerate(targets)
+        )
+        return again + (teacher(_ids(0)) - plain(input_ids=_ids(0)).logits).abs().max()
 
 
 def test_a_teacher_whose_weights_rest_on_the_cpu(folder: Path) -> None:

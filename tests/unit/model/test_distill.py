@@ -17,7 +17,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.distill import Teacher, distillation_loss, task_loss, teacher_ds_config
+from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 from tests.tiny_models import tiny_llama, token_batch
 
 
@@ -191,7 +192,7 @@ def test_nothing_to_train_on_is_nan_as_in_torch() -> None:
 
 
 class _LivePeak(TorchDispatchMode):
-    """Largest sum of the bytes of wide (two-dimensional) fp32 tensors that were alive together."""
+    """Largest sum of the bytes of wide fp32 tensors (of more than a number a token) that were alive together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ class _LivePeak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for result in results if isinstance(results, (tuple, list)) else [results]:
-            if isinstance(result, Tensor) and result.dtype == torch.float32 and result.ndim > 1:
+            if isinstance(result, Tensor) and result.dtype == torch.float32 and result.shape[-1:] > (1,):
                 storage = result.untyped_storage()
                 if storage._cdata not in self.live:
                     self.live[storage._cdata] = storage.nbytes()

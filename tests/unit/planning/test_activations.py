@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.live import Live
 from tests import tiny_models
@@ -37,7 +38,8 @@ def real(family: str, checkpointing: bool) -> tuple[Any, Tensor]:
 
 def traced(model: PreTrainedModel, checkpointing: bool, teacher: bool = True, **changed: Any) -> Activations:
     sizes: dict[str, Any] = {"micro_batch": BATCH, "seq_length": LENGTH, "dtype": torch.float32, **changed}
-    return trace(model.config, FORGE, checkpointing=checkpointing, teacher=teacher, **sizes)
+    told = model.config if teacher else None
+    return trace(model.config, FORGE, checkpointing=checkpointing, teacher=told, **sizes)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -57,7 +59,7 @@ def test_saved_tensors(family: str, checkpointing: bool) -> None:
         logits = model(input_ids=token_BS, use_cache=False).logits
     found = traced(model, checkpointing)
     assert found.saved == pytest.approx(sum(size for size, _ in saved.values()), rel=0.1)
-    assert found.logits == 2 * logits.numel() * 4
+    assert found.logits == 2 * 64 * logits.shape[-1] * 4  # of as many tokens as a block has
 
 
 @pytest.mark.parametrize("teacher", [True, False])
@@ -65,18 +67,32 @@ def test_saved_tensors(family: str, checkpointing: bool) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral"])
 def test_peak_of_a_pass(family: str, checkpointing: bool, teacher: bool) -> None:
     model, token_BS = real(family, checkpointing)
-    assert FORGE.distillation is not None
+    other = real(family, False)[0].eval()
+    layer = head_of(other)
+    target = Target(_hidden_of(other, token_BS), Head(layer.weight, layer.bias)) if teacher else None
 
     def run() -> None:
-        logits = model(input_ids=token_BS, use_cache=False).logits
-        if teacher:
-            loss = distillation_loss(logits, torch.zeros_like(logits), token_BS, FORGE.distillation).total
-        else:
-            loss = task_loss(logits, token_BS)
-        del logits
-        loss.backward()
+        loss_in_head(model, token_BS, FORGE.distillation, target, input_ids=token_BS)[0].total.backward()
 
     run()
+    assert traced(model, checkpointing, teacher).peak == pytest.approx(allocated_by(run), rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_peak_of_a_teacher(family: str) -> None:
+    model, token_BS = real(family, False)
+    model.eval()
+    found = traced(model, False).teacher
+    assert found == pytest.approx(allocated_by(lambda: _hidden_of(model, token_BS)), rel=0.1)
+
+
+def _hidden_of(model: PreTrainedModel, token_BS: Tensor) -> Tensor:
+    with torch.no_grad():
+        return hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False))
+
+
+def allocated_by(run: Callable[[], object]) -> int:
+    """The most that the allocator gave at a time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -84,7 +100,7 @@ def test_peak_of_a_pass(family: str, checkpointing: bool, teacher: bool) -> None
     for event in sorted(events, key=lambda event: event.start_ns()):
         allocated += event.nbytes()
         peak = max(peak, allocated)
-    assert traced(model, checkpointing, teacher).peak == pytest.approx(peak, rel=0.1)
+    return peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -99,16 +115,21 @@ def test_half_the_bytes_for_half_the_tokens_or_width() -> None:
     whole = traced(model, False)
     assert traced(model, False, micro_batch=BATCH // 2).saved == pytest.approx(whole.saved / 2, rel=0.02)
     assert traced(model, False, dtype=torch.bfloat16).logits == whole.logits / 2
+    assert traced(model, False, micro_batch=2 * BATCH).teacher == pytest.approx(2 * whole.teacher, rel=0.02)
 
 
 def test_full_size_needs_no_memory_and_checkpointing_saves_most() -> None:
-    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "micro_batch": 1, "seq_length": 4096, "teacher": True}
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "micro_batch": 1, "seq_length": 4096}
     config = qwen3_14b(num_hidden_layers=4)
+    sizes["teacher"] = config
     kept, recomputed = (trace(config, FORGE, checkpointing=again, **sizes) for again in (False, True))
     hidden = 4096 * 5120 * 2
     assert 4 * hidden <= recomputed.saved <= 9 * hidden  # the input of each block; the last norm's, in fp32; the head's
     assert kept.saved > 10 * recomputed.saved
-    assert kept.logits == recomputed.logits == 2 * 4096 * 151936 * 2
+    gradient = 151936 * 5120 * 2  # of the head's weight
+    assert kept.logits == recomputed.logits == 2 * 64 * 151936 * 2
+    assert 0 < recomputed.loss - gradient < 10**9
+    assert 0 < recomputed.teacher < recomputed.backward
     assert kept.peak < 16 * 2**30
 
 

@@ -35,14 +35,15 @@ def laid_out(stage: int = 3, ranks: int = 8, micro_batch: int = 4, **zero: Any) 
 
 @cache
 def activations(micro_batch: int, checkpointing: bool, teacher: bool) -> Activations:
+    config = qwen3_14b(num_hidden_layers=LAYERS)
     return trace(
-        qwen3_14b(num_hidden_layers=LAYERS),
+        config,
         FORGE,
         dtype=torch.bfloat16,
         micro_batch=micro_batch,
         seq_length=2048,
         checkpointing=checkpointing,
-        teacher=teacher,
+        teacher=config if teacher else None,
     )
 
 
@@ -55,7 +56,7 @@ def estimate(changed: Settings) -> Memory:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("gib", [24, 32, 40, 48])
+@pytest.mark.parametrize("gib", [24, 32, 40, 43])
 def test_advice_fits_and_nothing_of_it_is_needless(stage: int, gib: int) -> None:
     start = laid_out(stage)
     assert estimate(start).peak > gib * GIB

@@ -37,6 +37,15 @@ def test_the_global_batch_does_not_depend_on_the_ranks(micro, accumulation, worl
     assert torch.equal(global_batch(micro, accumulation, world_size, 20), global_batch(4, 3, 1, 20))
 
 
+def test_a_step_is_seen_ahead_and_consumes_nothing():
+    stream = batches(2, 3, 2, 1)
+    for _ in range(20):
+        position = stream.position
+        ahead = stream.step()
+        assert stream.position == position and len(ahead) == 3
+        assert all(torch.equal(seen, next(stream)) for seen in ahead)
+
+
 def test_windows_are_consecutive_tokens():
     for row in itertools.chain.from_iterable(itertools.islice(batches(), 60)):
         assert row.dtype == torch.int64

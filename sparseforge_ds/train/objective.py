@@ -1,0 +1,108 @@
+"""The loss of a micro-batch: task, teacher and balance of experts, by blocks of logits where the models allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, task_loss
+from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
+from sparseforge_ds.train.teacher import Teacher
+
+LOSSES = ("total", "cross_entropy", "kl", "balance")
+"""What the log says of a loss, as `loss/...`."""
+
+
+class Objective:
+    """What an engine is trained on.
+
+    Args:
+        engine: the student's.
+        teacher: None for the task loss alone.
+        config: its `distillation` and `importance` are used.
+    """
+
+    def __init__(self, engine: Any, teacher: Teacher | None, config: SparseForgeConfig) -> None:
+        self.engine = engine
+        self.teacher = teacher if config.distillation is not None else None
+        self.config = config.distillation
+        self.draws_labels = config.importance == "gauss_newton"
+        """Whether probes of the curvature watch the logits."""
+        self.whole: str | None = None
+        """Why logits are made whole; None where blocks of them do."""
+
+    def decide(self, token_BS: Tensor) -> str | None:
+        """Run both models over a few tokens, to see whether logits are made by their heads alone; collective.
+
+        Returns:
+            Why not, where they are not.
+        """
+        model = self.engine.module
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False))
+            if self.teacher is not None:
+                self.teacher.hidden_states(token_BS)
+        except WholeLogits as error:
+            self.whole = str(error)
+        finally:
+            model.train(training)
+        return self.whole
+
+    @contextmanager
+    def targets(self, micro_batches: Sequence[Tensor]) -> Iterator[Sequence[Target | None]]:
+        """What the teacher says of the micro-batches of a step, while this is active; collective."""
+        if self.teacher is None or self.whole:
+            yield [None] * len(micro_batches)
+        else:
+            with self.teacher.targets(micro_batches) as targets:
+                yield targets
+
+    def loss(self, token_BS: Tensor, target: Target | None) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch, and its `LOSSES` for the log.
+
+        Args:
+            token_BS: (B, S) ids.
+            target: its own, of `targets`.
+        """
+        if self.whole:
+            losses, output = self._of_whole_logits(token_BS)
+        else:
+            losses, output = loss_in_head(self.engine, token_BS, self.config, target, input_ids=token_BS)
+        balance = self._balance_loss(output)
+        total = losses.total if balance is None else losses.total + balance
+        parts = [total, losses.cross_entropy, losses.kl, torch.zeros_like(total) if balance is None else balance]
+        return total, torch.stack([part.detach().float() for part in parts])
+
+    def cross_entropy(self, token_BS: Tensor) -> Tensor:
+        """The task loss alone, which probes of the curvature take."""
+        if self.whole or self.draws_labels:
+            return task_loss(self._run(token_BS).logits, token_BS)
+        return loss_in_head(self.engine, token_BS, input_ids=token_BS)[0].total
+
+    def _of_whole_logits(self, token_BS: Tensor) -> tuple[DistillationLoss, Any]:
+        if self.teacher is None or self.config is None:
+            output = self._run(token_BS)
+            total = task_loss(output.logits, token_BS)
+            return DistillationLoss(total, total.detach(), torch.zeros_like(total)), output
+        teacher_BSV = self.teacher(token_BS)
+        output = self._run(token_BS)
+        return distillation_loss(output.logits, teacher_BSV, token_BS, self.config), output
+
+    def _run(self, token_BS: Tensor) -> Any:
+        return self.engine(input_ids=token_BS, use_cache=False)
+
+    def _balance_loss(self, output: Any) -> Tensor | None:
+        """What a mixture adds so that its experts are used evenly, where its config.json asks for that."""
+        balance: Tensor | None = getattr(output, "aux_loss", None)
+        if balance is None:
+            return None
+        # transformers' own mixtures give it bare, and multiply only in the loss that they make themselves.
+        return balance * getattr(self.engine.module.config, "router_aux_loss_coef", 1.0)

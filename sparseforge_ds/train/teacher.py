@@ -1,0 +1,203 @@
+"""The frozen dense model that a student is distilled from: partitioned by ZeRO-3 inference, or whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_modules_by_name
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.model.distill import same_vocabulary
+from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.family_table import FAMILIES
+from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
+from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.registration import register_families
+
+
+class Teacher:
+    """A frozen dense model that answers with final hidden states, or with logits.
+
+        teacher = Teacher.from_pretrained("path", config.distillation, ds_config)
+        with teacher.targets([batch["input_ids"] for batch in micro_batches]) as targets:
+            for batch, target in zip(micro_batches, targets):
+                loss, _ = loss_in_head(engine, batch["labels"], config.distillation, target, **inputs)
+
+    `hold="zero3"` partitions it over the ranks by an engine of its own without an optimizer, whatever the stage of the
+    student; `hold="replicated"` keeps it whole on every rank. It never trains, drops nothing and keeps no cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: DistillationConfig, ds_config: dict[str, Any]) -> None:
+        """Freeze `model` and place it; collective with `hold="zero3"`.
+
+        Args:
+            model: a causal language model, partitioned by ZeRO-3 already or not.
+            config: its `hold` is used.
+            ds_config: the student's DeepSpeed configuration, with no "auto" left: the teacher computes in its dtype.
+
+        Raises:
+            ValueError: a partitioned model that is to be replicated, or a dtype that is still "auto".
+        """
+        model.requires_grad_(False)
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.model = model
+        self._module: nn.Module
+        if config.hold == "zero3":
+            if model.config.model_type in FAMILIES:  # a dense teacher may be of any other
+                set_z3_leaf_modules_by_name(model, leaf_modules(model))
+            self._module, *_ = deepspeed.initialize(model=model, config=teacher_ds_config(ds_config))
+        else:
+            if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+                raise ValueError(
+                    'distillation.hold = "replicated", but the teacher was partitioned by ZeRO-3 as it was loaded; '
+                    'load it with Teacher.from_pretrained, or set "hold": "zero3"'
+                )
+            for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32, as DeepSpeed keeps them
+                parameter.data = parameter.data.to(_dtype(ds_config))
+            self._module = model.to(get_accelerator().current_device_name())
+        self._module.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, config: DistillationConfig, ds_config: dict[str, Any], **kwargs: Any
+    ) -> Teacher:
+        """Load a teacher the way it will be held: partitioned as it loads with `hold="zero3"`, whole otherwise.
+
+        An `HfDeepSpeedConfig` of the student that is alive keeps its effect on later loads, and has none on this one.
+
+        Args:
+            path: folder or hub id.
+            config: its `hold` is used.
+            ds_config: the student's DeepSpeed configuration.
+            **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given,
+                and no code of the teacher's own is run.
+        """
+        register_families()
+        kwargs.setdefault("dtype", _dtype(ds_config))
+        with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
+            try:
+                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
+            except ValueError as error:
+                raise ValueError(f"teacher {path}: cannot be loaded ({reason(error)})") from None
+        return cls(model, config, ds_config)
+
+    def check_student(self, student: PreTrainedModel) -> None:
+        """Raise a ValueError now, rather than at the first loss, if `student` has another vocabulary."""
+        same_vocabulary(int(student.config.get_text_config().vocab_size), self.vocabulary)
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """(B, S) token ids -> (B, S, V) logits without a gradient; collective with `hold="zero3"`."""
+        logits: Tensor = self._run(input_ids, attention_mask).logits
+        return logits
+
+    @torch.no_grad()
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """(B, S) token ids -> (B, S, H) final hidden states, which the head makes logits of; collective like a call.
+
+        Raises:
+            WholeLogits: the model scales or caps its logits, so that hidden states and head are not all of it.
+        """
+        return hidden_states(self.model, lambda: self._run(input_ids, attention_mask))
+
+    def _run(self, input_ids: Tensor, attention_mask: Tensor | None) -> Any:
+        return self._module(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+
+    @contextmanager
+    def targets(self, micro_batches: Sequence[Tensor]) -> Iterator[list[Target]]:
+        """What the teacher says of all micro-batches of a step, and its head, gathered while this is active.
+
+        The model runs over `micro_batches_at_once`, so that its weights are gathered once, or a few times, a step.
+
+        Args:
+            micro_batches: (B, S) token ids each, all of one shape; as many on every rank.
+
+        Raises:
+            WholeLogits: as `hidden_states`.
+        """
+        batch, length = micro_batches[0].shape
+        sequence_NS = torch.cat(list(micro_batches))
+        hidden = [
+            hidden_BSH
+            for pass_NS in sequence_NS.split(batch * micro_batches_at_once(batch * length))
+            for hidden_BSH in self.hidden_states(pass_NS).split(batch)
+        ]
+        layer = head_of(self.model)
+        with deepspeed.zero.GatheredParameters(list(layer.parameters(recurse=False))):
+            head = Head(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
+            targets = [Target(hidden_BSH, head) for hidden_BSH in hidden]
+            del hidden, head
+            try:
+                yield targets
+            finally:
+                targets.clear()
+
+
+_ZERO3_KEYS = (
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "overlap_comm",
+    "offload_param",
+    "leaf_module",
+    "zero_quantized_nontrainable_weights",
+)
+"""What a teacher takes over from the student's `zero_optimization`: how weights are partitioned and gathered."""
+
+
+def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed configuration of a teacher under ZeRO-3 inference: the student's dtype and gathering, no optimizer."""
+    zero = {
+        key: value
+        for key, value in ds_config.get("zero_optimization", {}).items()
+        if key in _ZERO3_KEYS and value != "auto"
+    }
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    dtype = _dtype(ds_config)
+    if dtype != torch.float32:
+        config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    return config
+
+
+def _dtype(ds_config: dict[str, Any]) -> torch.dtype:
+    """The dtype in which DeepSpeed computes under this configuration."""
+    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        enabled = ds_config.get(key, {}).get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise ValueError(f"{key}.enabled = {enabled!r} in the DeepSpeed configuration: set it to true or false")
+        if enabled:
+            return dtype
+    return torch.float32
+
+
+@contextmanager
+def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """`from_pretrained` inside partitions as it loads under `ds_config`, or loads whole tensors without one."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    outer = None if reference is None else reference()
+    inner = None if ds_config is None else HfDeepSpeedConfig(ds_config)  # only its being alive counts
+    if inner is None:
+        hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        del inner
+        if outer is None:
+            hf_deepspeed.unset_hf_deepspeed_config()
+        else:
+            hf_deepspeed.set_hf_deepspeed_config(outer)

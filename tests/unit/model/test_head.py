@@ -1,0 +1,219 @@
+"""The loss inside of a head against the loss of whole logits, for every family, and what it never holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CohereConfig, Gemma2Config, GraniteConfig, PreTrainedModel
+
+from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
+from tests.tiny_models import _LLAMA_LIKE, BUILDERS, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
+
+SEVERAL = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=5)
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    batch = token_batch()
+    batch["labels"][1, :5] = -100
+    return batch["input_ids"], batch["labels"]
+
+
+def _target(teacher: PreTrainedModel, ids: Tensor) -> Target:
+    with torch.no_grad():
+        hidden = hidden_states(teacher, lambda: teacher(input_ids=ids, use_cache=False))
+    layer = head_of(teacher)
+    return Target(hidden, Head(layer.weight, layer.bias))
+
+
+def _of_whole_logits(student: PreTrainedModel, teacher: PreTrainedModel | None, config: DistillationConfig) -> Any:
+    ids, labels = _batch()
+    logits = student(input_ids=ids, use_cache=False).logits
+    if teacher is None:
+        return (task_loss(logits, labels),)
+    with torch.no_grad():
+        wanted = teacher(input_ids=ids, use_cache=False).logits
+    return distillation_loss(logits, wanted, labels, config)
+
+
+def _in_head(student: PreTrainedModel, teacher: PreTrainedModel | None, config: DistillationConfig) -> Any:
+    ids, labels = _batch()
+    target = None if teacher is None else _target(teacher.eval(), ids)
+    return loss_in_head(student, labels, config, target, input_ids=ids)[0]
+
+
+def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _agree(student: PreTrainedModel, teacher: PreTrainedModel | None, config: DistillationConfig, **close: Any) -> None:
+    expected, found = (function(student, teacher, config) for function in (_of_whole_logits, _in_head))
+    torch.testing.assert_close(tuple(found)[: len(expected)], tuple(expected), **close)
+    expected, found = (_gradients(student, losses[0]) for losses in (expected, found))
+    assert any(gradient.any() for gradient in expected.values())
+    torch.testing.assert_close(found, expected, **close)
+
+
+@pytest.mark.parametrize("config", [SEVERAL, DistillationConfig()], ids=["blocks", "one block"])
+@pytest.mark.parametrize("family", BUILDERS)
+def test_every_family_has_the_loss_and_gradients_of_whole_logits(family: str, config: DistillationConfig) -> None:
+    build = BUILDERS[family]  # in fp32, which fused experts do not exceed
+    _agree(build().train(), build(seed=1), config, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+def test_tied_heads_and_checkpointing(tied: bool, checkpointing: dict[str, bool] | None) -> None:
+    student = tiny_qwen3(tie_word_embeddings=tied).double().train()
+    if checkpointing is not None:
+        student.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        student.enable_input_require_grads()
+    _agree(student, tiny_llama(seed=1).double(), SEVERAL)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_a_teacher_with_a_bias_and_frozen(bias: bool) -> None:
+    student = tiny_llama().double()
+    if bias:
+        student.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY, dtype=torch.float64))
+    _agree(student, None, SEVERAL)
+    _agree(student, tiny_llama(seed=1).double(), SEVERAL)
+    student.lm_head.requires_grad_(False)
+    _agree(student, tiny_llama(seed=1).double(), SEVERAL)
+    assert student.lm_head.weight.grad is None
+
+
+def test_a_teacher_of_another_width() -> None:
+    _agree(tiny_llama().double(), tiny_llama(seed=1, hidden_size=48, num_attention_heads=6).double(), SEVERAL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype: torch.dtype) -> None:
+    student, teacher = tiny_llama().to(dtype), tiny_llama(seed=1).to(dtype)
+    expected, found = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
+    assert found.total.dtype == torch.float32
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
+    expected, found = (_gradients(student, 1024 * losses[0]) for losses in (expected, found))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).float().norm() < 4 * torch.finfo(dtype).eps * gradient.float().norm(), name
+
+
+def test_under_autocast() -> None:
+    student, teacher = tiny_llama(), tiny_llama(seed=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-3, atol=1e-4)  # the teacher's are fp32
+    expected, found = (_gradients(student, losses[0]) for losses in (expected, found))
+    for name, gradient in expected.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - gradient).norm() < 0.02 * gradient.norm(), name
+
+
+def test_blocks_are_no_part_of_the_loss() -> None:
+    results = []
+    for chunk_tokens in (1, 7, 1000):
+        student = tiny_llama().double()
+        losses = _in_head(student, tiny_llama(seed=1).double(), DistillationConfig(chunk_tokens=chunk_tokens))
+        results.append((losses.total.detach(), _gradients(student, losses.total)))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+
+
+def test_without_a_graph_and_as_it_was_afterwards() -> None:
+    student, teacher = tiny_llama(), tiny_llama(seed=1)
+    ids, _ = _batch()
+    before = student(input_ids=ids).logits
+    with torch.no_grad():
+        found = _in_head(student, teacher, SEVERAL)
+    assert torch.equal(found.total, _in_head(student, teacher, SEVERAL).total)
+    assert not found.total.requires_grad
+    assert torch.equal(student(input_ids=ids).logits, before)
+    assert "forward" not in vars(student.lm_head)
+
+
+class _Widest(TorchDispatchMode):
+    """The most elements of a tensor that an operation made, whose last axis or rows are of the vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.most = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] <= self.vocabulary:
+            self.most = max(self.most, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+def test_whole_logits_are_never_made() -> None:
+    vocabulary, tokens = 4096, 32
+    sizes = {"vocab_size": vocabulary, "hidden_size": 16, "num_attention_heads": 2, "tie_word_embeddings": False}
+    student, teacher = (tiny_llama(seed=seed, intermediate_size=16, **sizes) for seed in range(2))
+    student.model.embed_tokens.requires_grad_(False)
+    ids = token_batch()["input_ids"]
+    config = DistillationConfig(chunk_tokens=4)
+    most = {}
+    for name, whole in (("head", False), ("logits", True)):
+        with _Widest(vocabulary) as made:
+            if whole:
+                with torch.no_grad():
+                    wanted = teacher(input_ids=ids).logits
+                loss = distillation_loss(student(input_ids=ids).logits, wanted, ids, config).total
+            else:
+                loss = loss_in_head(student, ids, config, _target(teacher, ids), input_ids=ids)[0].total
+            loss.backward()
+        most[name] = made.most
+    assert most["logits"] == tokens * vocabulary
+    assert most["head"] <= max(4 * vocabulary, 16 * vocabulary)  # a block, or the gradient of the head's weight
+
+
+CAPPED = {
+    "gemma2": (Gemma2Config, {"final_logit_softcapping": 5.0, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    "granite": (GraniteConfig, {"logits_scaling": 4.0}),
+    "cohere": (CohereConfig, {"logit_scale": 0.25}),
+}
+
+
+@pytest.mark.parametrize("family", CAPPED)
+def test_what_scales_or_caps_its_logits_is_said(family: str) -> None:
+    config, overrides = CAPPED[family]
+    model = _of(config, 0, {**_LLAMA_LIKE, **overrides})
+    ids, _ = _batch()
+    with pytest.raises(WholeLogits, match="scales or caps the logits"), torch.no_grad():
+        hidden_states(model, lambda: model(input_ids=ids, use_cache=False))
+    with pytest.raises(WholeLogits, match="scales or caps the logits"):
+        loss_in_head(model, ids, input_ids=ids)
+    assert model(input_ids=ids).logits.shape[-1] == VOCABULARY
+
+
+def test_what_is_no_linear_head_is_said() -> None:
+    model = tiny_llama()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(WholeLogits, match="are Sequential, no nn.Linear"):
+        loss_in_head(model, _batch()[1], input_ids=_batch()[0])
+
+
+def test_what_does_not_belong_together() -> None:
+    ids, labels = _batch()
+    with pytest.raises(ValueError, match="the teacher's vocabulary has 80 entries and the student's 64"):
+        loss_in_head(tiny_llama(), labels, SEVERAL, _target(tiny_llama(vocab_size=80), ids), input_ids=ids)
+    with pytest.raises(ValueError, match=r"labels \(2, 5\) do not belong to inputs \(2, 16\)"):
+        loss_in_head(tiny_llama(), labels[:, :5], input_ids=ids)
+    loss = loss_in_head(tiny_llama(), labels, input_ids=ids)[0].total
+    with pytest.raises(ValueError, match="has no second derivative"):
+        loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(value: float) -> None:
+    student = tiny_llama()
+    with torch.no_grad():
+        student.lm_head.weight[3, 3] = value
+    assert not loss_in_head(student, _batch()[1], SEVERAL, input_ids=_batch()[0])[0].total.isfinite()

@@ -1,0 +1,94 @@
+"""The loss of a micro-batch: by blocks of logits, and by whole ones where a model scales or caps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, OlmoeConfig, PreTrainedModel
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.train.objective import Objective
+from sparseforge_ds.train.teacher import Teacher
+from tests.tiny_models import tiny_llama, tiny_mixture, token_batch
+
+CONFIG = SparseForgeConfig.from_dict({"distillation": {"hold": "replicated", "temperature": 2.0, "chunk_tokens": 5}})
+
+
+class Engine:
+    """A model called as an engine is."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module.train()
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+def _gemma(cap: float | None) -> PreTrainedModel:
+    torch.manual_seed(2)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    return AutoModelForCausalLM.from_config(Gemma2Config(**sizes, **heads, final_logit_softcapping=cap))
+
+
+def _micro_batches() -> list[Tensor]:
+    return [token_batch(seed=seed)["input_ids"] for seed in range(3)]
+
+
+def _expected(student: PreTrainedModel, teacher: PreTrainedModel, token_BS: Tensor) -> Tensor:
+    with torch.no_grad():
+        wanted = teacher.eval()(input_ids=token_BS).logits
+    assert CONFIG.distillation is not None
+    logits = student(input_ids=token_BS).logits
+    return torch.stack(list(distillation_loss(logits, wanted, token_BS, CONFIG.distillation)))
+
+
+@pytest.mark.parametrize(("cap", "whole"), [(None, None), (2.0, "Gemma2ForCausalLM scales or caps the logits")])
+def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, whole: str | None) -> None:
+    student = tiny_llama()
+    assert CONFIG.distillation is not None
+    objective = Objective(Engine(student), Teacher(_gemma(cap), CONFIG.distillation, {}), CONFIG)
+    found = objective.decide(_micro_batches()[0][:1, :1])
+    assert found is None if whole is None else found is not None and found.startswith(whole)
+    assert student.training
+    with objective.targets(_micro_batches()) as targets:
+        for token_BS, target in zip(_micro_batches(), targets, strict=True):
+            total, parts = objective.loss(token_BS, target)
+            torch.testing.assert_close(parts[:3], _expected(student, _gemma(cap), token_BS).detach())
+            assert parts[3] == 0
+            total.backward()
+    assert student.lm_head.weight.grad is not None
+
+
+def test_a_student_that_caps_its_logits() -> None:
+    student = _gemma(2.0)
+    objective = Objective(Engine(student), None, CONFIG)
+    assert "Gemma2ForCausalLM scales or caps" in str(objective.decide(_micro_batches()[0][:1, :1]))
+    token_BS = _micro_batches()[0]
+    assert torch.equal(objective.cross_entropy(token_BS), task_loss(student(input_ids=token_BS).logits, token_BS))
+
+
+@pytest.mark.parametrize("importance", ["fisher", "gauss_newton"])
+def test_the_task_loss_of_probes(importance: str) -> None:
+    """Labels of Gauss-Newton are drawn from what the head returns."""
+    student, token_BS = tiny_llama(), _micro_batches()[0]
+    objective = Objective(Engine(student), None, SparseForgeConfig.from_dict({"importance": importance}))
+    assert objective.decide(token_BS[:1, :1]) is None
+    outputs: list[Tensor] = []
+    student.lm_head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    found = objective.cross_entropy(token_BS)
+    torch.testing.assert_close(found, task_loss(student(input_ids=token_BS).logits, token_BS))
+    assert (outputs[0].shape[-1] == 64) == (importance == "gauss_newton")
+
+
+def test_the_balance_of_experts_is_added() -> None:
+    student = tiny_mixture(OlmoeConfig, output_router_logits=True, router_aux_loss_coef=0.1)
+    objective, token_BS = Objective(Engine(student), None, CONFIG), _micro_batches()[0]
+    total, parts = objective.loss(token_BS, None)
+    output = student(input_ids=token_BS)
+    torch.testing.assert_close(parts[3], (0.1 * output.aux_loss).detach())
+    torch.testing.assert_close(total.detach(), parts[1] + parts[3])
