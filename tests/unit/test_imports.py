@@ -85,7 +85,6 @@ ONE_FILE_MORE: dict[str, set[str]] = {
         "model.loading_error",
         "model.tokenizer",
     },
-    "model.distill": {"deepspeed"},
     "model.hub": {"huggingface_hub"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "zero.expert_taps": {"transformers.integrations.moe"},
