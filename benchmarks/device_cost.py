@@ -19,7 +19,6 @@ Nothing was measured on a GPU.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -80,7 +79,7 @@ def main() -> None:
             "setting": {**vars(flags), "json": None},
             "weights": weights,
             "matrices": matrices,
-            "phases": {name: dataclasses.asdict(cost) for name, cost in phases.items()},
+            "phases": {name: vars(cost) for name, cost in phases.items()},
         }
         flags.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 

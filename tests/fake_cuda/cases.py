@@ -108,8 +108,8 @@ CASES: dict[str, Case] = {
 """By name; weights of two layers are under the mask unless `include` says otherwise."""
 
 _OF_SUMS = (
-    "an update waits 6 times: FisherSums.finish, RunningSums.take, AxisSums.totals, RunningSums.metrics, Ranking.scored and "
-    "Health.report"
+    "an update waits 6 times: FisherSums.finish, RunningSums.take, AxisSums.totals, RunningSums.metrics, "
+    "Ranking.scored and Health.report"
 )
 _ON_HOST = "Edges.widen copies what cut groups lack to the host piece by piece, 3 times a soft step and 6 an update"
 EXCEEDS: dict[str, str] = {
