@@ -75,11 +75,13 @@ CASES: dict[str, Case] = {
     "ours, magnitude": _ours({"importance": "magnitude"}),
     "ours, magnitude, offload": _ours({"importance": "magnitude"}, offload=True),
     "ours, wanda": _ours({"importance": "wanda"}),
-    "ours, fused experts": _ours({"include": ["*mlp.experts*"]}, model="qwen3_moe"),
+    "ours, fused experts": _ours({"include": ["*mlp.experts*"]}, model="qwen3_moe", weights="bfloat16"),
     "ours, fused experts, training": _ours(
-        {"include": ["*mlp.experts*"], "curvature": {"source": "training"}}, model="qwen3_moe"
+        {"include": ["*mlp.experts*"], "curvature": {"source": "training"}}, model="qwen3_moe", weights="bfloat16"
     ),
-    "ours, fused experts, elements": _ours({"include": ["*mlp.experts*"], "curvature": _ELEMENTS}, model="qwen3_moe"),
+    "ours, fused experts, elements": _ours(
+        {"include": ["*mlp.experts*"], "curvature": _ELEMENTS}, model="qwen3_moe", weights="bfloat16"
+    ),
     "ours, Conv1D": _ours({"include": []}, model="gpt2"),
     "oneshot": _other("oneshot", steps=0),
     "oneshot, wanda": _other("oneshot", "wanda", steps=0),
@@ -136,6 +138,10 @@ EXCEEDS: dict[str, str] = {
     "ours, offload, training": _ON_HOST,
     "ours, hutchinson": "an update waits 5 times, as with Fisher but for FisherSums.finish",
     "ours, hutchinson, weights": "an update waits 3 times: Hutchinson._radii, Ranking.scored and Health.report",
+    "maskllm, offload": _ON_HOST,
+    "ours, fused experts": f"a bincount for every layer and pass, ExpertLoad.agree, and {_OF_SUMS}",
+    "ours, fused experts, training": f"a bincount for every layer and pass, ExpertLoad.agree, and {_OF_SUMS}",
+    "ours, fused experts, elements": "a bincount and 2 tolist (expert_fisher) for every layer and pass",
     "sr_ste, offload": _ON_HOST,
     "ast, offload": _ON_HOST,
     "cast": "a step waits once: Cast.after_step asks for a number",
