@@ -312,12 +312,13 @@ def switch_on(case: Case) -> list[str]:
     problems = []
     for step in range(case.steps):
         train_step(engine, case, step)
+        dense = gathered(forge, "dense")  # of a frozen mask nothing is left where it pruned
         forge.step(probe_of(engine, case, step))
         layers = branches(engine.module)
         if any(layer.enabled != (step + 1 >= at) for layer in layers.values()):
             problems.append(f"step {step + 1}: enabled at the wrong time")
         if step + 1 == at or step + 1 == case.steps:
-            dense, weights = gathered(forge, "dense"), published(engine)
+            weights = published(engine)
             for weight in forge.weights:
                 removed = dense[weight.name].view(weight.shape) - weights[weight.name].float()
                 if weight.input_axis == -2:

@@ -1,0 +1,252 @@
+"""A rank of a run without an engine: the memory layout that ZeRO would give it, and a forge on a bare torch optimizer.
+
+The one file of these tools that knows the insides of the package: where `Layout` comes from, and what of an engine a
+forge uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import sparseforge_ds as sf
+from benchmarks.fake_cuda.counting import Counter
+from sparseforge_ds import forge as forge_module
+from sparseforge_ds.methods import sharded_weights
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.zero.shard import Layout, Shard
+
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a rank stands, and how its memory is laid out."""
+
+    world: int = 16
+    number: int = 8
+    stage: int = 3
+    sub_group: int = int(1e9)
+    """Elements of a rank's parts after which ZeRO-3 begins a new master partition (`sub_group_size`)."""
+    master: torch.dtype = torch.float32
+    offload: bool = False
+    """Masters and optimizer states on the host."""
+    only_prunable: bool = False
+    """Leave out of the optimizer what is not under a mask."""
+    loss_scale: float = 1.0
+
+
+@contextmanager
+def process_group(rank: Rank) -> Iterator[None]:
+    """A world in which every collective returns at once and moves nothing; its devices are of the kind of an H100."""
+    dist.init_process_group("fake", rank=rank.number, world_size=rank.world, store=FakeStore())
+    try:
+        with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def model_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model on fake CUDA, inside a FakeTensorMode and before a counter begins."""
+    with torch.device(CUDA):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+class Partitions:
+    """Which elements of which weight lie where on every rank, as ZeRO divides them."""
+
+    def __init__(self, groups: list[list[tuple[str, tuple[int, ...]]]], rank: Rank) -> None:
+        self.rank = rank
+        self.group_of_flat: list[int] = []
+        self.sizes: list[int] = []
+        self.placed: list[tuple[str, tuple[int, ...], int, int]] = []
+        """Name, shape, master partition, and where the weight begins: in a rank's partition for stages 3 and 0, else in
+        the run of the whole group."""
+        for group, members in enumerate(groups):
+            self._open(group)
+            whole = sum(self._part(shape) for _, shape in members)
+            for number, (name, shape) in enumerate(members):
+                self.placed.append((name, shape, len(self.sizes) - 1, self.sizes[-1]))
+                self.sizes[-1] += self._part(shape)
+                full = rank.stage == 3 and whole > rank.sub_group <= self.sizes[-1]
+                if full and number + 1 < len(members):
+                    self._open(group)
+        if rank.stage in (1, 2):  # cut in equal partitions, aligned to two elements a rank
+            self.sizes = [math.ceil(size / (2 * rank.world)) * 2 for size in self.sizes]
+
+    def _open(self, group: int) -> None:
+        self.sizes.append(0)
+        self.group_of_flat.append(group)
+
+    def _part(self, shape: tuple[int, ...]) -> int:
+        """Elements that a weight takes up in a partition before it is cut."""
+        return math.ceil(math.prod(shape) / self.rank.world) if self.rank.stage == 3 else math.prod(shape)
+
+    def shards(self, number: int) -> list[Shard]:
+        """What one rank holds."""
+        return [self._shard(number, *placed) for placed in self.placed]
+
+    def _shard(self, number: int, name: str, shape: tuple[int, ...], flat: int, begins: int) -> Shard:
+        numel = math.prod(shape)
+        if self.rank.stage == 0:
+            return Shard(name, shape, 0, numel, flat, begins)
+        if self.rank.stage == 3:
+            part = self._part(shape)
+            return Shard(name, shape, min(number * part, numel), min((number + 1) * part, numel), flat, begins)
+        first, size = number * self.sizes[flat], self.sizes[flat]
+        start = min(max(first - begins, 0), numel)
+        stop = max(min(first + size - begins, numel), start)
+        return Shard(name, shape, start, stop, flat, max(begins - first, 0) if stop > start else 0)
+
+
+class BareOptimizer:
+    """What DeepSpeed's optimizer does around the inner one: gives it gradients, one sub-group at a time at stage 3."""
+
+    def __init__(self, inner: torch.optim.Optimizer, flats: list[Tensor], rank: Rank, counter: Counter) -> None:
+        self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
+        self.loss_scale = rank.loss_scale
+        self._members = [list(group["params"]) for group in inner.param_groups]
+
+    def step(self) -> None:
+        """Step with gradients that are there; DeepSpeed's own work on them is not counted."""
+        with self.counter.paused():
+            for flat in self.flats:
+                flat.grad = torch.zeros_like(flat)
+        if self.rank.stage != 3:
+            self.inner.step()
+        else:
+            for members in self._members:
+                for flat in members:
+                    for group, own in zip(self.inner.param_groups, self._members, strict=True):
+                        group["params"] = [flat] if own is members else []
+                    self.inner.step()
+            for group, own in zip(self.inner.param_groups, self._members, strict=True):
+                group["params"] = list(own)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Let the gradients go."""
+        for flat in self.flats:
+            flat.grad = None
+
+
+class BareEngine:
+    """What a forge asks of an engine. Weights are whole on the device, as if ZeRO had gathered all of them."""
+
+    skipped_steps = 0
+    _is_gradient_accumulation_boundary = True
+
+    def __init__(self, module: nn.Module, optimizer: BareOptimizer, partitions: Partitions) -> None:
+        self.module, self.optimizer, self.partitions = module, optimizer, partitions
+        self.basic_optimizer = optimizer.inner
+        self.device = CUDA
+        self.prunable: list[str] = []
+
+    def gradient_accumulation_steps(self) -> int:
+        """One micro-batch a step."""
+        return 1
+
+    def set_gradient_accumulation_boundary(self, boundary: bool) -> None:
+        """There is no other."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the whole weights, which are then let go: the optimizer has its own."""
+        (loss * self.optimizer.loss_scale).backward()
+        self.zero_grad()
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Let the gradients go."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+class BareLayout(Layout):
+    """The shard map that ZeRO's partitions have on this rank."""
+
+    @property
+    def replicated(self) -> bool:  # type: ignore[override]
+        """See `Layout`."""
+        return self.engine.partitions.rank.stage == 0
+
+    def _data_parallel_group(self) -> None:
+        return None
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The shards of every rank, which is all that is ever asked for."""
+        partitions, everyone = self.engine.partitions, []
+        for number in range(partitions.rank.world):
+            held = {shard.name: (shard.start, shard.stop) for shard in partitions.shards(number)}
+            everyone.append([held[name] for name in self.engine.prunable])
+        assert everyone[partitions.rank.number] == value, "the ranks are asked for something else than their shards"
+        return everyone
+
+    def _read(self) -> None:
+        partitions, parameters = self.engine.partitions, dict(self.engine.module.named_parameters())
+        self.flats, self.group_of_flat = self.optimizer.flats, partitions.group_of_flat
+        for shard in partitions.shards(partitions.rank.number):
+            self.shards[shard.name] = shard
+            self.low_precision[shard.name] = parameters[shard.name]
+        counter = self.optimizer.counter
+        with counter.paused():
+            dtype = next(iter(parameters.values())).dtype
+            self._low = [torch.zeros(flat.shape, dtype=dtype, device=CUDA) for flat in self.flats]
+
+    def check(self, names: Any) -> None:
+        """Nothing to compare with."""
+
+    def push(self) -> None:
+        """One copy for each partition, as ZeRO-3 casts masters to the weights' dtype."""
+        for low, flat in zip(self._low, self.flats, strict=True):
+            low.copy_(flat.detach(), non_blocking=True)  # as DeepSpeed copies from pinned memory
+
+
+def attach(
+    model: nn.Module, config: sf.SparseForgeConfig, rank: Rank, counter: Counter, fused: bool = True
+) -> tuple[sf.SparseForge, BareEngine]:
+    """A forge on a rank, inside `process_group` and a FakeTensorMode; the model is prepared and on CUDA."""
+    groups = sf.param_groups(model, config)
+    if rank.only_prunable:
+        groups = groups[:1]
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = [[(name_of[id(p)], tuple(p.shape)) for p in group["params"]] for group in groups]
+    partitions = Partitions(named, rank)
+    device = torch.device("cpu") if rank.offload else CUDA
+    with counter.paused():
+        flats = [nn.Parameter(torch.zeros(size, dtype=rank.master, device=device)) for size in partitions.sizes]
+    for number, group in enumerate(groups):
+        belonging = zip(flats, partitions.group_of_flat, strict=True)
+        group["params"] = [flat for flat, owner in belonging if owner == number]
+    inner = torch.optim.AdamW(groups, lr=1e-4, fused=fused and not rank.offload)
+    engine = BareEngine(model, BareOptimizer(inner, flats, rank, counter), partitions)
+    engine.prunable = [weight.name for weight in prunable_weights(model, config)]
+
+    with (
+        mock.patch.object(forge_module, "refuse_unsupported", lambda engine: None),
+        mock.patch.object(sharded_weights, "layout_of", BareLayout),
+    ):
+        forge = sf.SparseForge(engine, config)
+    edges = forge._edges
+    spans = {w.name: config.parsed_pattern.span(w.shape, w.input_axis) for w in forge.weights}
+    edges.any_cut = any(  # a value that the ranks agree on, and fake tensors do not have
+        start % spans[name] or stop % spans[name]
+        for name, ranges in edges.ranges.items()
+        for start, stop in ranges
+        if stop > start
+    )
+    return forge, engine

@@ -1,0 +1,159 @@
+"""What runs on fake CUDA tensors, how often the host may wait for the device, and where today's code exceeds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "projection": 2}
+"""Values that the host may wait for, by moment of a run. `start` chooses a first mask; `update` moves masks or reports
+on them; `first` and `ordinary` are steps that do neither."""
+UPLOADS = {"first": 0, "ordinary": 0}
+"""Copies from the host in a moment, with the states on the device: the host waits for these as well."""
+
+SCHEDULE = {
+    "update_every": 2,
+    "blend": [0.0, 0.4],
+    "mid_penalty_ramp": [0.0, 0.4],
+    "hardening": [0.15, 0.86],
+    "mask_rate": 0.4,
+}
+"""Of 7 steps: updates at 2 and 4, hardening from 1, projected at 6, frozen at 7."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One short run on one rank of three."""
+
+    block: dict[str, Any]
+    """The `sparseforge` block, `max_steps` aside."""
+    steps: int = 7
+    model: str = "llama"
+    weights: str = "float32"
+    master: str = "float32"
+    offload: bool = False
+    stage: int = 3
+    loss_scale: float = 1.0
+    fault: str | None = None
+    """Seeded into every step of the optimizer."""
+
+
+def _ours(more: dict[str, Any] | None = None, **case: Any) -> Case:
+    return Case({"schedule": SCHEDULE, **(more or {})}, **case)
+
+
+def _other(method: str, importance: str = "magnitude", more: dict[str, Any] | None = None, **case: Any) -> Case:
+    return Case({"method": method, "importance": importance, **(more or {})}, **{"steps": 4, **case})
+
+
+_ELEMENTS = {"factored": False}
+_EVERY = {"refresh": {"every": 2, "decay": 2e-4, "frozen": 0.25}}
+
+CASES: dict[str, Case] = {
+    "ours": _ours({"curvature": {"source": "training"}}),
+    "ours, all weights": _ours({"include": []}),
+    "ours, bf16": _ours(weights="bfloat16"),
+    "ours, bf16 masters": _ours(weights="bfloat16", master="bfloat16"),
+    "ours, fp16": _ours(weights="float16", loss_scale=1024.0),
+    "ours, offload": _ours(offload=True),
+    "ours, offload, training": _ours({"curvature": {"source": "training"}}, offload=True),
+    "ours, bf16, offload": _ours(weights="bfloat16", offload=True),
+    "ours, stage 0": _ours(stage=0),
+    "ours, stage 2": _ours(stage=2),
+    "ours, tiles": _ours({"pattern": "block4"}),
+    "ours, straight through": _ours({"schedule": {**SCHEDULE, "straight_through": True}}),
+    "ours, fixed": _ours({"schedule": {"hardening": [0, 0]}}, steps=3),
+    "ours, elements": _ours({"curvature": _ELEMENTS}),
+    "ours, elements, offload": _ours({"curvature": _ELEMENTS}, offload=True),
+    "ours, gauss_newton": _ours({"importance": "gauss_newton"}),
+    "ours, gauss_newton, elements": _ours({"importance": "gauss_newton", "curvature": _ELEMENTS}),
+    "ours, hutchinson": _ours({"importance": "hutchinson"}),
+    "ours, hutchinson, weights": _ours({"importance": "hutchinson", "curvature": {"per_token": False, **_ELEMENTS}}),
+    "ours, hutchinson, weights, offload": _ours(
+        {"importance": "hutchinson", "curvature": {"per_token": False, **_ELEMENTS}}, offload=True
+    ),
+    "ours, magnitude": _ours({"importance": "magnitude"}),
+    "ours, magnitude, offload": _ours({"importance": "magnitude"}, offload=True),
+    "ours, wanda": _ours({"importance": "wanda"}),
+    "ours, fused experts": _ours({"include": ["*mlp.experts*"]}, model="qwen3_moe", weights="bfloat16"),
+    "ours, fused experts, training": _ours(
+        {"include": ["*mlp.experts*"], "curvature": {"source": "training"}}, model="qwen3_moe", weights="bfloat16"
+    ),
+    "ours, fused experts, elements": _ours(
+        {"include": ["*mlp.experts*"], "curvature": _ELEMENTS}, model="qwen3_moe", weights="bfloat16"
+    ),
+    "ours, Conv1D": _ours({"include": []}, model="gpt2"),
+    "oneshot": _other("oneshot", steps=0),
+    "oneshot, wanda": _other("oneshot", "wanda", steps=0),
+    "oneshot, sparsegpt": _other("oneshot", "sparsegpt", steps=0),
+    "oneshot, fisher": _other("oneshot", "fisher", steps=0),
+    "oneshot, offload": _other("oneshot", "fisher", steps=0, offload=True),
+    "naive_retrain": _other("naive_retrain"),
+    "naive_retrain, wanda": _other("naive_retrain", "wanda"),
+    "naive_retrain, wanda, offload": _other("naive_retrain", "wanda", offload=True),
+    "naive_retrain, sparsegpt": _other("naive_retrain", "sparsegpt"),
+    "naive_retrain, sparsegpt, offload": _other("naive_retrain", "sparsegpt", offload=True),
+    "naive_retrain, bf16": _other("naive_retrain", weights="bfloat16", master="bfloat16"),
+    "sr_ste": _other("sr_ste", more=_EVERY),
+    "sr_ste, bf16 masters": _other("sr_ste", more=_EVERY, weights="bfloat16", master="bfloat16"),
+    "sr_ste, offload": _other("sr_ste", more=_EVERY, offload=True),
+    "ast": _other("ast", more=_EVERY),
+    "ast, wanda": _other("ast", "wanda", more=_EVERY),
+    "ast, offload": _other("ast", more=_EVERY, offload=True),
+    "cast": _other("cast", more=_EVERY),
+    "cast, scaling": _other("cast", more={"refresh": {**_EVERY["refresh"], "scaling": True}}),
+    "cast, offload": _other("cast", more=_EVERY, offload=True),
+    "maskllm": _other("maskllm", more={"sampling": {"frozen": 0.25}}),
+    "maskllm, wanda": _other("maskllm", "wanda", more={"sampling": {"frozen": 0.25}}),
+    "maskllm, offload": _other("maskllm", more={"sampling": {"frozen": 0.25}}, offload=True),
+}
+"""By name; weights of two layers are under the mask unless `include` says otherwise."""
+
+_OF_SUMS = (
+    "an update waits 6 times: FisherSums.finish, RunningSums.take, AxisSums.totals, RunningSums.metrics, "
+    "Ranking.scored and Health.report"
+)
+_ON_HOST = "Edges.widen copies what cut groups lack to the host piece by piece, 3 times a soft step and 6 an update"
+EXCEEDS: dict[str, str] = {
+    **{
+        f"ours{what}": _OF_SUMS
+        for what in (
+            "",
+            ", all weights",
+            ", bf16",
+            ", bf16 masters",
+            ", fp16",
+            ", stage 0",
+            ", stage 2",
+            ", tiles",
+            ", straight through",
+            ", gauss_newton",
+            ", Conv1D",
+        )
+    },
+    **{
+        f"ours{what}offload": _ON_HOST
+        for what in (", ", ", bf16, ", ", elements, ", ", magnitude, ", ", hutchinson, weights, ")
+    },
+    "ours, offload, training": _ON_HOST,
+    "ours, hutchinson": "an update waits 5 times, as with Fisher but for FisherSums.finish",
+    "ours, hutchinson, weights": "an update waits 3 times: Hutchinson._radii, Ranking.scored and Health.report",
+    "maskllm, offload": _ON_HOST,
+    "ours, fused experts": f"a bincount for every layer and pass, ExpertLoad.agree, and {_OF_SUMS}",
+    "ours, fused experts, training": f"a bincount for every layer and pass, ExpertLoad.agree, and {_OF_SUMS}",
+    "ours, fused experts, elements": "a bincount and 2 tolist (expert_fisher) for every layer and pass",
+    "sr_ste, offload": _ON_HOST,
+    "ast, offload": _ON_HOST,
+    "cast": "a step waits once: Cast.after_step asks for a number",
+    "cast, scaling": "a step waits once: Cast.after_step asks for a number",
+    "cast, offload": _ON_HOST,
+    "maskllm": "a step uploads 4 tables of the patterns of a group: sampling.logit_gradient, MaskLLM._sample",
+    "maskllm, wanda": "a step uploads 4 tables of the patterns of a group: sampling.logit_gradient, MaskLLM._sample",
+}
+"""Where today's code waits more often than it may. Whoever mends it must take the entry out."""
+
+FAULTS: dict[str, Case] = {
+    fault: _other("naive_retrain", steps=2, fault=fault)
+    for fault in ("a CPU tensor into a CUDA operation", "a CPU tensor into a collective", "bool", "item", "upload")
+}
+"""Runs that must be found faulty."""

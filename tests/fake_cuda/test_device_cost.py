@@ -1,0 +1,57 @@
+"""`benchmarks/device_cost.py` on a small model: what is known beforehand comes out, and the same every time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fake_cuda import shim
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+WEIGHTS = (4 * 512 * 512 + 3 * 512 * 1024) // 4
+
+pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(shim.missing_compiler()))
+
+
+def counted(folder: Path) -> tuple[dict[str, Any], str]:
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    command = [sys.executable, "benchmarks/device_cost.py", "--model", str(folder), "--ranks", "4", "--tokens", "64"]
+    done = subprocess.run(
+        [*command, "--json", str(folder / "counts.json")], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "counts.json").read_text(encoding="utf-8")), done.stdout
+
+
+def test_what_is_known_beforehand(tmp_path: Path) -> None:
+    found, printed = counted(tmp_path)
+    assert (found["weights"], found["matrices"]) == (WEIGHTS, 7)
+    phases = found["phases"]
+    assert "calculated" in printed and all(name in printed for name in phases)
+    # AdamW reads weight, gradient and two moments, and writes all but the gradient: 28 bytes a weight.
+    for name in ("soft step, hardening", "frozen step"):
+        adam = phases[name]["places"]["elsewhere"]
+        assert 28 * WEIGHTS <= adam < 28.01 * WEIGHTS, (name, adam / WEIGHTS)
+        assert not phases[name]["syncs"] and not phases[name]["faults"]
+    moved = phases["frozen step"]["read"] + phases["frozen step"]["written"]
+    assert 28 * WEIGHTS <= moved <= 40.01 * WEIGHTS  # W, or W and m, to the master: 12 bytes at most
+    assert phases["frozen step"]["held"] >= 8 * WEIGHTS  # the two moments at least
+    # Two logits of bf16 at least exist at a time, unless they are formed by chunks of tokens.
+    assert 0 < phases["loss"]["peak"] < 100 * 64 * CONFIG["vocab_size"]
+    assert sum(phases["mask update"]["collectives"].values()) > 0

@@ -1,0 +1,112 @@
+"""Every method on fake CUDA tensors: no device mixing, nothing that NCCL would refuse, no wait beyond the allowed ones.
+
+The runs are made in two processes at once, which load the no-op CUDA device before torch; pytest's own stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fake_cuda import shim
+from tests.fake_cuda.cases import ALLOWED, CASES, EXCEEDS, FAULTS, UPLOADS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROCESSES = 2
+
+pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(shim.missing_compiler()))
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What was seen in each run, by its name."""
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    outputs = [folder / f"{number}.json" for number in range(PROCESSES)]
+    command = [sys.executable, "-m", "tests.fake_cuda.worker"]
+    workers = [
+        subprocess.Popen(
+            [*command, str(number), str(PROCESSES), str(output)],
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, output in enumerate(outputs)
+    ]
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=1200)
+            if worker.returncode:
+                raise RuntimeError(f"a worker failed:\n{errors[-4000:]}")
+    finally:
+        for worker in workers:
+            worker.kill()
+    return {name: run for output in outputs for name, run in json.loads(output.read_text()).items()}
+
+
+def too_many(run: dict[str, Any], offload: bool = False) -> list[str]:
+    """Moments in which the host waited more often than it may, with the places."""
+    found = []
+    for moment in run["moments"]:
+        kinds = [("syncs", ALLOWED)] if offload else [("syncs", ALLOWED), ("uploads", UPLOADS)]
+        for kind, limits in kinds:
+            count, limit = sum(moment[kind].values()), limits.get(moment["moment"])
+            if limit is not None and count > limit:
+                found.append(f"{moment['moment']}: {count} {kind}, {limit} allowed: {moment[kind]}")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_devices_do_not_mix_and_collectives_are_those_of_nccl(name: str, seen: dict[str, Any]) -> None:
+    run = seen[name]
+    assert run["error"] is None, run["error"]
+    assert not run["faults"], sorted(set(run["faults"]))
+    assert {"attach", "start"} < {moment["moment"] for moment in run["moments"]} or not CASES[name].steps
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=EXCEEDS[name], strict=True, raises=AssertionError))
+        if name in EXCEEDS
+        else name
+        for name in CASES
+    ],
+)
+def test_the_host_waits_as_often_as_it_may(name: str, seen: dict[str, Any]) -> None:
+    if seen[name]["error"] is not None:
+        pytest.skip("the run broke off, as its other test says")
+    exceeded = too_many(seen[name], CASES[name].offload)
+    assert not exceeded, "\n".join(exceeded)
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("a CPU tensor into a CUDA operation", "device mixing: aten.mul_"),
+        ("a CPU tensor into a collective", "allreduce of a cpu tensor"),
+        ("bool", "allreduce of torch.bool"),
+    ],
+)
+def test_a_seeded_fault_is_found(fault: str, complaint: str, seen: dict[str, Any]) -> None:
+    assert any(found.startswith(complaint) for found in seen[fault]["faults"]), seen[fault]
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("item", "syncs"), ("upload", "uploads")])
+def test_a_seeded_wait_is_found(fault: str, kind: str, seen: dict[str, Any]) -> None:
+    steps = [moment[kind] for moment in seen[fault]["moments"] if moment["moment"] == "ordinary"]
+    assert any(steps) and too_many(seen[fault]), seen[fault]
+    assert set(FAULTS[fault].block) == {
+        "method",
+        "importance",
+    }  # the same run as a case that is clean, but for the fault
+    assert not too_many(seen["naive_retrain"])
+
+
+def test_the_table_of_what_exceeds_is_not_stale() -> None:
+    assert set(EXCEEDS) <= set(CASES)

@@ -1,0 +1,115 @@
+"""Runs cases on fake CUDA tensors in a process of its own, and writes what was seen as JSON: see `cases`.
+
+python -m tests.fake_cuda.worker NUMBER OF FILE      every OF-th case from NUMBER on
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fake_cuda import shim
+
+if __name__ == "__main__":
+    shim.load()
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+
+import sparseforge_ds as sf
+from benchmarks.fake_cuda.counting import Cost, Counter, DeviceMixing
+from benchmarks.fake_cuda.engine import CUDA, BareEngine, Rank, attach, model_of, process_group
+from tests.fake_cuda.cases import CASES, FAULTS, Case
+from tests.zero.case import MODELS
+
+MODE = FakeTensorMode()  # one for all: the package may keep small tensors from one run to the next
+TWO_LAYERS = ["*q_proj*", "*down_proj*"]
+
+
+def run(case: Case) -> dict[str, Any]:
+    """A run's moments, each with what the host waited for; what a device would have refused; what else went wrong."""
+    seen: dict[str, Any] = {"moments": [], "faults": [], "error": None}
+    rank = Rank(3, 1, case.stage, 1000, getattr(torch, case.master), case.offload, loss_scale=case.loss_scale)
+    config = sf.SparseForgeConfig.from_dict({"include": TWO_LAYERS, **case.block, "max_steps": case.steps})
+    model_config = MODELS[case.model]().config
+    with process_group(rank), MODE:
+        model = sf.prepare(model_of(model_config, getattr(torch, case.weights)), config)
+        with Counter() as counter:
+            try:
+                _run(case, config, model, rank, counter, seen)
+            except (DeviceMixing, FakeTensorDeviceMismatchError) as error:
+                seen["faults"].append(f"device mixing: {error}")
+            except Exception:  # noqa: BLE001 (of one case, told by its test, while the others go on)
+                seen["error"] = traceback.format_exc()[-4000:]
+    return seen
+
+
+def _run(
+    case: Case, config: sf.SparseForgeConfig, model: nn.Module, rank: Rank, counter: Counter, seen: dict[str, Any]
+) -> None:
+    def note(moment: str, cost: Cost, ours: bool = False) -> None:
+        """`ours`: without what the model itself waits for in its passes."""
+        waits = {
+            kind: {place: count for place, count in tally.items() if not ours or not place.startswith("elsewhere")}
+            for kind, tally in (("syncs", cost.syncs), ("uploads", cost.uploads))
+        }
+        seen["moments"].append({"moment": moment, **waits})
+        seen["faults"].extend(cost.faults)
+
+    ids = torch.zeros((2, 6), dtype=torch.int64, device=CUDA)
+
+    def loss() -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    with counter.phase() as cost:
+        forge, engine = attach(model, config, rank, counter)
+    note("attach", cost)
+    _plant(case.fault, engine)
+    with counter.phase() as cost:
+        forge.start(loss)
+    note("start", cost, ours=True)
+    for step in range(1, case.steps + 1):
+        with counter.phase() as passed:
+            engine.backward(loss())
+        with counter.phase() as stepped:
+            engine.step()
+        with counter.phase() as cost:
+            updated = forge.step(probe=loss)
+        frozen = updated and step == config.resolved_schedule.freeze_step
+        moment = "projection" if frozen else "update" if updated else "first" if step == 1 else "ordinary"
+        note("first" if step == 1 else "ordinary", stepped)
+        note("ordinary", passed, ours=True)
+        note(moment, cost, ours=True)
+
+
+def _plant(fault: str | None, engine: BareEngine) -> None:
+    """Seed a fault into every step."""
+    flat = engine.optimizer.flats[0]
+
+    def faulty(*_: Any) -> None:
+        if fault == "a CPU tensor into a CUDA operation":
+            flat.data.mul_(torch.ones(flat.numel()))
+        elif fault == "a CPU tensor into a collective":
+            dist.all_reduce(torch.ones(3))
+        elif fault == "bool":
+            dist.all_reduce(torch.ones(3, dtype=torch.bool, device=CUDA))
+        elif fault == "item":
+            flat.detach().sum().item()
+        elif fault == "upload":
+            flat.detach()[:1].copy_(torch.ones(1))
+
+    if fault is not None:
+        engine.basic_optimizer.register_step_post_hook(faulty)
+
+
+if __name__ == "__main__":
+    number, of = int(sys.argv[1]), int(sys.argv[2])
+    names = [name for name in {**CASES, **FAULTS} if len(sys.argv) < 5 or name in sys.argv[4:]]
+    found = {name: run({**CASES, **FAULTS}[name]) for name in names[number::of]}
+    Path(sys.argv[3]).write_text(json.dumps(found), encoding="utf-8")
