@@ -126,6 +126,6 @@ class _OnlyHead(nn.Module):
         """The head."""
         return self.head
 
-    def forward(self, hidden: Tensor) -> Any:
+    def forward(self, hidden: Tensor, use_cache: bool) -> Any:
         """What transformers' models return."""
         return SimpleNamespace(logits=self.head(hidden))

@@ -51,14 +51,14 @@ def soft_step(
 
     Args:
         dense: (n,) fp32 W after the optimizer's step.
-        before: (n,) fp32 W' before it; may be `out` itself.
+        before: (n,) fp32 W' before it; `out` itself, or memory of its own.
         mask: (n,) soft mask, fp32 or codes; 0 in the padding of a partition.
         kept: (ceil(n / 8),) packed bits of the top N of `mask`.
         x_before: x of the step before, at which the gradient was taken.
         x: x of this step.
         out: (n,) master weight, fp32 or bf16.
     """
-    held = None if before.data_ptr() == out.data_ptr() else before
+    held = None if before.untyped_storage()._cdata == out.untyped_storage()._cdata else before
     for run in runs(dense):  # of a multiple of 8 elements
         bits = kept[run.start // 8 : -(-run.stop // 8)]
         # A compiled function must not get the same memory twice.

@@ -167,7 +167,7 @@ class Ranking:
     def _read(self, totals: Tensor, sums: AxisSums | None) -> set[int]:
         """What an update must know on the host, in one copy; returns what `_require_curvature` does."""
         on, running = self.on, self.mean.running
-        parts = [totals, self.mean.unheard, on.load.numbers()]
+        parts = [totals, ~self.mean.unheard, on.load.numbers()]
         if running is not None:
             assert sums is not None
             without_bias = on.load.spread(torch.ones_like(on.load.counted), on.bias_correction)
@@ -191,12 +191,12 @@ class Ranking:
             metrics["curvature/lost_refreshes"] = float(self.lost_refreshes)
         return metrics
 
-    def _require_curvature(self, totals: list[float], unheard: list[float], sums: AxisSums | None) -> set[int]:
+    def _require_curvature(self, totals: list[float], heard: list[float], sums: AxisSums | None) -> set[int]:
         """Stop when some matrix has no curvature to speak of.
 
         Args:
             totals: of max(H, 0) of every matrix, H as scores take it.
-            unheard: 1 for matrices of layers that were not heard in a refresh.
+            heard: 0 for matrices of layers that were not heard in some refresh, else 1.
             sums: that scores are made of.
 
         Returns:
@@ -204,11 +204,13 @@ class Ranking:
         """
         unseen, part = self.on.load.without(totals), self.on.config.curvature
         bad = [
-            row for row, total in enumerate(totals) if unheard[row] or (not 0 < total < math.inf and row not in unseen)
+            row
+            for row, total in enumerate(totals)
+            if not heard[row] or (not 0 < total < math.inf and row not in unseen)
         ]
         if not bad:
             return unseen
-        vanished = [] if sums is None else [row for row in bad if not unheard[row] and vanishes(*sums.of(row))]
+        vanished = [] if sums is None else [row for row in bad if heard[row] and vanishes(*sums.of(row))]
         absent = [row for row in bad if row not in vanished]
         why = (  # more probes would not help those without any curvature: they come first
             "Their layers took no part in the loss, or it is not finite; use all of the model in every step and probe, "
