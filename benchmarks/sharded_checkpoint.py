@@ -26,8 +26,7 @@ from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import prunable_weights
 
 STEPS = 100
-_STATES = ("exp_avg", "exp_avg_sq", "dense", "mask")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATES = ("exp_avg", "exp_avg_sq", "master")
 
 
 def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: int = 0) -> Path:
@@ -131,13 +130,12 @@ def _optimizer_file(
     ranks: int,
     seed: int,
 ) -> dict[str, Any]:
-    """A rank's partition of every group, master = mask * dense."""
+    """A rank's partition of every group; what is pruned is +0.0, and nothing else is said of a frozen mask."""
     masters, states, settings = [], {}, []
     for number, (group, held) in enumerate(zip(groups, shapes, strict=True)):
         prunable = group.get("sparseforge") == "prunable"
         sizes = {name: math.ceil(shape.numel() / ranks) for name, shape in held.items()}
-        keys = (*_STATES, "master") if prunable else (*_MOMENTS, "master")
-        flats = {key: torch.empty(sum(sizes.values())) for key in keys}
+        flats = {key: torch.empty(sum(sizes.values())) for key in _STATES}
         offset = 0
         for index, (name, size) in enumerate(sizes.items()):
             values = _values(held[name].numel(), prunable, hash((seed, number, index)))
@@ -184,6 +182,6 @@ def _values(numel: int, prunable: bool, seed: int) -> dict[str, Tensor]:
     dense = torch.randn(numel, generator=generator) * 0.02
     values = {"master": dense, "exp_avg": dense.flip(0) * 1e-3, "exp_avg_sq": dense.roll(1).square() * 1e-3}
     if prunable:
-        mask = top_n(dense.view(-1, 4).abs(), 2).view(-1).float()
-        values |= {"dense": dense, "mask": mask, "master": dense * mask + 0.0}
+        pruned = ~top_n(dense.view(-1, 4).abs(), 2).view(-1)
+        values = {key: value.masked_fill(pruned, 0.0) for key, value in values.items()}
     return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,12 @@ def flags(folder: Path, block: dict[str, Any], stage: int, micro: int, run: Path
 
 
 def states(run: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """(mask, dense) of every weight at the end."""
+    """(mask, weight) of every weight at the end, where masks are frozen."""
     checkpoint = Checkpoint(run / "checkpoints" / f"step_{STEPS:06d}")
     found = {}
     for weight in checkpoint.client_state["sparseforge"]["weights"]:
-        numel = math.prod(weight["shape"])
-        mask, dense = (checkpoint.slice(weight["name"], key, 0, numel).clone() for key in ("mask", "dense"))
-        found[weight["name"]] = mask, dense
+        dense = checkpoint.weight(weight["name"]).flatten()
+        found[weight["name"]] = (dense != 0).float(), dense
     return found
 
 
