@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.unit.planning.published_configs import deepseek_moe_16b, gpt2_xl, lla
 
 # Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
 PLAIN = {"importance": "magnitude", "distillation": None}
-OURS = ("dense", "mask", "curvature", "flip bits")
+OURS = ("dense", "mask", "curvature", "kept bits", "flip bits")
 NOTHING = Activations(saved=0, logits=0, loss=0, backward=0)
 
 
@@ -94,13 +95,16 @@ def test_offload_as_deepspeed_estimates_it() -> None:
     assert found.host_total - ours - sixteen_bit_gradients == pytest.approx(host / 8, rel=0.1)  # they: the whole node
 
 
-def test_the_price_of_ours_is_8_bytes_and_a_bit_and_4_more_where_elements_are_kept() -> None:
+def test_the_price_of_ours_is_6_bytes_and_two_bits_and_then_one_bit() -> None:
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
     elements = model_states(model, laid_out)
-    assert sum(elements[name] for name in OURS) == pytest.approx(12.125 * model.masked / 8, rel=1e-3)
+    assert sum(elements[name] for name in OURS) == pytest.approx(10.25 * model.masked / 8, rel=1e-3)
     model, laid_out = planned(3, 8, {"importance": "fisher"})
     states = model_states(model, laid_out)
-    assert sum(states[name] for name in OURS) == pytest.approx(8.125 * model.masked / 8, rel=1e-3)
+    assert sum(states[name] for name in OURS) == pytest.approx(6.25 * model.masked / 8, rel=1e-3)
+    for each in (laid_out, planned(3, 8, {"method": "naive_retrain"})[1]):
+        frozen = model_states(model, each, frozen=True)
+        assert sum(frozen[name] for name in OURS) == math.ceil(model.masked / 8 / 8)
     assert 0 < states["curvature sums"] == 4 * model.rows_and_columns / 8 < 1e-3 * states["mask"]
     assert states["weights"] + states["master"] + states["moments"] == pytest.approx(14 * model.total / 8, rel=1e-3)
 
@@ -214,11 +218,12 @@ def test_traffic_without_read_ahead() -> None:
     assert accumulated.training == {name: 4 * size for name, size in found.training.items()}
 
 
-def test_checkpoints_hold_20_bytes_a_weight_under_zero3() -> None:
+def test_checkpoints_hold_18_bytes_a_weight_under_zero3_and_then_12() -> None:
     model, laid_out = planned(3, 8, {"importance": "fisher"})
-    assert checkpoint_bytes(model, laid_out) == pytest.approx(12 * model.total + 8 * model.masked, rel=1e-3)
+    assert checkpoint_bytes(model, laid_out) == pytest.approx(12 * model.total + 6 * model.masked, rel=1e-3)
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
-    assert checkpoint_bytes(model, laid_out) == 12 * model.total + 12 * model.masked
+    assert checkpoint_bytes(model, laid_out) == 12 * model.total + 10 * model.masked
+    assert checkpoint_bytes(model, laid_out, frozen=True) == 12 * model.total
 
 
 @pytest.mark.parametrize(
