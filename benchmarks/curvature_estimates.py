@@ -112,7 +112,7 @@ class OneRank:
             sample = shards.zeros()
             probe = batches_of(lambda batch_BS=batch_BS: self._loss(batch_BS))
             if elements is not None:
-                applied = elements.refresh(probe, step, 1, sample)
+                applied = elements.refresh(probe, step, 1, sample, self.forge._method.write_masters)
             else:
                 assert sums is not None
                 applied = sums.refresh(probe, step, 1)

@@ -9,11 +9,11 @@ from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.maskllm import MaskLLM
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
+from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError, ShardedWeights
 from sparseforge_ds.methods.soft_mask import SoftMask
 from sparseforge_ds.methods.sr_ste import SrSte
 
-__all__ = ["ForgeError", "MaskMethod", "Ranking", "ShardedWeights", "method_of"]
+__all__ = ["DivergedError", "ForgeError", "MaskMethod", "Ranking", "ShardedWeights", "method_of"]
 
 
 _METHODS: dict[str, type[MaskMethod]] = {

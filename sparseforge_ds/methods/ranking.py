@@ -21,7 +21,7 @@ from sparseforge_ds.mask.importance import (
     standardized_score,
 )
 from sparseforge_ds.methods.curvature_mean import CurvatureMean
-from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
+from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError, ShardedWeights
 from sparseforge_ds.zero.edges import Piece
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
@@ -202,6 +202,11 @@ class Ranking:
         Returns:
             Matrices of experts without any, where other experts of their layer have one: no token has reached them.
         """
+        if not all(map(math.isfinite, totals)):
+            raise DivergedError(
+                f"the curvature is infinite or NaN at step {self.on.step}: the run has diverged; lower the learning "
+                "rate, and continue from a checkpoint of before"
+            )
         unseen, part = self.on.load.without(totals), self.on.config.curvature
         bad = [
             row

@@ -28,6 +28,10 @@ class ForgeError(RuntimeError):
     """The run cannot go on as it is: a call is missing, or a mask would be formed without its curvature."""
 
 
+class DivergedError(ForgeError):
+    """What was measured is infinite or NaN on finite losses: the weights are lost."""
+
+
 class ShardedWeights:
     """One engine's shards, and how far its run has come."""
 

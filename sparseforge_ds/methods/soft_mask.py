@@ -74,9 +74,9 @@ class SoftMask(MaskMethod):
         state = self.on.state
         mask, dense, out = state.partition(index)["mask"].view(-1), dense.view(-1), out.view(-1)
         if before is not None:
-            soft_step(dense, before.view(-1), mask, state.kept[index], x_before, x, out)
+            soft_step(dense, before.view(-1), mask, state.bits(index), x_before, x, out)
         else:
-            soft_publish(dense, mask, state.kept[index], x, out)
+            soft_publish(dense, mask, state.bits(index), x, out)
 
     @torch.no_grad()
     def move(self) -> dict[str, float]:

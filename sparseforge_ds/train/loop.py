@@ -16,6 +16,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
+from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import Workshop
@@ -78,9 +79,11 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
                 try:
                     updated = forge.step(probe=ProbeText(shop, batches.position, -1))
                 except RuntimeError as error:
-                    if torch.isfinite(losses).all():
+                    finite = bool(torch.isfinite(losses).all())
+                    if finite and not isinstance(error, DivergedError):
                         raise
-                    raise AgreedError(_diverged(f"the loss is {float(losses[0])}", before, rate(before))) from error
+                    what = "the curvature is infinite or NaN" if finite else f"the loss is {float(losses[0])}"
+                    raise AgreedError(_diverged(what, before, rate(before))) from error
         step = forge.step_count
 
         losses /= batches.layout.accumulation

@@ -134,7 +134,7 @@ class ShardState:
     def write_kept(self, shard: Shard, kept: Tensor) -> None:
         """Store (numel of the shard,) bool in `kept`."""
         stop = shard.offset + shard.numel
-        touched = self._bits(shard.flat)[shard.offset // 8 : -(-stop // 8)]
+        touched = self.bits(shard.flat)[shard.offset // 8 : -(-stop // 8)]
         head = shard.offset % 8
         if head or stop % 8:  # the bytes at both ends are shared with other shards
             whole = unpack(touched, 8 * len(touched))
@@ -142,8 +142,8 @@ class ShardState:
             kept = whole
         touched.copy_(pack(kept))
 
-    def _bits(self, index: int) -> Tensor:
-        """`kept` of a partition, which begins with nothing."""
+    def bits(self, index: int) -> Tensor:
+        """Packed `kept` of a partition, which begins with nothing."""
         if index not in self.kept:
             flat = self.layout.flats[index]
             self.kept[index] = torch.zeros(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
@@ -162,7 +162,7 @@ class ShardState:
         for index in self.flats:
             flat, held = self.layout.flats[index], self.partition(index)
             dense, mask = held["dense"], held["mask"].view(-1)
-            bits = self._bits(index)
+            bits = self.bits(index)
             for run in runs(mask):
                 kept = mask[run] != 0
                 bits[run.start // 8 : run.start // 8 + -(-kept.numel() // 8)] = pack(kept)
@@ -178,14 +178,14 @@ class ShardState:
 
     def kept_runs(self, index: int) -> Iterator[tuple[slice, Tensor]]:
         """Runs of a partition's elements, and the bool `kept` of each."""
-        bits, numel = self._bits(index), self.layout.flats[index].numel()
+        bits, numel = self.bits(index), self.layout.flats[index].numel()
         for run in runs(self.layout.flats[index].data.view(-1)):
             stop = min(run.stop, numel)
             yield slice(run.start, stop), unpack(bits[run.start // 8 : -(-stop // 8)], stop - run.start)
 
     def mask_in_place(self, index: int, values: Tensor) -> None:
         """Zero what is laid out like a partition where it is pruned."""
-        masked_gradient(values.view(-1), self._bits(index))
+        masked_gradient(values.view(-1), self.bits(index))
 
     @torch.no_grad()
     def mark_zeros(self) -> Tensor:
@@ -211,7 +211,7 @@ class ShardState:
         self._waiting.clear()
         self.kept.clear()
         for index in self.flats:
-            weights, bits = self.trained(index).view(-1), self._bits(index)
+            weights, bits = self.trained(index).view(-1), self.bits(index)
             for run in runs(weights):
                 kept = is_kept(weights[run])
                 bits[run.start // 8 : run.start // 8 + -(-kept.numel() // 8)] = pack(kept)

@@ -313,7 +313,8 @@ def test_a_flipped_byte(resumable):
 def test_a_shard_of_another_step(resumable, finished):
     file = shard(resumable)
     shutil.copy(finished.run / "checkpoints" / "step_000008" / file.name, file)
-    assert f"{file.name}: damaged, or of another step or run" in resumable.refused("--resume")
+    said = resumable.refused("--resume")
+    assert file.name in said and "is incomplete" in said  # after the freeze a shard has another size
 
 
 class Hostile:

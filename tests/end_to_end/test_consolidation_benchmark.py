@@ -40,6 +40,6 @@ def test_every_number_is_there(tmp_path: Path, cache: str) -> None:
     assert all(row["seconds"] > 0 and row["peak"] >= row["own"] > 0 for row in rows.values())
     assert rows["copy", 1]["ratio"] == rows["read", 1]["ratio"] == 1
     assert rows["consolidate", 2]["goal"] == 2 and rows["verify", 2]["goal"] == 3
-    assert report["bytes"]["checkpoint"] > 9 * report["bytes"]["model"] > 10**6
+    assert report["bytes"]["checkpoint"] > 5 * report["bytes"]["model"] > 10**6
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["model", "report.json", "run_256_1_64_2"]

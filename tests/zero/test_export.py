@@ -24,6 +24,8 @@ from sparseforge_ds.export import verify
 from sparseforge_ds.export.consolidate import consolidate
 from sparseforge_ds.export.reference import filled_model
 from sparseforge_ds.export.source import open_source
+from sparseforge_ds.mask.codes import decode, encode
+from sparseforge_ds.mask.quench import is_kept
 from sparseforge_ds.model.families import LOW_RANK
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed
@@ -104,8 +106,7 @@ def save_runs(folder: str) -> dict[str, Any]:
             logits = engine(batch_at(0)["input_ids"]).logits
         mask, dense, hard = gathered(forge, "mask"), gathered(forge, "dense"), {}
         if name in UNFINISHED:
-            forge._hard_now = True
-            forge._republish()
+            forge._republish(hard=True)
             hard = published(engine)
         results[name] = (logits, mask, dense, hard)
     return results
@@ -241,7 +242,7 @@ def test_ties_of_a_soft_mask_go_to_the_lower_index(runs: dict[str, Run], tmp_pat
     for file in sorted((run / "checkpoints" / "step").glob("*_optim_states.pt")):
         content = torch.load(file, weights_only=False)
         state = content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-        state["mask"].copy_(torch.randint(1, 4, state["mask"].shape) / 4)
+        state["mask"].copy_(encode(torch.randint(1, 4, state["mask"].shape) / 4))
         torch.save(content, file)
     source = open_source(run)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -284,7 +285,13 @@ def test_reader_on_forge_states(runs: dict[str, Run]) -> None:
     for name in ("stage0-fp32", "stage0-bf16", "stage1-tied-bf16", "stage3-bf16", "stage2-low-rank-conv1d"):
         checkpoint = Checkpoint(runs[name].folder)
         for key, mask in runs[name].mask.items():
-            assert torch.equal(checkpoint.state(key, "mask").flatten(), mask)
+            assert torch.equal(is_kept(checkpoint.weight(key).flatten()).float(), mask)
+            assert torch.equal(checkpoint.weight(key).flatten(), runs[name].dense[key])
+            assert set(checkpoint.states(key)) == {"exp_avg", "exp_avg_sq"}
+    for name in ("stage2-unfinished", "stage3-unfinished-bf16"):
+        checkpoint = Checkpoint(runs[name].folder)
+        for key, mask in runs[name].mask.items():
+            assert torch.equal(decode(checkpoint.state(key, "mask")).flatten(), mask)
             assert torch.equal(checkpoint.state(key, "dense").flatten(), runs[name].dense[key])
             assert set(checkpoint.states(key)) == {"dense", "exp_avg", "exp_avg_sq", "mask"}
 
@@ -332,13 +339,14 @@ def test_inconsistent_checkpoints_are_refused(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(runs["stage3-bf16"].folder, run)
+    shutil.copytree(runs["stage3-unfinished-bf16" if damage == "mask" else "stage3-bf16"].folder, run)
     kind = "optim" if damage in ("weight", "mask") else "model"
     file = sorted((run / "checkpoints" / "step").glob(f"*_{kind}_states.pt"))[0]
     content = torch.load(file, weights_only=False)
     if damage == "weight":
-        content["optimizer_state_dict"]["fp32_flat_groups"][0].data[5] += 1.0
-        message = "the master of model.layers.0.self_attn.q_proj.weight is not mask * dense"
+        master = content["optimizer_state_dict"]["fp32_flat_groups"][0].data
+        master[(master == 0).nonzero()[0]] = 1.0
+        message = "model.layers.0.self_attn.q_proj.weight is not 2:4 although its mask was frozen"
     elif damage == "mask":
         for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
             state.pop("mask", None)
