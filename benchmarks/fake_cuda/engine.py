@@ -147,6 +147,7 @@ class BareEngine:
 
     skipped_steps = 0
     _is_gradient_accumulation_boundary = True
+    enable_backward_allreduce = True
 
     def __init__(self, module: nn.Module, optimizer: BareOptimizer, partitions: Partitions) -> None:
         self.module, self.optimizer, self.partitions = module, optimizer, partitions

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparseforge_ds.planning.architecture import Architecture
+from sparseforge_ds.planning.architecture import Architecture, is_expert
 from sparseforge_ds.planning.memory import teacher_gathered, teacher_head, teacher_passes, weights_gathered
 from sparseforge_ds.planning.settings import Settings
 
@@ -66,6 +66,9 @@ def traffic(model: Architecture, settings: Settings, teacher: Architecture | Non
         pushes = published * (2 * steps + 1 if settings.displaces_weights else steps)
         if not backward:
             gathered = weights_gathered(model, settings, backward=False).moved * settings.low
+        leaves = settings.stage == 3 and any(is_expert(parameter.name) for parameter in model.parameters)
+        if settings.forge.curvature.per_token and not leaves:  # taps see all: weights get no gradients, nothing steps
+            reduced = steps = pushes = 0
         probe = gathered * forward + reduced * (backward if settings.stage >= 2 else steps) + pushes
         ours["probe"] = probe // every
         ours["curvature reduced"] = _curvature(model, settings) // every

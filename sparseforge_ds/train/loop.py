@@ -82,7 +82,9 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
                     finite = bool(torch.isfinite(losses).all())
                     if finite and not isinstance(error, DivergedError):
                         raise
-                    what = "the curvature is infinite or NaN" if finite else f"the loss is {float(losses[0])}"
+                    what = (
+                        "the loss is finite, but its curvature is not" if finite else f"the loss is {float(losses[0])}"
+                    )
                     raise AgreedError(_diverged(what, before, rate(before))) from error
         step = forge.step_count
 

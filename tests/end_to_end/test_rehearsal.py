@@ -87,7 +87,7 @@ def test_as_many_layers_as_fit(tmp_path: Path) -> None:
         [str(tmp_path), "--model=qwen3_14b", "--layers=fit", "--shrink=8", "--memory=1.8", "--ranks=2"]
     )
     layers = rehearsal._depth("fit", arguments)
-    assert layers == 3
+    assert layers == 4
     with pytest.raises(ValueError, match=f"{layers + 1} layers of qwen3_14b take"):
         rehearsal._depth(str(layers + 1), arguments)
 

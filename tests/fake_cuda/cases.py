@@ -109,38 +109,15 @@ CASES: dict[str, Case] = {
 }
 """By name; weights of two layers are under the mask unless `include` says otherwise."""
 
-_OF_SUMS = (
-    "an update waits 6 times: FisherSums.finish, RunningSums.take, AxisSums.totals, RunningSums.metrics, "
-    "Ranking.scored and Health.report"
-)
 _ON_HOST = "Edges.widen copies what cut groups lack to the host piece by piece, 3 times a soft step and 6 an update"
 EXCEEDS: dict[str, str] = {
-    **{
-        f"ours{what}": _OF_SUMS
-        for what in (
-            "",
-            ", all weights",
-            ", bf16",
-            ", bf16 masters",
-            ", fp16",
-            ", stage 0",
-            ", stage 2",
-            ", tiles",
-            ", straight through",
-            ", gauss_newton",
-            ", Conv1D",
-        )
-    },
     **{
         f"ours{what}offload": _ON_HOST
         for what in (", ", ", bf16, ", ", elements, ", ", magnitude, ", ", hutchinson, weights, ")
     },
     "ours, offload, training": _ON_HOST,
-    "ours, hutchinson": "an update waits 5 times, as with Fisher but for FisherSums.finish",
     "ours, hutchinson, weights": "an update waits 3 times: Hutchinson._radii, Ranking.scored and Health.report",
     "maskllm, offload": _ON_HOST,
-    "ours, fused experts": f"a bincount for every layer and pass, ExpertLoad.agree, and {_OF_SUMS}",
-    "ours, fused experts, training": f"a bincount for every layer and pass, ExpertLoad.agree, and {_OF_SUMS}",
     "ours, fused experts, elements": "a bincount and 2 tolist (expert_fisher) for every layer and pass",
     "sr_ste, offload": _ON_HOST,
     "ast, offload": _ON_HOST,

@@ -66,8 +66,7 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     client: bool = False
     lr: float = 3e-3
-    eps: float = 1e-6
-    """Of AdamW: far above gradients that are rounding noise, which differs between processors."""
+    eps: float = 1e-8
     weight_decay: float = 0.1
     steps: int = 9
 

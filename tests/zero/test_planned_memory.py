@@ -106,6 +106,7 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     kinds["weights"] = size(low)
     of_low = {p.untyped_storage().data_ptr() for p in low}
     kinds["master"] = size([f for f in flats if f.untyped_storage().data_ptr() not in of_low])
+    kinds["kept bits"] = size(list(forge._state.kept.values()))
     kinds["flip bits"] = size(list(forge._health._targets.values()))
     idle = all_bytes(before)
     engine.backward(engine(**my_part(batch_at(9))).loss)

@@ -82,7 +82,7 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
     def sample_elements(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
         sample = shards.zeros()
-        assert estimator.refresh(batches_of(probe), step, probes, sample)
+        assert estimator.refresh(batches_of(probe), step, probes, sample, forge._method.write_masters)
         result = {}
         for name, shard in shards.shards.items():
             full = torch.zeros(forge._weight[name].numel)
