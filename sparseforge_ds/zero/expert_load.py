@@ -116,6 +116,8 @@ class ExpertLoad:
 
     def read(self, numbers: list[float] | None = None) -> list[list[float]]:
         """`numbers` on the host, which a caller may have read together with others."""
+        if not self.names:
+            return [[], [], []]
         if numbers is not None or self._read is None:
             flat, rows = self.numbers().tolist() if numbers is None else numbers, len(self.names)
             self._read = [flat[:rows], flat[rows : 2 * rows], flat[2 * rows :]]

@@ -131,8 +131,7 @@ class Probe:
         overflowed = torch.zeros((), device=self.layout.device)
         for values in measured:
             overflowed += (~values.isfinite()).any().to(overflowed.device)
-        self.layout.all_reduce(overflowed)
-        return not overflowed.item()
+        return bool((self.layout.all_reduce(overflowed) == 0).item())
 
     def _forget_gradients(self) -> None:
         """ZeRO-3 hands a parameter that is unused in a step what this buffer held in the one before."""

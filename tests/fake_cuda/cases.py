@@ -8,8 +8,9 @@ from typing import Any
 ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "projection": 2}
 """Values that the host may wait for, by moment of a run. `start` chooses a first mask; `update` moves masks or reports
 on them; `first` and `ordinary` are steps that do neither."""
-UPLOADS = {"first": 0, "ordinary": 0}
-"""Copies from the host in a moment, with the states on the device: the host waits for these as well."""
+UPLOADS = {"first": 1, "ordinary": 0}
+"""Copies from the host in a moment, with the states on the device: the host waits for these as well. The
+first step may be heard, and its numbers of tokens are one."""
 
 SCHEDULE = {
     "update_every": 2,

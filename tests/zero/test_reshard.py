@@ -343,7 +343,7 @@ def counted(folder: str) -> dict[str, int]:
 def test_a_rank_reads_its_share_once(runs: Any) -> None:
     ranks = run_distributed(counted, 3, str(runs[0]))
     checkpoint = Checkpoint(runs[0] / "3 on 4")
-    for key in ("mask", "exp_avg"):
+    for key in ("exp_avg", "exp_avg_sq"):
         total = sum(checkpoint.state(name, key).numel() for name in checkpoint.shapes if key in checkpoint.states(name))
         assert sum(read[key] for read in ranks) == total
         assert max(read[key] for read in ranks) < total / 2
@@ -506,8 +506,8 @@ def test_a_portable_copy_is_a_run_folder(runs: Any, tmp_path: Path) -> None:
     assert {
         "portable.json",
         "weight.safetensors",
-        "mask.safetensors",
         "exp_avg.safetensors",
+        "exp_avg_sq.safetensors",
         "random_00003.json",
     } < files
     assert not any(file.endswith(".pt") for file in files)
