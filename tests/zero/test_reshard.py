@@ -323,11 +323,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(runs: Any) -> None:
 
 
 def counted(folder: str) -> dict[str, int]:
-    """How many elements of weights and of masks this rank reads."""
+    """How many elements of weights and of their moments this rank reads."""
     case = target("3 on 4", 2)
     engine, forge = build(case, model_of(case, fresh=True))
     checkpoint = Checkpoint(Path(folder, "3 on 4"))
-    read = dict.fromkeys(["mask", "exp_avg", "master"], 0)
+    read = dict.fromkeys(["exp_avg_sq", "exp_avg", "master"], 0)
     plain = checkpoint.slice
 
     def count(name: str, key: str | None, start: int, stop: int) -> Tensor:
