@@ -60,7 +60,7 @@ def process_group(rank: Rank) -> Iterator[None]:
 def model_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model on fake CUDA, inside a FakeTensorMode and before a counter begins."""
     with torch.device(CUDA):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model
 
 

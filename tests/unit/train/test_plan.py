@@ -129,7 +129,7 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
 
     one, four = memory(3, 1), memory(3, 4)
     assert one == {name: 4 * size for name, size in four.items()}
-    assert one["dense"] + one["mask"] == 8 * masked and one["curvature sums"] < masked
+    assert one["dense"] + one["mask"] == 6 * masked and one["curvature sums"] < masked
     assert memory(3, 1, curvature={"factored": False})["curvature"] == 4 * masked
     assert memory(1, 4)["weights"] == memory(1, 4)["gradients"] == 4 * total
     assert memory(2, 4)["gradients"] == total

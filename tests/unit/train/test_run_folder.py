@@ -245,12 +245,12 @@ def test_room_is_checked_before_work_starts(plan, tmp_path, monkeypatch):
     every = plan(stage=3, max_steps=100, save_every=10, keep_checkpoints=0)
     total, masked = every.coverage.total, every.coverage.masked
     sums = math.ceil(4 * every.sizes.rows_and_columns * 4 / 3)  # of the curvature, as text, in a file of each rank
-    one = 12 * total + 8 * masked + every.world_size * sums
+    one = 12 * total + 6 * masked + every.world_size * sums
     assert room_for_checkpoints(every) == 10 * one
     assert room_for_checkpoints(plan(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * one
     assert room_for_checkpoints(plan(max_steps=100, save_every=0)) == one
     assert room_for_checkpoints(plan(max_steps=100, save_every=10, resume=True)) == one
-    assert room_for_checkpoints(plan(stage=2, save_every=0)) == 16 * total + 8 * masked + sums
+    assert room_for_checkpoints(plan(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):
