@@ -20,6 +20,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.reshard import reshard
 from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.mask_only import MaskedSource
 from sparseforge_ds.export.source import open_source
@@ -65,6 +66,7 @@ def result_of(checkpoint: Checkpoint) -> Result:
     entries = checkpoint.client_state.get("sparseforge", {}).get("weights", [])
     strange = not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries)
     listed = set() if strange else {entry["name"] for entry in entries}
+    moving = _masks_move(checkpoint.client_state.get("sparseforge", {}))
 
     def tensors(model: bool) -> Any:
         nonlocal strange
@@ -73,8 +75,8 @@ def result_of(checkpoint: Checkpoint) -> Result:
             values = [checkpoint.state(name, key) for key in keys] + [checkpoint.weight(name)] * model
             if model:
                 strange |= not all(bool(torch.isfinite(value.float()).all()) for value in values)
-                strange |= any(checkpoint.state(name, key).dtype != torch.float32 for key in keys)
-                strange |= name in listed and len(keys) < 2
+                expected = {"dense": torch.float32, "mask": torch.uint16} if name in listed and moving else {}
+                strange |= expected != {key: checkpoint.state(name, key).dtype for key in keys}
             yield [name, keys]
             yield from values
 
@@ -85,6 +87,14 @@ def result_of(checkpoint: Checkpoint) -> Result:
 
     model = _digest(tensors(model=True))
     return Result(model, _digest(facts()), accepted=not strange)
+
+
+def _masks_move(state: dict[str, Any]) -> bool:
+    """Whether a checkpoint holds masks: they are frozen, and gone, from a step on that its configuration says."""
+    try:
+        return bool(state["step"] < SparseForgeConfig.from_saved(state["config"]).release_step)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return True
 
 
 def digest_folder(folder: Path, adapter: bool = True) -> str:
