@@ -117,6 +117,7 @@ EXCEEDS: dict[str, str] = {
         for what in (", ", ", bf16, ", ", elements, ", ", magnitude, ", ", hutchinson, weights, ")
     },
     "ours, offload, training": _ON_HOST,
+    "ours, fp16": "an update waits 3 times: besides, Probe.usable asks whether the passes overflowed",
     "ours, hutchinson, weights": "an update waits 3 times: Hutchinson._radii, Ranking.scored and Health.report",
     "maskllm, offload": _ON_HOST,
     "ours, fused experts, elements": "a bincount and 2 tolist (expert_fisher) for every layer and pass",

@@ -6,6 +6,7 @@ python -m tests.fake_cuda.worker NUMBER OF FILE      every OF-th case from NUMBE
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -113,3 +114,4 @@ if __name__ == "__main__":
     names = [name for name in {**CASES, **FAULTS} if len(sys.argv) < 5 or name in sys.argv[4:]]
     found = {name: run({**CASES, **FAULTS}[name]) for name in names[number::of]}
     Path(sys.argv[3]).write_text(json.dumps(found), encoding="utf-8")
+    os._exit(0)  # as in benchmarks/device_cost.py
