@@ -266,3 +266,13 @@ def _blocks(model: nn.Module) -> list[tuple[str, int]]:
 def elements(shape: tuple[int, ...]) -> int:
     """Elements of one matrix of a weight: an expert's, where it holds many."""
     return math.prod(shape[-2:])
+
+
+def largest_experts(model: Architecture) -> int:
+    """Elements of one layer's routed experts, which a leaf module gathers at once; 0 without experts."""
+    layers: dict[str, int] = {}
+    for parameter in model.parameters:
+        if is_expert(parameter.name):
+            layer = parameter.name.partition(".experts.")[0]
+            layers[layer] = layers.get(layer, 0) + parameter.numel
+    return max(layers.values(), default=0)

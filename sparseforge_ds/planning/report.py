@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparseforge_ds.planning.memory import Memory, largest_experts
+from sparseforge_ds.planning.architecture import largest_experts
+from sparseforge_ds.planning.memory import Memory
 from sparseforge_ds.planning.study import GIB, Study
 
 Line = tuple[str, str]

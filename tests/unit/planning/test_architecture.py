@@ -11,9 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
+from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model, largest_experts
 from sparseforge_ds.planning.duration import forward_flops
-from sparseforge_ds.planning.memory import largest_experts
 from sparseforge_ds.planning.model_config import read_model_config
 from tests import tiny_models
 from tests.unit.planning.published_configs import PUBLISHED, gpt2_xl, llama2_7b, qwen3_14b
