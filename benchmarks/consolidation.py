@@ -134,7 +134,7 @@ def contestant(kind: str, source: Path, out: Path, workers: int) -> Callable[[],
         return partial(read_folder, source)
     if kind == "consolidate":
         from sparseforge_ds.export.consolidate import consolidate
-        from sparseforge_ds.export.source import open_source
+        from sparseforge_ds.export.open import open_source
 
         return lambda: consolidate(open_source(source), out, workers=workers)
     from sparseforge_ds.export.verify import check_folder

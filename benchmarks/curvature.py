@@ -30,10 +30,10 @@ from tqdm import tqdm
 from benchmarks.curvature_estimates import ESTIMATES, Estimate, Exact, OneRank, Own, be_one_rank, exact_samples, rounds
 from benchmarks.curvature_quality import Diagonal, Judge, factored, rank_correlation, shrunk
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.data.packing import encode
 from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
 from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
-from sparseforge_ds.train.packing import encode
 
 EMA_DECAY = 0.9
 SAVE_EVERY = 20

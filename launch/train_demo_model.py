@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from sparseforge_ds.train.stdlib_text import stdlib_documents
+from sparseforge_ds.data.stdlib_text import stdlib_documents
 
 # Shapes: N tokens of a split, B sequences of a batch, T tokens of a sequence, V vocabulary, O x I a weight, G groups of
 # M neighbours.

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparseforge_ds.registration import register_families, register_with_transformers
+from sparseforge_ds.model.registration import register_families, register_with_transformers
 
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig

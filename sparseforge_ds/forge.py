@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.compensate import shift_into_branches, switch_on_branches
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.health import CURVATURE_DECADES, histogram_counts
+from sparseforge_ds.config.saved_state import STATE_VERSION, check_saved_state
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.methods import ForgeError, Ranking, ShardedWeights, method_of
+from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
+from sparseforge_ds.methods.health import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.model.low_rank import branches
-from sparseforge_ds.saved_state import STATE_VERSION, check_saved_state
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.restore import Masks, restore

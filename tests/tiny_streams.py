@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sparseforge_ds.train.chunks import Sizes
-from sparseforge_ds.train.producer import Job, Maker
-from sparseforge_ds.train.splits import find_files
-from sparseforge_ds.train.text_files import FileStream
+from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.data.producer import Job, Maker
+from sparseforge_ds.data.splits import find_files
+from sparseforge_ds.data.text_files import FileStream
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 
 SIZES = Sizes(seq_length=5, smallest=20, largest=80)

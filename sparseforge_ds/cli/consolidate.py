@@ -39,7 +39,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Consolidate, and say what was made."""
     from sparseforge_ds.export.formats import export
-    from sparseforge_ds.export.source import open_source
+    from sparseforge_ds.export.open import open_source
     from sparseforge_ds.export.workers import default_workers
 
     source = open_source(args.source, args.model, args.dtype)

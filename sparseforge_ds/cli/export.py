@@ -53,7 +53,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was made and how it was proved."""
     from sparseforge_ds.export.formats import export
-    from sparseforge_ds.export.source import open_source
+    from sparseforge_ds.export.open import open_source
     from sparseforge_ds.export.workers import default_workers
 
     record = export(

@@ -12,7 +12,7 @@ from sparseforge_ds.model.coverage import percent, said
 
 if TYPE_CHECKING:
     from sparseforge_ds.checkpoint.inventory import Entry
-    from sparseforge_ds.inspection import Contents, Inspection
+    from sparseforge_ds.export.inspection import Contents, Inspection
 
 _EPILOG = """\
 exit code: 0 all in order; 1 the newest checkpoint is incomplete or damaged, or there is none; 2 RUN cannot be read
@@ -42,7 +42,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, print, and say it in the exit code."""
-    from sparseforge_ds.inspection import inspect
+    from sparseforge_ds.export.inspection import inspect
 
     found = inspect(args.run_folder, args.quick, args.check, sys.stderr.isatty())
     if args.json:
@@ -100,7 +100,7 @@ def _contents(contents: Contents, run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _masks(contents: Contents) -> list[tuple[str, str]]:
-    from sparseforge_ds.inspection import UNDECIDED, whole
+    from sparseforge_ds.export.inspection import UNDECIDED, whole
 
     total = whole(contents.masks)
     low, high = UNDECIDED

@@ -21,7 +21,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code is the trainer's."""
-    from sparseforge_ds.train.arguments import argument_parser
+    from sparseforge_ds.config.command_line import argument_parser
 
     if {"-h", "--help"} & set(args.flags):  # without waiting for DeepSpeed to be imported
         argument_parser().print_help()

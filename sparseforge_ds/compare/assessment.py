@@ -19,7 +19,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import measure
 from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.model.families import prunable_weights
 

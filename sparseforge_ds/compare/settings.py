@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.train.arguments import NOT_OF_A_RUN, RunArguments
+from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 
 SelectAt = Literal["smallest", "each"]
 Protocol = Literal["documents", "windows"]

@@ -8,8 +8,8 @@ from sparseforge_ds.config.parts import (
     MonitorConfig,
     ScheduleConfig,
 )
+from sparseforge_ds.config.presets import METHODS, PRESETS
 from sparseforge_ds.config.rules import ReconstructionConfig, RefreshConfig, SamplingConfig
-from sparseforge_ds.presets import METHODS, PRESETS
 
 __all__ = [
     "METHODS",

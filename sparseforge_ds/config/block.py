@@ -26,6 +26,7 @@ from sparseforge_ds.config.parts import (
     Threshold,
     Window,
 )
+from sparseforge_ds.config.presets import METHODS, PRESETS
 from sparseforge_ds.config.rules import (
     REPORT_EVERY,
     USES,
@@ -35,12 +36,10 @@ from sparseforge_ds.config.rules import (
     SamplingConfig,
     logit_keys,
 )
-from sparseforge_ds.config.saved import completed
 from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.strict import build, merge, require
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
-from sparseforge_ds.presets import METHODS, PRESETS
 
 
 @dataclass(frozen=True)
@@ -314,15 +313,6 @@ class SparseForgeConfig:
         return typing.cast(
             SparseForgeConfig, build(cls, merge(merge(METHODS[method], PRESETS[preset]), block), "sparseforge")
         )
-
-    @classmethod
-    def from_saved(cls, block: dict[str, Any]) -> SparseForgeConfig:
-        """Build from `to_dict` of a run, also of an earlier release: what that had no key for is as it was then.
-
-        Raises:
-            ValueError: the block is damaged.
-        """
-        return cls.from_dict(completed(block))
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> SparseForgeConfig:

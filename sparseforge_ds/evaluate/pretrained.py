@@ -16,8 +16,8 @@ from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.registration import register_families
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
-from sparseforge_ds.registration import register_families
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -22,7 +22,7 @@ def read_documents(source: str, field: str = "text", limit: int | None = None) -
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: use an integer >= 1")
     if source in STDLIB:
-        from sparseforge_ds.train.stdlib_text import stdlib_documents
+        from sparseforge_ds.data.stdlib_text import stdlib_documents
 
         documents = list(stdlib_documents("heldout" if source.endswith("heldout") else "train"))[:limit]
     else:

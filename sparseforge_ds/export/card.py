@@ -37,7 +37,7 @@ _LEARNED = "Both were trained together: alone, the weights are a worse model."
 def write_card(source: Source, folder: Path, packed: bool) -> None:
     """Write it, for a source that has branches."""
     config = source.record.get("config")
-    shifted = isinstance(config, dict) and SparseForgeConfig.from_saved(config).shifts
+    shifted = isinstance(config, dict) and SparseForgeConfig.from_dict(config).shifts
     text = _CARD.format(
         pattern=source.pattern,
         why=_SHIFTED if shifted else _LEARNED,

@@ -97,7 +97,7 @@ def export(
 def _require_mask_alone(source: Source) -> None:
     """Refuse the mask of weights that were shifted into branches before it was chosen: on W it fits nothing."""
     config = source.record.get("config")
-    if isinstance(config, dict) and SparseForgeConfig.from_saved(config).shifts:
+    if isinstance(config, dict) and SparseForgeConfig.from_dict(config).shifts:
         raise ValueError(
             f"{source.opened[0]}: its mask was made for weights that had given up a shift to their low-rank branches "
             "(low_rank.shift), and no mask of the dense model's own weights; use --format hf, or train with "

@@ -26,7 +26,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.registration import OWN_FAMILIES
+from sparseforge_ds.model.registration import OWN_FAMILIES
 
 TOKENS = 16
 """Length of the text whose logits are compared."""

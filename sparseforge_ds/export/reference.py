@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.published_names import Piece, pieces
-from sparseforge_ds.export.source import Source, open_source
+from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.registration import register_families
+from sparseforge_ds.model.registration import register_families
 
 
 def filled_model(source: Source) -> Any:

@@ -46,7 +46,7 @@ class RunSource(Source):
         self.checkpoint = checkpoint = Checkpoint(path)
         state = _forge_state(checkpoint)
         try:
-            self.config = SparseForgeConfig.from_saved(state["config"])
+            self.config = SparseForgeConfig.from_dict(state["config"])
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
         self.pattern = self.config.parsed_pattern

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.estimate import (
+from sparseforge_ds.curvature import (
     Diagonal,
     Estimator,
     FisherSums,
@@ -23,7 +23,7 @@ from sparseforge_ds.estimate import (
     estimator_of,
     sums_of,
 )
-from sparseforge_ds.estimate.axis_sums import AxisSums
+from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one, shares
 from sparseforge_ds.mask.runs import runs

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from sparseforge_ds.estimate import RunningSums
-from sparseforge_ds.estimate.axis_sums import AxisSums
+from sparseforge_ds.curvature import RunningSums
+from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.mask.factored import shares, vanishes
 from sparseforge_ds.mask.importance import (
     MOMENTS,

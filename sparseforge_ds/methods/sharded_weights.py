@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.health import Health
+from sparseforge_ds.curvature.expert_load import ExpertLoad
 from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.methods.health import Health
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.edges import Edges, Missing, Piece
-from sparseforge_ds.zero.expert_load import ExpertLoad
 from sparseforge_ds.zero.layouts import layout_of
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.shard import Shard

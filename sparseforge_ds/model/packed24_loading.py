@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from sparseforge_ds.mask.packing import POSITIONS, unpack24
-from sparseforge_ds.model.packed24 import semi_structured
+from sparseforge_ds.model.semi_structured import semi_structured
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped

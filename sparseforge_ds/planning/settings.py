@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.train.deepspeed_config import training_dtype, zero_stage
+from sparseforge_ds.config.deepspeed_config import training_dtype, zero_stage
 
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 

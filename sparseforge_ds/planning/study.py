@@ -10,6 +10,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.deepspeed_config import read_deepspeed_json, resolve, with_batch
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
 from sparseforge_ds.planning.duration import Duration, checkpoint_bytes, duration
@@ -19,8 +21,6 @@ from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.planning.recommend import Advice, Estimate, advise, fewest_ranks, fits, largest_micro_batch
 from sparseforge_ds.planning.settings import Settings, check_estimable, settings
 from sparseforge_ds.planning.traffic import Traffic, traffic
-from sparseforge_ds.train.arguments import RunArguments
-from sparseforge_ds.train.deepspeed_config import read_deepspeed_json, resolve, with_batch
 
 GIB = 2**30
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sparseforge_ds.data.mixed_windows import Mixed
+from sparseforge_ds.data.mixture import Mixture, file_lines
+from sparseforge_ds.data.packing import Packed, frame_tokens
+from sparseforge_ds.data.streaming import Streamed
 from sparseforge_ds.planning.states import lasting
-from sparseforge_ds.train.mixed_windows import Mixed
-from sparseforge_ds.train.mixture import Mixture, file_lines
-from sparseforge_ds.train.packing import Packed, frame_tokens
 from sparseforge_ds.train.plan import Outline, Plan
-from sparseforge_ds.train.streaming import Streamed
 
 Row = tuple[str, str]
 

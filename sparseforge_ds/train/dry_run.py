@@ -15,6 +15,10 @@ from pathlib import Path
 
 from torch import nn
 
+from sparseforge_ds.config.arguments import DocumentFrame, RunArguments
+from sparseforge_ds.data.hub import HubStream
+from sparseforge_ds.data.mixture import Mixture, file_lines, find_text
+from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.family_table import LOW_RANK
 from sparseforge_ds.model.rules import name_pattern
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
@@ -24,11 +28,7 @@ from sparseforge_ds.planning.recommend import advise
 from sparseforge_ds.planning.report import memory_lines
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.study import GIB, estimators
-from sparseforge_ds.train.arguments import DocumentFrame, RunArguments
 from sparseforge_ds.train.banner import Row, outline_rows, readable_bytes, table
-from sparseforge_ds.train.hub import HubStream
-from sparseforge_ds.train.mixture import Mixture, file_lines, find_text
-from sparseforge_ds.train.packing import frame_tokens
 from sparseforge_ds.train.plan import Hardware, Outline, make_outline
 from sparseforge_ds.train.pretrained import Pretrained, find_model, read_tokenizer
 from sparseforge_ds.train.ranks import world_size_from_launcher

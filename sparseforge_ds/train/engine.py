@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import sparseforge_ds as sf
-from sparseforge_ds.train.data import Batches
+from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import load_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparseforge_ds.train.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, RunArguments
-from sparseforge_ds.train.documents import STREAM
+from sparseforge_ds.config.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, RunArguments
+from sparseforge_ds.data.documents import STREAM
 
 _OWN = ("model", "data", "checkpoints", "tensorboard")
 """What a run replaces or clears in its folder."""

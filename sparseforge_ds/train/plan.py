@@ -12,13 +12,8 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
-from sparseforge_ds.model.low_rank import low_rank_share, prepare
-from sparseforge_ds.planning.architecture import Sizes, sizes
-from sparseforge_ds.planning.measurable import weights_to_prune
-from sparseforge_ds.planning.settings import Settings, settings
-from sparseforge_ds.train.arguments import RunArguments
-from sparseforge_ds.train.deepspeed_config import (
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.deepspeed_config import (
     batch_arithmetic,
     check_machine,
     read_deepspeed_json,
@@ -27,10 +22,15 @@ from sparseforge_ds.train.deepspeed_config import (
     with_batch,
     zero_stage,
 )
-from sparseforge_ds.train.documents import Documents, Stream
-from sparseforge_ds.train.mixture import Mixture, find_text
+from sparseforge_ds.data.documents import Documents, Stream
+from sparseforge_ds.data.mixture import Mixture, find_text
+from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.planning.architecture import Sizes, sizes
+from sparseforge_ds.planning.measurable import weights_to_prune
+from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.packing import frame_tokens
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
 from sparseforge_ds.train.schedule import LearningRate
 

@@ -21,12 +21,12 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig
 
 import sparseforge_ds
+from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.planning.architecture import bare_model
 from sparseforge_ds.planning.model_config import require_causal
-from sparseforge_ds.train.arguments import EMBEDDED_MODEL
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.data import Batches
 from sparseforge_ds.train.engine import Workshop
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.random_state import (
@@ -109,7 +109,7 @@ def _open(plan: Plan, manifest: Manifest) -> Resumption:
     resumption = Resumption(manifest, checkpoint)
     try:
         config, weights, step = (resumption.forge_state[key] for key in ("config", "weights", "step"))
-        saved = SparseForgeConfig.from_saved(dict(config)).comparable()
+        saved = SparseForgeConfig.from_dict(dict(config)).comparable()
         names = [(weight["name"], list(weight["shape"])) for weight in weights]
         _ = resumption.data_state
     except (KeyError, TypeError, ValueError) as error:

@@ -15,8 +15,9 @@ from typing import Any
 import deepspeed
 import transformers
 
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.forge import ForgeError
-from sparseforge_ds.train.arguments import RunArguments, parse_arguments
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.dry_run import dry_run

@@ -32,9 +32,9 @@ from transformers import GenerationConfig
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.planning.duration import checkpoint_bytes
-from sparseforge_ds.train.arguments import flags
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.plan import Outline, Plan
 
@@ -211,7 +211,7 @@ def _check_same_run(plan: Outline) -> None:
     path = plan.folder / "sparseforge.json"
     try:
         before = _read_if_there(path)
-        config = SparseForgeConfig.from_saved(dict(before["config"])).comparable()
+        config = SparseForgeConfig.from_dict(dict(before["config"])).comparable()
         weights, model_type = before["weights"], before["model_type"]
         path = plan.folder / "ds_config.json"
         batch = _read_if_there(path)["train_batch_size"]

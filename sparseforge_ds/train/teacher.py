@@ -22,7 +22,7 @@ from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.registration import register_families
+from sparseforge_ds.model.registration import register_families
 
 
 class Teacher:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from sparseforge_ds.train.chunks import Sizes
-from sparseforge_ds.train.data import Batches, Layout, PackedWindows, Windows
-from sparseforge_ds.train.documents import Documents, Stream
-from sparseforge_ds.train.mixed_windows import Mixed, MixedWindows
-from sparseforge_ds.train.mixture import Mixture
-from sparseforge_ds.train.packing import Packed, pack
+from sparseforge_ds.data.batches import Batches, Layout, PackedWindows, Windows
+from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.data.documents import Documents, Stream
+from sparseforge_ds.data.mixed_windows import Mixed, MixedWindows
+from sparseforge_ds.data.mixture import Mixture
+from sparseforge_ds.data.packing import Packed, pack
+from sparseforge_ds.data.streaming import Streamed, open_stream, plan_stream
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.ranks import Ranks
-from sparseforge_ds.train.streaming import Streamed, open_stream, plan_stream
 
 
 def pack_text(plan: Plan, ranks: Ranks) -> Packed | Streamed | Mixed:

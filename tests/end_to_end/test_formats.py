@@ -20,7 +20,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import perplexity, zero_shot
 from sparseforge_ds.evaluate.pretrained import adapter_of, load_model
 from sparseforge_ds.export import formats
-from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.train.pretrained import find_model
 from tests import tiny_models
 from tests.distributed import run_distributed

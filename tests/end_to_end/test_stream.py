@@ -9,7 +9,7 @@ import datasets
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparseforge_ds.train.chunks import Sizes
+from sparseforge_ds.data.chunks import Sizes
 from tests.distributed import run_distributed
 from tests.end_to_end.test_train import differences, flags_of, launch, states
 from tests.tiny_folders import deepspeed_json

@@ -21,12 +21,12 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.reshard import reshard
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.inspection import inspect
 from sparseforge_ds.export.mask_only import MaskedSource
-from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verify import check_folder
-from sparseforge_ds.inspection import inspect
-from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.plan import Plan, make_plan
 from sparseforge_ds.train.resume import find_resumption
@@ -92,7 +92,7 @@ def result_of(checkpoint: Checkpoint) -> Result:
 def _masks_move(state: dict[str, Any]) -> bool:
     """Whether a checkpoint holds masks: they are frozen, and gone, from a step on that its configuration says."""
     try:
-        return bool(state["step"] < SparseForgeConfig.from_saved(state["config"]).release_step)
+        return bool(state["step"] < SparseForgeConfig.from_dict(state["config"]).release_step)
     except (KeyError, TypeError, ValueError, AttributeError):
         return True
 

@@ -22,8 +22,8 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.pretrained import load_model
 from sparseforge_ds.export import verify
 from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.reference import filled_model
-from sparseforge_ds.export.source import open_source
 from sparseforge_ds.mask.codes import decode, encode
 from sparseforge_ds.mask.quench import is_kept
 from sparseforge_ds.model.families import LOW_RANK

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseforge_ds.estimate.axis_sums import AxisSums
+from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.methods import ForgeError
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, train_step

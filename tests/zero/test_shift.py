@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import sparseforge_ds as sf
-from sparseforge_ds.compensate import shift_into_branches
 from sparseforge_ds.mask.shift import best_shift
+from sparseforge_ds.methods.compensate import shift_into_branches
 from sparseforge_ds.model.low_rank import branches
 from tests.distributed import run_distributed
 from tests.reference import groups_of

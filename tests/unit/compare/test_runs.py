@@ -15,7 +15,7 @@ from sparseforge_ds.compare.runs import (
     unique,
 )
 from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.train.arguments import parse_arguments
+from sparseforge_ds.config.command_line import parse_arguments
 from tests.unit.compare.test_settings import write
 
 

@@ -20,8 +20,9 @@ from sparseforge_ds.checkpoint import tensors
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import consolidate as module
 from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
-from sparseforge_ds.export.source import Source, open_source
+from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verify import check_folder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -258,7 +259,7 @@ _KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import sparseforge_ds.export.consolidate as module
-from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 
 run, out, log, workers = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
@@ -330,7 +331,7 @@ from pathlib import Path
 import torch
 from sparseforge_ds.checkpoint import sharded
 from sparseforge_ds.export.consolidate import consolidate
-from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.open import open_source
 
 torch.set_num_threads(1)
 sharded.RESIDENT_BYTES = 1 << 20  # what stays mapped is a constant; small here, so that the rest shows

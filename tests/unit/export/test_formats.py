@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import formats
 from sparseforge_ds.export.formats import FORMATS, export
-from sparseforge_ds.export.source import open_source
+from sparseforge_ds.export.open import open_source
 from tests.conftest import ROOT
 from tests.sparse_folders import MODELS, ModelSource, write_dense, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer

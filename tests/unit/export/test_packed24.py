@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.packed24 import is_packed, logical_specs, read_packed
-from sparseforge_ds.export.source import open_source
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS
 from tests.conftest import ROOT
 from tests.sparse_folders import bits, write_dense, write_sparse

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from sparseforge_ds.export import formats, proof
 from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.proof import available_memory, prove_folder, require
-from sparseforge_ds.export.source import Source, open_source
+from sparseforge_ds.export.source import Source
 from tests.conftest import ROOT
 from tests.sparse_folders import write_dense, write_sparse
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.published_names import Piece, pieces
-from sparseforge_ds.export.source import open_source
 from sparseforge_ds.export.verify import check_folder
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_models import BUILDERS, MIXTURES

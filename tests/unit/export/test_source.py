@@ -18,8 +18,8 @@ from benchmarks.sharded_checkpoint import write_run
 from sparseforge_ds.export.consolidate import consolidate
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
-from sparseforge_ds.export.source import open_source
 from sparseforge_ds.export.verify import check_folder
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

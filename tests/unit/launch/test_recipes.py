@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.planning.activations import Activations
-from sparseforge_ds.train.arguments import parse_arguments
 from sparseforge_ds.train.run import main
 
 ROOT = Path(__file__).parents[3]

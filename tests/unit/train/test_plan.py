@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
-from sparseforge_ds.train.arguments import RunArguments
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.data.packing import Packed
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
-from sparseforge_ds.train.packing import Packed
 from sparseforge_ds.train.plan import make_plan
 from sparseforge_ds.train.pretrained import empty_model, load_model
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text

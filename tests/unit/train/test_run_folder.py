@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.train.arguments import RunArguments
 from sparseforge_ds.train.plan import make_plan
 from sparseforge_ds.train.run_folder import (
     begins_anew,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.data.chunks import Sizes
 from sparseforge_ds.train import text
-from sparseforge_ds.train.arguments import RunArguments
-from sparseforge_ds.train.chunks import Sizes
 from sparseforge_ds.train.plan import make_plan
 from tests.tiny_folders import deepspeed_json, write_json, write_model
 from tests.tiny_streams import Alone, row_of, texts, write_stream

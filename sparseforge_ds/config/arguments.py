@@ -1,0 +1,182 @@
+"""The flags of `sparseforge train` and `launch/train.py`: what a run reads, how long it is and where it writes.
+
+What decides which weights survive is the `sparseforge` block of the DeepSpeed JSON, and batch size, precision, ZeRO
+stage and offload are DeepSpeed's own keys in the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EMBEDDED_MODEL = "stdlib_llama"
+"""`--model` of the model that is shipped inside the package."""
+EMBEDDED_TEXT = "stdlib"
+"""`--dataset` of the documentation of the running interpreter's standard library."""
+
+DocumentFrame = Literal["auto", "bos", "eos", "both"]
+"""Which of the tokenizer's BOS and EOS tokens stand around every document."""
+
+SampleBy = Literal["document", "paragraph", "line"]
+"""What is a document of a .txt file; the words are those of `datasets`."""
+
+NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
+"""Flags that change nothing of what a run does."""
+
+
+def _flag(default: object, text: str, metavar: str | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "metavar": metavar} if metavar else {"help": text})
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """The run flags. A wrong value is a ValueError that names the flag and the cure."""
+
+    deepspeed: str = field(
+        metadata={
+            "metavar": "JSON",
+            "help": 'DeepSpeed configuration with a "sparseforge" block: a file, or the name of one in the package, '
+            "which are zero1, zero2, zero3 and zero3_offload",
+        }
+    )
+    model: str = _flag(
+        EMBEDDED_MODEL,
+        "the dense model: a Hugging Face folder, a hub id, or the small model embedded in the package",
+    )
+    teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
+    dataset: list[str] = field(
+        default_factory=list,
+        metadata={
+            "metavar": "SOURCE[=WEIGHT]",
+            "action": "extend",
+            "help": "training text: .txt, .jsonl, .json, .csv or .tsv (also with .gz, .zst, .bz2 or .xz), .parquet or "
+            ".arrow file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), "
+            "or stdlib, the documentation of Python's standard library (default: stdlib). A hub id, or stream: before "
+            "a path, is tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a "
+            "source's share of the tokens, relative to the others; without weights all have the same",
+        },
+    )
+    split: str = _flag(
+        "train",
+        "split of a hub dataset or of a folder that is read, or several, like train+validation. A folder's files are "
+        "of the split that their names, or those of the folders below it, speak of, as in datasets; without such names "
+        "they are of train. The start says which files are read",
+        "NAME",
+    )
+    text_field: str = _flag("text", "field of a record that holds the text; null or empty records are skipped", "NAME")
+    sample_by: SampleBy = _flag("document", "what is a document of a .txt file: all of it, a paragraph or a line")
+    document_frame: DocumentFrame = _flag(
+        "auto",
+        "tokens around every document: the tokenizer's BOS in front (bos), its EOS behind (eos), or both, from which a "
+        "model also learns to end a text. auto: bos, or eos where there is no BOS, as in all runs measured so far",
+    )
+    max_steps: int | None = _flag(
+        None, "optimizer steps of the whole run; default: max_steps of the sparseforge block", "N"
+    )
+    global_batch: int | None = _flag(
+        None, "sequences of a step on all GPUs, a multiple of their number; default: train_batch_size of the JSON", "N"
+    )
+    micro_batch: int | None = _flag(
+        None, "sequences of a GPU at a time; default: train_micro_batch_size_per_gpu of the JSON", "N"
+    )
+    seq_length: int = _flag(256, "tokens of a training sequence; documents are packed", "N")
+    output_dir: str = _flag("runs/stdlib_llama", "run folder: checkpoints, TensorBoard log, token cache", "DIR")
+    learning_rate: float | None = _flag(
+        None,
+        "peak learning rate; default: lr of the JSON's optimizer, and where that is auto "
+        "1e-3 * min(1, 128 / hidden size)",
+        "LR",
+    )
+    warmup: float = _flag(0.03, "share of the run over which the learning rate rises", "SHARE")
+    min_lr_ratio: float = _flag(
+        0.1, "the cosine ends at this share of the peak, so that the frozen finetune still learns", "SHARE"
+    )
+    weight_decay: float | None = _flag(
+        None, "AdamW's decay of matrices; default: weight_decay of the JSON's optimizer, 0 where that is auto", "WD"
+    )
+    save_every: int = _flag(500, "steps between checkpoints; 0: only at the end", "N")
+    keep_checkpoints: int = _flag(2, "newest checkpoints that stay on disk, at least the last good one; 0: all", "N")
+    log_every: int = _flag(10, "steps between lines of the log", "N")
+    seed: int = _flag(0, "seed of the data order and of everything random in training", "N")
+    resume: Literal[False, True, "auto"] = field(
+        default=False,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "continue from the newest complete checkpoint of the run folder; --resume auto starts the run "
+            "where there is none yet, so that one command serves the first start and every later one",
+        },
+    )
+    resume_other_data: bool = _flag(
+        False,
+        "with --resume: go on although the text is not the one that the checkpoint was trained on (it is known by "
+        "content, so moved or touched files are the same), or is divided into tokens in another way. What differs is "
+        "said. The run reads the new text from its present position on; a stream that merely got files behind those "
+        "that it has read goes on where it was, any other is first tokenised up to that position",
+    )
+    allow_dense: list[str] = field(
+        default_factory=list,
+        metadata={
+            "metavar": "PATTERN",
+            "action": "extend",
+            "help": "linear weights that the family table does not know may stay dense where one of these globs names "
+            "them; without, a model with more than 2%% of them is refused. Adds to allow_dense of the block",
+        },
+    )
+    activation_checkpointing: bool = _flag(False, "recompute activations in the backward pass to save memory")
+    dry_run: bool = _flag(
+        False,
+        "check everything that can be checked without weights, text and GPUs, print the whole run with its schedule "
+        "and memory, and end; nothing is allocated or written. Needs no launcher and no hub",
+    )
+    gpus: int | None = _flag(
+        None, "with --dry_run: GPUs of the machines that are meant; default: the launcher's, on this machine", "N"
+    )
+    gpu_memory: float = _flag(80.0, "with --dry_run: GiB of one GPU", "GIB")
+    local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
+
+    def __post_init__(self) -> None:
+        _require(self.max_steps is None or self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
+        for name in ("global_batch", "micro_batch", "gpus"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "use an integer >= 1")
+        _require(0 < self.gpu_memory < float("inf"), "gpu_memory", self.gpu_memory, "use a number of GiB > 0")
+        _require(
+            self.dry_run or self.gpus is None,
+            "gpus",
+            self.gpus,
+            "it belongs to --dry_run; a run has the GPUs that the launcher gives it (deepspeed --num_gpus, --hostfile)",
+        )
+        _require(self.seq_length >= 2, "seq_length", self.seq_length, "use an integer >= 2")
+        rate = self.learning_rate
+        _require(rate is None or 0 < rate < float("inf"), "learning_rate", rate, "use a value > 0, like 1e-4")
+        _require(0 <= self.warmup < 1, "warmup", self.warmup, "use a share of the run, 0 <= share < 1")
+        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a share, 0 <= share <= 1")
+        _require(self.weight_decay is None or self.weight_decay >= 0, "weight_decay", self.weight_decay, "use >= 0")
+        _require(self.save_every >= 0, "save_every", self.save_every, "use an integer >= 0")
+        _require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "use an integer >= 0")
+        _require(self.log_every >= 1, "log_every", self.log_every, "use an integer >= 1")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
+        for name, values in (("model", [self.model]), ("output_dir", [self.output_dir]), ("dataset", self.dataset)):
+            _require(all(values), name, "", "give a value or leave the flag out")
+        _require(
+            all(re.fullmatch(r"[\w.-]+", name) for name in self.split.split("+")),
+            "split",
+            self.split,
+            "use the name of a split, or several joined by +, like train+validation",
+        )
+        if not self.dataset:
+            object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
+
+
+def flags(arguments: RunArguments) -> dict[str, object]:
+    """The run flags as plain JSON types, without this process' rank and what belongs to a dry run."""
+    return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in NOT_OF_A_RUN}
+
+
+def _require(condition: bool, flag: str, value: object, cure: str) -> None:
+    if not condition:
+        raise ValueError(f"--{flag} {value} is not valid: {cure}")

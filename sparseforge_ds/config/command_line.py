@@ -1,0 +1,134 @@
+"""The command line of `sparseforge train` and `launch/train.py`: its parser, and its errors."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from transformers import HfArgumentParser
+
+from sparseforge_ds.config.arguments import RunArguments
+
+_EXAMPLES = """\
+exit code: 0 the run is complete; 1 an error, said in one line; 2 a flag that does not exist; 143 SIGTERM
+stopped it; 130 Ctrl-C did
+
+examples:
+  sparseforge train --deepspeed zero3
+  deepspeed launch/train.py --deepspeed ds_configs/zero3.json
+  deepspeed --module sparseforge_ds.train --deepspeed zero3 \\
+      --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
+  ... --dataset allenai/c4:en=0.7 allenai/dolmino-mix-1124:flan=0.2 stream:/data/own=0.1
+
+`sparseforge train` is one process on one GPU. deepspeed starts one for every GPU, in a checkout by launch/train.py
+and elsewhere by --module sparseforge_ds.train; torchrun does by -m sparseforge_ds.train. On a machine without an
+accelerator deepspeed starts one process; ask it for more with --num_gpus 2.
+The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
+
+SIGTERM (pre-emption) saves at the end of the step and ends all ranks with exit code 143, also when it reaches
+one rank only; before training it ends them at once. Ctrl-C does the same with exit code 130, and a second one
+ends them without saving. To lose the launcher counts as SIGTERM. deepspeed and torchrun leave their ranks 30 s
+for it: where a step and a save take longer, send the signal to the ranks. --resume goes on from the newest
+complete checkpoint, on any number of ranks and at any ZeRO stage, with the same number of sequences a step;
+--resume auto also starts the run, so that a job that is put back into the queue needs one command only.
+"""
+
+
+_OF_THE_LAUNCHER = ("num_gpus", "num_nodes", "hostfile", "master_port", "master_addr", "launcher", "no_ssh")
+_SHORT = {
+    **dict.fromkeys(("lr", "rate"), "learning_rate"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "global_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "micro_batch"),
+    **dict.fromkeys(("model_name_or_path", "pretrained"), "model"),
+}
+"""What other trainers call our flags."""
+
+
+class _Parser(HfArgumentParser):
+    """Errors are ValueErrors of one line; a usage would be printed by every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        spellings = {"/".join(action.option_strings): action.option_strings[0] for action in self._actions}
+        for spelled, flag in spellings.items():
+            message = message.replace(f"argument {spelled}: ", f"{flag}: ") if spelled else message
+        if message.endswith(" required: --deepspeed"):
+            message = "--deepspeed is missing: give the DeepSpeed JSON, for example --deepspeed ds_configs/zero3.json"
+        message = message.replace("invalid int value", "not an integer").replace("invalid float value", "not a number")
+        raise ValueError(message)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):
+    """Help with one spelling per flag, and defaults where they say something."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0 or action.const is True:
+            return ", ".join(option for option in action.option_strings if "_" in option or "-" not in option[2:])
+        return f"{action.option_strings[0]} {self._format_args(action, action.dest.upper())}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.default in (None, argparse.SUPPRESS, []) or action.default is False or action.required:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+def argument_parser() -> HfArgumentParser:
+    """The parser of the launcher's command line."""
+    return _Parser(
+        RunArguments,
+        prog="sparseforge train",
+        usage="sparseforge train --deepspeed JSON [flags]\n       deepspeed launch/train.py --deepspeed JSON [flags]",
+        description="Train a dense causal language model into an exact N:M sparse one (SparseForge on DeepSpeed).",
+        epilog=_EXAMPLES,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+
+
+def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
+    """Parse the command line (default: this process's).
+
+    Raises:
+        ValueError: a flag is unknown, missing, or has a value that cannot work.
+        SystemExit: --help.
+    """
+    arguments, *unknown = argument_parser().parse_args_into_dataclasses(
+        args=None if command_line is None else list(command_line),
+        look_for_args_file=False,
+        return_remaining_strings=True,
+    )
+    if unknown[-1]:
+        raise ValueError(_unknown(unknown[-1][0]))
+    assert isinstance(arguments, RunArguments)
+    if arguments.resume_other_data and not arguments.resume:
+        raise ValueError("--resume_other_data is not valid: it belongs to --resume")
+    return arguments
+
+
+def _unknown(word: str) -> str:
+    """What is said of a word of the command line that belongs to no flag."""
+    if not word.startswith("-"):
+        return f"{word!r} belongs to no flag; quote a value that has spaces, and give flags as --name value"
+    flag = word.partition("=")[0]
+    name = flag.lstrip("-").replace("-", "_").lower()
+    known = [item.name for item in dataclasses.fields(RunArguments) if item.name != "local_rank"]
+    if name in _OF_THE_LAUNCHER:
+        return (
+            f"{flag}: the deepspeed launcher has this flag: write it before the script, deepspeed {flag} ... train.py"
+        )
+    near = [name] if name in known else difflib.get_close_matches(_SHORT.get(name, name), known, n=1, cutoff=0.6)
+    # Not imported before something is wrong, so that --help need not wait for DeepSpeed.
+    from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.config.deepspeed_keys import KEYS
+
+    if name not in known and name in {item.name for item in dataclasses.fields(SparseForgeConfig)}:
+        return f'{flag}: not a flag, but a key of the "sparseforge" block of the DeepSpeed JSON: "{name}"'
+    if name in KEYS and not (name == "train_batch_size" or name.startswith("train_micro_batch")):
+        return f'{flag}: not a flag, but a key of the DeepSpeed JSON: "{name}"'
+    return f"{flag}: unknown flag; {f'did you mean --{near[0]}?' if near else '--help lists the flags'}"

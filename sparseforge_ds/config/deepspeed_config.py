@@ -1,0 +1,282 @@
+"""The DeepSpeed JSON of a run: read, checked and with every "auto" filled, before DeepSpeed sees it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfigError
+from pydantic import ValidationError
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.deepspeed_keys import check_keys, without_autos
+from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.optimizer_settings import check_optimizer
+from sparseforge_ds.config.refused_settings import EXPERTS_DIVIDED, refused_setting
+from sparseforge_ds.config.shipped import configuration_file
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_LOGGERS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+"""Sections of loggers, and the package that each needs."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch arithmetic of a run: train = micro * accumulation * world."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def read_deepspeed_json(path: str) -> dict[str, Any]:
+    """The parsed file, or that of the package which has this name.
+
+    Raises:
+        ValueError: the file is missing or no JSON object, or something in it cannot work, as `check_deepspeed` says.
+    """
+    try:
+        file = configuration_file(path)
+    except ValueError as error:
+        raise ValueError(f"--deepspeed {error}") from None
+    content = read_json(file, f"--deepspeed {path}")
+    if not isinstance(content, dict):
+        raise ValueError(f"--deepspeed {path}: not a JSON object with keys")
+    if "bfloat16" in content:  # DeepSpeed's other spelling
+        content.setdefault("bf16", content.pop("bfloat16"))
+    try:
+        check_deepspeed(content)
+    except ValueError as error:
+        raise ValueError(f"--deepspeed {path}: {error}") from None
+    return content
+
+
+def check_deepspeed(content: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed would ignore, stumble over after the models are loaded, or do to masks; but no batch size.
+
+    Args:
+        content: a configuration; what is "auto" in it is not looked at.
+
+    Raises:
+        ValueError: the key, its value and the cure, in one line.
+    """
+    if "scheduler" in content:
+        raise ValueError(
+            'remove the "scheduler" block; --learning_rate, --warmup and --min_lr_ratio set the learning rate'
+        )
+    check_keys(content)
+    experts = content.get("expert_parallel")
+    if experts and (not isinstance(experts, dict) or experts.get("enabled")):
+        raise ValueError(f"expert_parallel = {json.dumps(experts)}: {EXPERTS_DIVIDED}")
+    for key in ("nebula", "datastates_ckpt"):
+        if key in content:
+            raise ValueError(f"remove {key!r}: such saves are not on disk when they say so")
+    if "writer" in content.get("checkpoint", {}):
+        raise ValueError("remove checkpoint.writer: such saves are not on disk when they say so")
+    if all(content.get(name, {}).get("enabled") is True for name in _DTYPES):
+        raise ValueError("bf16 and fp16 are both enabled; switch one of them off")
+    for key, package in _LOGGERS.items():
+        if content.get(key, {}).get("enabled") is True and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{key}: the package {package} is not installed; pip install {package}, or remove {key!r}")
+    check_optimizer(content)
+    # DeepSpeed would hold a batch size against the number of ranks of this process; `batch_arithmetic` looks at those.
+    batch = dict.fromkeys(_BATCH[1:], 1)
+    settled = {key: value for key, value in without_autos(content).items() if key not in (*_BATCH, "sparseforge")}
+    try:
+        settings = deepspeed.DeepSpeedConfig({**settled, **batch})
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(str(part) for part in found["loc"])
+        raise ValueError(f"DeepSpeed cannot use it: {error.title}: {where}: {found['msg']}") from None
+    except (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"DeepSpeed cannot use it: {' '.join(str(error).split()) or repr(error)}") from None
+    if message := refused_setting(settings):
+        raise ValueError(message)
+    accumulated = settings.grad_accum_dtype
+    if int(settings.zero_optimization_stage) == 0 and accumulated not in (None, _SHORT[training_dtype(settled)]):
+        raise ValueError(
+            f'data_types.grad_accum_dtype = "{accumulated}": without ZeRO, gradients are accumulated in what the model '
+            "computes in; remove it, or use stage 1"
+        )
+
+
+def check_machine(content: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed cannot do on this machine: it would try to compile for minutes first.
+
+    Raises:
+        ValueError: weights are to be kept on a disk that is not there, or without the library for it.
+    """
+    offload = content.get("zero_optimization", {}).get("offload_param") or {}
+    if offload.get("device") != "nvme":
+        return
+    path = offload.get("nvme_path")
+    if path is None or not Path(path).is_dir():
+        raise ValueError(
+            f"zero_optimization.offload_param.nvme_path = {json.dumps(path)}: no such folder; give one on the disk, or "
+            'set device to "cpu"'
+        )
+    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise ValueError(
+            'zero_optimization.offload_param.device = "nvme": DeepSpeed needs libaio to build its async_io, and it is '
+            'not here; install it (Debian and Ubuntu: apt install libaio-dev), or set device to "cpu"'
+        )
+
+
+def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
+    """The same configuration with another batch; None keeps what it says.
+
+    Args:
+        content: a DeepSpeed configuration; it is not changed.
+        global_batch: sequences of a step on all ranks.
+        micro_batch: sequences of a rank at a time.
+    """
+    changed = dict(content)
+    if global_batch is not None:
+        changed["train_batch_size"] = global_batch
+    if micro_batch is not None:
+        changed["train_micro_batch_size_per_gpu"] = micro_batch
+    if changed != content and changed.get("train_batch_size", "auto") != "auto":
+        changed["gradient_accumulation_steps"] = "auto"  # what the other two leave over
+    return changed
+
+
+def batch_arithmetic(content: dict[str, Any], world_size: int) -> Batch:
+    """Divide the batch over the ranks.
+
+    Given are one, two or all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps;
+    "auto" counts as not given.
+
+    Raises:
+        ValueError: they do not fit each other and the number of ranks.
+    """
+    names = _BATCH
+    train, micro, accumulation = (None if content.get(name) == "auto" else content.get(name) for name in names)
+    for name, value in zip(names, (train, micro, accumulation), strict=True):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f'{name} = {json.dumps(value)} is not valid: use an integer >= 1 or "auto"')
+    if train is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return Batch(micro * accumulation * world_size, micro, accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = train // (accumulation * world_size)
+    elif accumulation is None:
+        accumulation = train // (micro * world_size)
+    assert accumulation is not None
+    if train != micro * accumulation * world_size or train == 0:
+        unit = max(1, micro if content.get(names[1]) != "auto" and names[1] in content else 1)
+        unit *= world_size * (accumulation if content.get(names[2]) not in (None, "auto") else 1)
+        near = sorted({max(unit, train // unit * unit), (train // unit + 1) * unit})
+        raise ValueError(
+            f"train_batch_size = {train} cannot be divided into micro-batches for {world_size} ranks "
+            f"(train_micro_batch_size_per_gpu {content.get(names[1], 'auto')}, gradient_accumulation_steps "
+            f'{content.get(names[2], "auto")}): use {" or ".join(map(str, near))}, set the other two keys to "auto", '
+            "or change the number of ranks; --global_batch and --micro_batch win over the JSON"
+        )
+    return Batch(train, micro, accumulation)
+
+
+def training_dtype(content: dict[str, Any]) -> torch.dtype:
+    """What a resolved configuration computes in."""
+    for name, dtype in _DTYPES.items():
+        if content.get(name, {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+def zero_stage(content: dict[str, Any]) -> int:
+    """The ZeRO stage of a configuration."""
+    return int(content.get("zero_optimization", {}).get("stage", 0))
+
+
+def resolve(
+    content: dict[str, Any],
+    arguments: RunArguments,
+    config: SparseForgeConfig,
+    *,
+    world_size: int,
+    hidden_size: int,
+    supports_bf16: bool,
+    supports_fp16: bool,
+    fuses_optimizer: bool = False,
+) -> dict[str, Any]:
+    """Fill every "auto", let the run flags win, and check what can be checked.
+
+    Args:
+        content: what `read_deepspeed_json` gave; it is not changed.
+        arguments: the run flags.
+        config: the parsed sparseforge block; the result carries it with every value spelled out.
+        world_size: number of ranks.
+        hidden_size: width of the model, which decides bucket sizes and the default learning rate.
+        supports_bf16: whether the accelerator computes in bf16 faster than in fp32.
+        supports_fp16: the same for fp16.
+        fuses_optimizer: whether torch's AdamW is to be one kernel where the JSON leaves that open.
+
+    Raises:
+        ValueError: as `check_deepspeed`; the batch does not fit, or an "auto" stays open.
+    """
+    filled = copy.deepcopy(content)
+    batch = batch_arithmetic(content, world_size)
+    filled["train_batch_size"] = batch.train
+    filled["train_micro_batch_size_per_gpu"] = batch.micro
+    filled["gradient_accumulation_steps"] = batch.accumulation
+    if filled.get("gradient_clipping", 0) == "auto":
+        filled["gradient_clipping"] = 1.0
+    _fill_precision(filled, {"bf16": supports_bf16, "fp16": supports_fp16})
+    _fill_optimizer(filled, arguments, hidden_size, fuses_optimizer)
+    zero = filled.get("zero_optimization", {})
+    for name, value in (
+        ("reduce_bucket_size", hidden_size**2),
+        ("stage3_prefetch_bucket_size", int(0.9 * hidden_size**2)),
+        ("stage3_param_persistence_threshold", 10 * hidden_size),
+    ):
+        if zero.get(name) == "auto":
+            zero[name] = value
+    filled["sparseforge"] = config.to_dict()
+    if unfilled := list(_autos({key: value for key, value in filled.items() if key != "sparseforge"}, "")):
+        raise ValueError(f'"auto" is not known for {", ".join(unfilled)}; write a value')
+    check_deepspeed(filled)  # with the precision that was left open
+    return filled
+
+
+def _fill_precision(filled: dict[str, Any], supported: dict[str, bool]) -> None:
+    for name in ("bf16", "fp16"):
+        if filled.get(name, {}).get("enabled") == "auto":
+            taken = any(filled.get(other, {}).get("enabled") is True for other in _DTYPES if other != name)
+            filled[name]["enabled"] = supported[name] and not taken
+
+
+def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size: int, fused: bool) -> None:
+    params = filled["optimizer"].setdefault("params", {})
+    defaults = {
+        "lr": 1e-3 * min(1.0, 128 / hidden_size),
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "fused": fused,
+    }
+    for name, value in defaults.items():
+        if params.get(name, "auto" if name in ("lr", "weight_decay") else None) == "auto":
+            params[name] = value
+    if arguments.learning_rate is not None:
+        params["lr"] = arguments.learning_rate
+    if arguments.weight_decay is not None:
+        params["weight_decay"] = arguments.weight_decay
+
+
+def _autos(content: Any, where: str) -> list[str]:
+    if isinstance(content, dict):
+        return [found for key, value in content.items() for found in _autos(value, f"{where}.{key}" if where else key)]
+    if isinstance(content, list):
+        return [found for value in content for found in _autos(value, where)]
+    return [where] if content == "auto" else []

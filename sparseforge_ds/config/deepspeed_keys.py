@@ -1,0 +1,220 @@
+"""The keys of a DeepSpeed JSON, and what may stand under them.
+
+DeepSpeed ignores a top-level key that it does not know, so that "zero_optimisation" trains stage 0, and it takes most
+values as they are. Of the sections that it has pydantic models for, those models decide here, in one line each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.compile.config import CompileConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import BaseModel, ValidationError
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.arguments import RunArguments
+
+_KINDS: dict[str, str] = {
+    "object": """
+        activation_checkpointing aio autotuning bf16 checkpoint comet comms_config comms_logger compile csv_monitor
+        data_efficiency data_types datastates_ckpt expert_parallel flops_profiler fp16 hybrid_engine optimizer
+        scheduler sparseforge tensor_parallel tensorboard timers torch_autocast wandb weight_quantization
+        zero_optimization
+        """,
+    "boolean": """
+        dataloader_drop_last disable_allgather disable_python_gc dump_state managed_gradient_accumulation
+        memory_breakdown prescale_gradients use_data_before_expert_parallelism use_node_rank wall_clock_breakdown
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+        """,
+    "number": "gradient_clipping gradient_predivide_factor",
+    "integer": """
+        gradient_accumulation_steps sequence_parallel_size steps_per_print train_batch_size
+        train_micro_batch_size_per_gpu vocabulary_size
+        """,
+    "string": "communication_data_type gradient_allreduce_op log_level seq_parallel_communication_data_type",
+}
+_EXPECTED = {
+    "object": "an object, like {}",
+    "boolean": "true or false",
+    "number": "a number",
+    "integer": "an integer",
+    "string": "a string",
+}
+_EXAMPLES = {"zero_optimization": '{"stage": 3}', "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}'}
+_REMOVED = "curriculum_learning eigenvalue elasticity nebula progressive_layer_drop quantize_training sparse_attention"
+"""Keys that DeepSpeed 0.19 still knows, to say why they are gone."""
+
+KEYS: dict[str, str] = {key: kind for kind, keys in _KINDS.items() for key in re.findall(r"\w+", keys)}
+"""Every top-level key of DeepSpeed 0.19, and ours, with the kind of its value."""
+
+_MODELS: dict[str, type[BaseModel]] = {
+    "bf16": DeepSpeedBF16Config,
+    "comet": CometConfig,
+    "comms_logger": CommsLoggerConfig,
+    "compile": CompileConfig,
+    "csv_monitor": CSVConfig,
+    "fp16": DeepSpeedFP16Config,
+    "tensor_parallel": TPTrainingConfig,
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+    "zero_optimization": DeepSpeedZeroConfig,
+}
+_PLAIN: dict[str, tuple[str, ...]] = {
+    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
+}
+"""Sections in which DeepSpeed ignores what it does not know, with their keys."""
+_DTYPES = ("fp32", "fp16", "bf16")
+
+
+def check_keys(content: Mapping[str, Any]) -> None:
+    """Look at every key, and at the kind of every value, that can be judged by itself; "auto" counts as not given.
+
+    Raises:
+        ValueError: a key is unknown, or a value is of the wrong kind or out of range.
+    """
+    for key, value in content.items():
+        if key not in KEYS and key not in _REMOVED.split():
+            raise ValueError(f"unknown key {key!r}, which DeepSpeed would ignore; {_cure(key)}")
+        kind = KEYS.get(key)
+        if value == "auto" or kind is None or (key == "expert_parallel" and value is True):  # refused with its reason
+            continue
+        if not _is(value, kind):
+            expected = _EXPECTED[kind].format(_EXAMPLES.get(key, '{"enabled": true}'))
+            raise ValueError(f"{key} = {json.dumps(value)}: expected {expected}, or leave it out")
+        if kind == "object" and not isinstance(value.get("enabled", False), bool) and value["enabled"] != "auto":
+            raise ValueError(f"{key}.enabled = {json.dumps(value['enabled'])}: expected true or false")
+    stage = content.get("zero_optimization", {}).get("stage", 0)
+    if stage != "auto" and (not _is(stage, "integer") or not 0 <= stage <= 3):
+        raise ValueError(f"zero_optimization.stage = {json.dumps(stage)} is not valid: use 0, 1, 2 or 3")
+    clipping = content.get("gradient_clipping", 0)
+    if clipping != "auto" and clipping < 0:
+        raise ValueError(f"gradient_clipping = {clipping} is not valid: use a number >= 0; 0 clips nothing")
+    for section, known in _PLAIN.items():
+        for key in content.get(section, {}):
+            if key not in known:
+                raise ValueError(f"{section}.{key}: unknown key; {_near(f'{section}.', key, known)}")
+    for key, value in content.get("data_types", {}).items():
+        if key != "keep_in_fp32_modules" and value not in (None, "auto", *_DTYPES):
+            raise ValueError(f"data_types.{key} = {json.dumps(value)} is not valid: use one of {', '.join(_DTYPES)}")
+    for section, model in _MODELS.items():
+        if section in content and content[section] != "auto":
+            _check_section(section, model, content[section])
+
+
+def without_autos(content: Any) -> Any:
+    """The same without what is "auto"."""
+    if isinstance(content, dict):
+        return {key: without_autos(value) for key, value in content.items() if value != "auto"}
+    return [without_autos(value) for value in content if value != "auto"] if isinstance(content, list) else content
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind in ("number", "integer"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return False
+        return kind == "number" or value == int(value)
+    return isinstance(value, {"object": dict, "boolean": bool, "string": str}[kind])
+
+
+def _check_section(where: str, model: type[BaseModel], section: dict[str, Any]) -> None:
+    try:
+        found = model(**without_autos(section))
+    except ValidationError as error:
+        raise ValueError(_first(where, model, error)) from None
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from None
+    for path, value, meant in _pairs(where, found, section):
+        kinds = [_kind(each) for each in (value, meant)]
+        if kinds[0] in ("string", "boolean", "number") and kinds[0] != kinds[1] and kinds[1] in ("boolean", "number"):
+            raise ValueError(f"{path} = {json.dumps(value)} is not valid: write {json.dumps(meant)}")
+
+
+def _first(where: str, model: type[BaseModel], error: ValidationError) -> str:
+    """A line about the first thing that pydantic found."""
+    found = error.errors()[0]
+    *parents, key = [str(part) for part in found["loc"]] or [""]
+    at = ".".join([where, *parents])
+    if found["type"] != "extra_forbidden":
+        said = found["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        value = f" = {json.dumps(found['input'], default=str):.80}" if key else ""
+        return f"{f'{at}.{key}'.rstrip('.')}{value} is not valid: {said[:1].lower()}{said[1:]}"
+    holder: type[BaseModel] | None = model
+    for parent in parents:
+        holder = _model_of(holder, parent) if holder is not None else None
+    return f"{at}.{key}: unknown key; {_near(f'{at}.', key, _names(holder) if holder is not None else [])}"
+
+
+def _pairs(where: str, found: BaseModel, section: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(path, value in the JSON, value that DeepSpeed works with) of every key of a section; old names are refused."""
+    by_alias = {field.alias: name for name, field in type(found).model_fields.items() if field.alias}
+    for key, value in section.items():
+        name, path = by_alias.get(key, key), f"{where}.{key}"
+        extra = type(found).model_fields[name].json_schema_extra
+        if isinstance(extra, dict) and extra.get("deprecated"):
+            raise ValueError(f"{path}: an old name; use {where}.{extra.get('new_param')}")
+        meant = getattr(found, name)
+        if isinstance(meant, BaseModel) and isinstance(value, dict):
+            yield from _pairs(path, meant, value)
+        elif value != "auto":
+            yield path, value, meant
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return "boolean"
+    return "number" if isinstance(value, (int, float)) else "string" if isinstance(value, str) else None
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    """Keys of a section, as DeepSpeed documents them."""
+    fields = model.model_fields.items()
+    return [
+        field.alias or name
+        for name, field in fields
+        if not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("deprecated"))
+    ]
+
+
+def _model_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model of a nested section."""
+    for key, field in model.model_fields.items():
+        if name in (key, field.alias):
+            options = [field.annotation, *typing.get_args(field.annotation)]
+            return next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    return None
+
+
+def _near(prefix: str, key: str, known: Iterable[str]) -> str:
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {prefix}{by_lower[close[0]]}?"
+    return f"known are {', '.join(by_lower.values())}" if len(by_lower) < 12 else "remove it"
+
+
+def _cure(key: str) -> str:
+    """What to do about an unknown top-level key: it is a flag, or belongs elsewhere, or is misspelled."""
+    if key in {field.name for field in dataclasses.fields(RunArguments)}:
+        return f"it is a flag: --{key}"
+    if key in {field.name for field in dataclasses.fields(SparseForgeConfig)}:
+        return 'it belongs in the "sparseforge" block'
+    if key in ("lr", "betas", "eps", "momentum"):
+        return "it belongs in optimizer.params"
+    if key in _names(DeepSpeedZeroConfig):
+        return 'it belongs in "zero_optimization"'
+    close = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else "remove it"

@@ -1,0 +1,141 @@
+"""The "optimizer" of a DeepSpeed JSON: whether DeepSpeed can make it, of these parameters, for this ZeRO stage."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import json
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from sparseforge_ds.config.deepspeed_keys import without_autos
+
+_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""Parameters of Adam that DeepSpeed takes for itself."""
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum")
+_USE = 'use {"type": "AdamW", "params": {"lr": "auto"}}'
+
+
+def check_optimizer(content: Mapping[str, Any]) -> None:
+    """Look at the optimizer of a configuration; a parameter that is "auto" is one that will have a value.
+
+    Raises:
+        ValueError: there is none, it is unknown, has a parameter that it does not take, or cannot work under ZeRO.
+    """
+    optimizer = content.get("optimizer", {})
+    name, given = optimizer.get("type"), optimizer.get("params", {})
+    if name is None:
+        raise ValueError('no "optimizer" in the DeepSpeed JSON; add {"type": "AdamW", "params": {"lr": "auto"}}')
+    if not isinstance(name, str):
+        raise ValueError(f"optimizer.type = {json.dumps(name)}: expected a string; {_USE}")
+    if not isinstance(given, dict):
+        raise ValueError(f'optimizer.params = {json.dumps(given)}: expected an object, like {{"lr": "auto"}}')
+    params = without_autos(given)
+    _check_values(params)
+    zero = content.get("zero_optimization", {})
+    stage = int(zero.get("stage", 0))
+    on_host = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if name.lower() in ("muon", "onebitadam", "onebitlamb", "zerooneadam"):
+        return  # `zero.refuse` says why not
+    kind = _kind(name, params, on_host)
+    _check_names(name, kind, given)
+    if stage and kind not in ZERO_SUPPORTED_OPTIMIZERS and not content.get("zero_allow_untested_optimizer", False):
+        raise ValueError(
+            f'optimizer.type = "{name}": ZeRO stage {stage} was not made for it; {_USE}, or set '
+            '"zero_allow_untested_optimizer": true to try'
+        )
+    if stage and kind in (torch.optim.Adagrad, DeepSpeedCPUAdagrad):
+        raise ValueError(
+            f'optimizer.type = "{name}": ZeRO puts another one in its place, past the step hooks that publish masks; '
+            f"{_USE}, or stage 0"
+        )
+    if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
+        _check_made(name, kind, params)
+
+
+def _kind(name: str, params: Mapping[str, Any], on_host: bool) -> type:
+    """The class that DeepSpeed takes."""
+    lower = name.lower()
+    if lower in ("adam", "adamw"):
+        if params.get("torch_adam", False):
+            return torch.optim.AdamW if lower == "adamw" or params.get("adam_w_mode", True) else torch.optim.Adam
+        return DeepSpeedCPUAdam if on_host else FusedAdam
+    if lower in DEEPSPEED_OPTIMIZERS:
+        if lower.startswith("mu"):
+            if importlib.util.find_spec("mup") is None:
+                raise ValueError(f'optimizer.type = "{name}" needs the package mup, which is not installed; {_USE}')
+            names = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+            return typing.cast(type, getattr(importlib.import_module("mup"), names[lower]))
+        return {
+            "adagrad": DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
+            "lamb": FusedLamb,
+            "lion": DeepSpeedCPULion if on_host else FusedLion,
+        }[lower]
+    found = getattr(torch.optim, name, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        return found
+    known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion"]
+    known += [each for each in dir(torch.optim) if isinstance(getattr(torch.optim, each), type)]
+    by_lower = {each.lower(): each for each in known if each not in ("Optimizer", "Muon")}
+    near = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.5)
+    cure = f'did you mean "{by_lower[near[0]]}"?' if near else _USE
+    raise ValueError(f'optimizer.type = "{name}": DeepSpeed has no such optimizer; {cure}')
+
+
+def _check_values(params: Mapping[str, Any]) -> None:
+    for key in _NUMBERS:
+        value = params.get(key, 0)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError(f'optimizer.params.{key} = {json.dumps(value)}: expected a number, or "auto"')
+        if value < 0:
+            raise ValueError(f"optimizer.params.{key} = {json.dumps(value)} is not valid: use a number >= 0")
+    betas = params.get("betas", [0.9, 0.999])
+    if not (
+        isinstance(betas, list)
+        and len(betas) == 2
+        and all(isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 <= beta < 1 for beta in betas)
+    ):
+        raise ValueError(
+            f"optimizer.params.betas = {json.dumps(betas)} is not valid: use two numbers, each 0 <= beta < 1"
+        )
+    for key in (*_SWITCHES, "fused", "foreach", "amsgrad", "bias_correction"):
+        value = params.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"optimizer.params.{key} = {json.dumps(value)}: expected true or false")
+
+
+def _check_names(name: str, kind: type, params: Mapping[str, Any]) -> None:
+    """Whether the class takes what it is given: its constructor may compile for minutes, so its signature decides."""
+    taken = [*inspect.signature(kind).parameters][1:]
+    if name.lower() in ("adam", "adamw"):
+        taken = [key for key in taken if key not in ("adamw_mode", "adam_w_mode")] + list(_SWITCHES)
+    for key in params:
+        if key in taken:
+            continue
+        if key == "max_grad_norm":
+            raise ValueError('optimizer.params.max_grad_norm: use the key "gradient_clipping" beside "optimizer"')
+        near = difflib.get_close_matches(key.lower(), taken, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(taken)}"
+        if name.lower() in ("adam", "adamw") and key in inspect.signature(torch.optim.AdamW).parameters:
+            hint = 'it belongs to torch\'s AdamW; add "torch_adam": true'
+        raise ValueError(f"optimizer.params.{key}: {kind.__name__} has no such parameter; {hint}")
+
+
+def _check_made(name: str, kind: type, params: Mapping[str, Any]) -> None:
+    """Let torch look at the values."""
+    given = {key: value for key, value in params.items() if key not in _SWITCHES}
+    groups = [{"params": [torch.zeros(2, 2, requires_grad=True)]} for _ in range(2)]
+    try:
+        kind(groups, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f'optimizer.params of "{name}": {" ".join(str(error).split())}') from None

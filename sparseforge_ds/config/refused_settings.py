@@ -1,0 +1,94 @@
+"""What a DeepSpeed configuration can say that would break the journey of a weight.
+
+The launcher, the dry run and the planner ask when they read the JSON; `zero.refuse` asks, and looks at what only an
+engine knows, when a forge is attached.
+"""
+
+from __future__ import annotations
+
+import torch
+from deepspeed import DeepSpeedConfig
+
+EXPERTS_DIVIDED = (
+    "expert parallelism gives every rank other experts under the same names, while masks, their statistics and "
+    'checkpoints are of whole weights that all ranks share; remove it: ZeRO stage 3 ("zero_optimization": '
+    '{"stage": 3}) divides the experts over the ranks too'
+)
+"""Why experts that live on one rank each cannot be pruned, and what to do."""
+SEQUENCE_DIVIDED = "curvature is averaged over data-parallel ranks only; remove it"
+MUON = "Muon orthogonalizes whole matrices before the step hooks see the gradient; use AdamW"
+COMPRESSED = {"onebitadam": "OneBitAdam", "onebitlamb": "OneBitLamb", "zerooneadam": "ZeroOneAdam"}
+"""Optimizers whose ranks exchange compressed moments, by their names in lower case."""
+
+
+def refused_setting(config: DeepSpeedConfig) -> str | None:
+    """What a configuration sets that masks cannot survive, why, and what to set instead; None if it is fine."""
+    zero, stage = config.zero_config, int(config.zero_optimization_stage)
+    optimizer, params = zero.offload_optimizer, zero.offload_param
+    devices = [str(getattr(each and each.device, "value", each and each.device)) for each in (optimizer, params)]
+    name = str(config.optimizer_name or "").lower()
+    sequence = config._param_dict.get("sequence_parallel_size", 1)
+    refusals = [
+        (
+            zero.zenflow is not None,
+            "zero_optimization.zenflow: its selective optimizer writes weights past the optimizer hooks; remove it",
+        ),
+        (
+            optimizer is not None and optimizer.super_offload,
+            "offload_optimizer.super_offload: its worker process owns another optimizer; set it to false",
+        ),
+        (
+            optimizer is not None and optimizer.ratio < 1.0,
+            f"offload_optimizer.ratio = {optimizer and optimizer.ratio}: partial offload steps a second optimizer; "
+            "set 1.0",
+        ),
+        (
+            devices[0] == "nvme",
+            'offload_optimizer.device = "nvme": masks swapped to disk are not supported; set "cpu"',
+        ),
+        (
+            devices[0] == "cpu" and stage < 1,
+            f"offload_optimizer works from ZeRO stage 1 on, and the stage is {stage}; raise the stage or remove it",
+        ),
+        (
+            devices[1] in ("cpu", "nvme") and stage < 3,
+            f"offload_param works from ZeRO stage 3 on, and the stage is {stage}; raise the stage or remove it",
+        ),
+        (
+            config.optimizer_legacy_fusion,
+            'optimizer "legacy_fusion": it writes low-precision weights inside the kernel; remove it',
+        ),
+        (
+            config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16,
+            'torch_autocast with float16: its scaler may skip a step on one rank only; use "fp16" or "bf16"',
+        ),
+        (
+            config.float16_config.enabled and stage == 0 and config.float16_config.loss_scale != 1,
+            "fp16 at ZeRO stage 0: DeepSpeed divides the gradients by a loss scale that its backward never applied; "
+            'use stage 1, bf16, or "fp16": {"loss_scale": 1}',
+        ),
+        (
+            not config.managed_gradient_accumulation,
+            "managed_gradient_accumulation = false: the curvature probe sets the boundary itself; set it to true",
+        ),
+        (
+            bool(zero.zero_quantized_weights),
+            "zero_quantized_weights: a quantised gather need not keep exact zeros; set it to false",
+        ),
+        (
+            config.tensor_parallel_config.autotp_size > 1,
+            f"tensor_parallel.autotp_size = {config.tensor_parallel_config.autotp_size}: layers cut by tensor "
+            "parallelism are not supported; remove it",
+        ),
+        (sequence not in (None, 1), f"sequence_parallel_size = {sequence}: {SEQUENCE_DIVIDED}"),
+        (
+            config.compile_config.deepcompile,
+            "compile.deepcompile: its passes have not been tried with published weights; set it to false",
+        ),
+        (
+            name in COMPRESSED,
+            f"optimizer {COMPRESSED.get(name)} communicates compressed moments inside its step; use AdamW",
+        ),
+        (name == "muon", MUON),
+    ]
+    return next((message for is_set, message in refusals if is_set), None)

@@ -1,0 +1,55 @@
+"""Curvature estimators on shards. What is estimated always refers to the published weight, which the loss depends on.
+
+By row and column sums, from which the default scores are made (`SumsEstimator`); no weight-shaped matrix is formed:
+
+    fisher          squared gradients per token, by taps in the training step itself or in passes of their own
+    gauss_newton    the same with labels drawn from the model (Sophia's estimator, arXiv 2305.14342)
+    hutchinson      v (H v) by a central gradient difference, v at the outputs of layers
+
+By elements, one fp32 number a weight (`Estimator`): `curvature.factored` or `per_token` false, and wanda:
+
+    hutchinson      v at the weights (the paper's, eq. 2)
+    fisher, gauss_newton
+    wanda           mean squared input of each column (arXiv 2306.11695), forward only
+
+Of a routed expert it is the mean over the tokens that the expert saw, on all ranks; zero where it saw none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.fisher_sums import FisherSums
+from sparseforge_ds.curvature.hutchinson import Hutchinson
+from sparseforge_ds.curvature.input_norms import InputNorms
+from sparseforge_ds.curvature.output_hutchinson import OutputHutchinson
+from sparseforge_ds.curvature.running_sums import RunningSums
+from sparseforge_ds.curvature.shards import Diagonal, Estimator, Shards, SumsEstimator
+from sparseforge_ds.curvature.squared_gradients import SquaredGradients
+
+__all__ = ["Diagonal", "Estimator", "FisherSums", "RunningSums", "Shards", "SumsEstimator", "estimator_of", "sums_of"]
+
+
+def estimator_of(shards: Shards, config: SparseForgeConfig) -> Estimator:
+    """The estimator of elements that a config names.
+
+    Raises:
+        ValueError: it cannot work on some prunable weight.
+    """
+    kinds: dict[str, Callable[[Shards, SparseForgeConfig], Estimator]] = {
+        "hutchinson": Hutchinson,
+        "gauss_newton": SquaredGradients,
+        "fisher": SquaredGradients,
+        "wanda": InputNorms,
+    }
+    return kinds[config.importance](shards, config)
+
+
+def sums_of(shards: Shards, config: SparseForgeConfig) -> SumsEstimator:
+    """The estimator of row and column sums that a config names.
+
+    Raises:
+        ValueError: it cannot work on some prunable weight.
+    """
+    return (OutputHutchinson if config.importance == "hutchinson" else FisherSums)(shards, config)

@@ -1,0 +1,127 @@
+"""Row and column sums of the Fisher per token, of which no weight-shaped matrix is ever formed.
+
+With g (T, out) the gradient of a layer's output and x (T, in) its input, the Fisher per token of W_oi is the mean over
+tokens of g_to^2 x_ti^2, and a score by row and column sums (`mask.factored`) needs two vectors of it:
+
+    row sums   sum_t g_to^2 |x_t|^2        column sums   sum_t x_ti^2 |g_t|^2
+
+They cost O(T (in + out)), so taps can listen to the ordinary passes of training, all micro-batches of a step: no pass
+of its own, the least noise that a step offers, and a result that depends on the sequences of the step and not on how
+they were divided. One reduction serves all layers. Experts have sums of their own, over the tokens that they saw.
+
+Legend of shape suffixes: T tokens, S rows sorted by expert, E experts, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.axis_sums import AxisSums
+from sparseforge_ds.curvature.sampled_labels import SampledLabels
+from sparseforge_ds.curvature.shards import Shards
+from sparseforge_ds.mask.curvature import expert_fisher_sums, fisher_sums
+from sparseforge_ds.zero.expert_taps import expert_gradients
+from sparseforge_ds.zero.probe import ProbeBatches
+from sparseforge_ds.zero.taps import block_gradients, token_gradients
+
+
+class FisherSums:
+    """Collects the sums of the passes that it listens to: training's own, or those of a refresh.
+
+    `gauss_newton` draws the labels of a refresh's passes from the model.
+    """
+
+    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+        """Find the layers; that every weight has one is known before (`model.measurable`)."""
+        self.on = shards
+        self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
+        self._layer = {name: layer for layer, names in shards.lists.items() for name in names}
+        model = shards.layout.engine.module
+        self._blocks = {layer: model.get_submodule(layer.rpartition(".")[0]) for layer in shards.lists}
+        self._entered: dict[str, int] = {}
+        """Tokens of the newest forward of the block around a list of experts, by the list's name."""
+        self._sums: AxisSums | None = None
+        self._tokens: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Forget what was heard, and have room for what comes."""
+        self._sums = AxisSums(self.on.matrices, self.on.shards, self.on.layout.device)
+        self._tokens = dict.fromkeys(self.on.shards, 0)
+        self.on.load.begin()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While active, every backward pass through the layers is heard. Does not communicate."""
+        with ExitStack() as stack:
+            if self.on.modules:
+                stack.enter_context(token_gradients(self.on.modules, self._hear))
+            if self.on.fused:
+                stack.enter_context(expert_gradients(self.on.fused, self._hear_experts))
+            if self._blocks:
+                stack.enter_context(block_gradients(self._blocks, self._entered.__setitem__, lambda _layer: None))
+            yield
+
+    def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
+        """See `SumsEstimator`; a forward and backward pass for every pass of a batch."""
+        self.begin()
+        with self.listening():
+            for probe in range(probes):
+                passes = batches.passes(probe)
+                if self.labels is not None:
+                    passes = self.labels.drawn(passes, step, probe)
+                self.on.probe.activations(passes)
+        assert self._sums is not None
+        return self.on.probe.usable(self._sums.values)
+
+    @torch.no_grad()
+    def finish(self) -> tuple[AxisSums, Tensor]:
+        """See `SumsEstimator`; 0 also for a layer that was not heard on any rank."""
+        on, sums = self.on, self._sums
+        assert sums is not None
+        self._sums = None
+        of_matrix = [self._tokens[name] for name, rows in on.matrices.rows.items() for _ in rows]
+        counts = torch.tensor(of_matrix, dtype=torch.float64, device=on.layout.device)
+        on.layout.all_reduce(counts)
+        on.load.agree()
+        return sums, on.load.spread(on.load.counted, counts)
+
+    def _hear(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
+        on, tokens = self.on, grad_TO.shape[0]
+        self._tokens[name] += tokens
+        of_batch = tokens
+        if name in on.load.rows:
+            of_batch = self._entered[self._layer[name]]
+            if name in on.listed:
+                on.load.add(on.load.rows[name], tokens)
+        # The loss is a mean over the tokens of a micro-batch, and a token's own gradient is that many times as large.
+        row, column = fisher_sums(grad_TO, input_TI)
+        (matrix,) = on.matrices.rows[name]
+        assert self._sums is not None
+        row_R, column_C = self._sums.of(matrix)
+        output_O, input_I = (column_C, row_R) if name in on.input_first else (row_R, column_C)
+        factor = (of_batch / on.probe.backward_scale) ** 2
+        output_O.add_(row, alpha=factor)
+        input_I.add_(column, alpha=factor)
+
+    def _hear_experts(
+        self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int
+    ) -> None:
+        on = self.on
+        on.count(layer, parameter, stop_E)
+        name = f"{layer}.{parameter}"
+        if name not in on.shards:
+            return
+        assert grad_SO is not None and self._sums is not None
+        self._tokens[name] += tokens
+        experts = len(on.load.rows[name])
+        stacked = len(on.matrices.rows[name]) // experts
+        factor = (tokens / on.probe.backward_scale) ** 2
+        row_EHO, column_EHI = expert_fisher_sums(grad_SO, input_SI, stop_E, stacked)
+        # The matrices of a weight lie end to end, each with its row sums before its column sums.
+        both = torch.cat([row_EHO, column_EHI], dim=2).view(-1)
+        self._sums.all_of(name).add_(both, alpha=factor)

@@ -1,0 +1,91 @@
+"""Hutchinson's estimate of the diagonal of the Hessian, the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.shards import Diagonal, Shards
+from sparseforge_ds.mask.curvature import counter_key, hutchinson_sample, rademacher
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.shard import Shard
+
+RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
+"""Step of the gradient difference relative to the weight's RMS: as small as the dtype's rounding allows."""
+
+
+class Hutchinson:
+    """v (H v), by gradient differences (design 2.1)."""
+
+    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+        self.on = shards
+        self.seed = config.seed
+        dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype
+        self.radius = config.curvature.radius or RADIUS[dtype]
+
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
+        """See `Estimator`; two forward and backward passes for every pass of a batch."""
+        on = self.on
+        radii = self._radii()
+        on.load.begin()
+        try:
+            for probe in range(probes):
+                keys = {name: counter_key(self.seed, step, probe, name) for name in on.shards}
+                passes = batches.passes(probe)
+                for side in (1.0, -1.0):
+                    write_masters()
+                    self._displace(keys, {name: side * radius for name, radius in radii.items()})
+                    with on.counting() if side > 0 else nullcontext():
+                        applied = self._add_side(passes, keys, radii, side / probes, total)
+                    if not applied:
+                        return False
+        finally:
+            write_masters()
+            on.layout.push()
+        on.load.agree()
+        on.divide(total, on.load.shares)
+        return True
+
+    def _displace(self, keys: dict[str, int], radii: dict[str, float]) -> None:
+        """Let the next forward see w + r v."""
+        on, layout = self.on, self.on.layout
+        for name, shard in on.shards.items():
+            master = layout.flats[shard.flat].data
+            for piece in on.pieces[name]:
+                piece.of(master).add_(self._sign(keys[name], piece, master.device) * radii[name])
+        layout.push()
+
+    def _add_side(
+        self, passes: Sequence[Closure], keys: dict[str, int], radii: dict[str, float], factor: float, into: Diagonal
+    ) -> bool:
+        """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
+
+        def add(shard: Shard, gradient: Tensor) -> None:
+            for piece in self.on.pieces[shard.name]:
+                inside = slice(piece.start - shard.start, piece.stop - shard.start)
+                sign = self._sign(keys[shard.name], piece, gradient.device)
+                sample = hutchinson_sample(gradient[inside], sign, radii[shard.name])
+                into[shard.name][inside].add_(sample, alpha=factor)
+
+        names = set(self.on.shards)
+        return self.on.probe.gradients(passes, lambda flat, g: self.on.add_gradient(flat, g, names, add))
+
+    @staticmethod
+    def _sign(key: int, shard: Shard, device: torch.device) -> Tensor:
+        return rademacher(key, shard.start, shard.stop, device)
+
+    def _radii(self) -> dict[str, float]:
+        """r of each weight: the relative radius times the RMS of its published values."""
+        on = self.on
+        table = torch.zeros(len(on.shards), 2, dtype=torch.float64, device=on.layout.device)
+        for row, shard in enumerate(on.shards.values()):
+            values = shard.of(on.layout.flats[shard.flat].detach()).double()
+            table[row, 0], table[row, 1] = values.square().sum(), values.numel()
+        square, count = on.matrices.reduce(table).unbind(1)
+        return dict(zip(on.shards, (self.radius * (square / count).sqrt()).tolist(), strict=True))

@@ -1,0 +1,77 @@
+"""The statistics of Wanda, in the place of a curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.shards import Diagonal, Shards
+from sparseforge_ds.zero.expert_taps import expert_inputs
+from sparseforge_ds.zero.probe import ProbeBatches
+from sparseforge_ds.zero.taps import layer_inputs
+
+
+class InputNorms:
+    """Wanda's activation norms as a curvature: H_oi = mean x_i^2, so that H W^2 is Wanda's score squared."""
+
+    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+        self.on = shards
+        if missing := sorted(set(shards.shards) - set(shards.modules) - set(shards.load.rows)):
+            raise ValueError(
+                f'importance "wanda" needs a linear layer for every prunable weight, which {missing[0]} '
+                f'({len(missing)} in all) has not; use "fisher"'
+            )
+
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
+        """See `Estimator`; a forward pass for every pass of a batch, and one reduction of a vector per layer."""
+        on, layout = self.on, self.on.layout
+        # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
+        sums: dict[str, Tensor] = {}
+        for name in on.load.rows:  # an expert in a list may not be called
+            size = len(on.load.rows[name]), on.shards[name].shape[-1] + 1
+            sums[name] = torch.zeros(size, device=layout.device)
+
+        def on_inputs(name: str, input_TI: Tensor) -> None:
+            squares = F.pad(input_TI.float().square().sum(dim=0), (0, 1), value=input_TI.shape[0])[None]
+            sums[name] = sums[name] + squares if name in sums else squares
+
+        def on_experts(
+            layer: str, parameter: str, _g: Tensor | None, input_SI: Tensor, stop_E: Tensor, _tokens: int
+        ) -> None:
+            name = f"{layer}.{parameter}"
+            if name in on.shards:
+                square_SI = F.pad(input_SI.float().square(), (0, 1), value=1.0)
+                row_S = torch.arange(len(square_SI), device=stop_E.device, dtype=stop_E.dtype)
+                sums[name].index_add_(0, torch.searchsorted(stop_E, row_S, right=True), square_SI)
+
+        with (
+            layer_inputs(on.modules, on_inputs),
+            expert_inputs(on.fused, on_experts) if on.fused else nullcontext(),
+        ):
+            for probe in range(probes):
+                for closure in batches.passes(probe):
+                    on.probe.loss(closure)
+        if unseen := sorted(set(on.modules) - set(sums)):
+            raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
+        vector = torch.cat([sums[name].view(-1) for name in on.shards])
+        layout.all_reduce(vector)
+        reduced = {
+            name: part.view_as(sums[name])
+            for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)
+        }
+        on.load.take({name: reduced[name][:, -1] for name in on.load.rows})
+        for name, shard in on.shards.items():
+            column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
+            for piece in on.pieces[name]:
+                index = torch.arange(piece.start, piece.stop, device=vector.device)
+                inputs = index // shard.shape[-1] if name in on.input_first else index % shard.shape[-1]
+                expert = index // (shard.shape[-2] * shard.shape[-1]) if len(column_EI) > 1 else 0
+                total[name][piece.start - shard.start : piece.stop - shard.start] = column_EI[expert, inputs]
+        return True

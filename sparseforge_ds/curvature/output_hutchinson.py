@@ -1,0 +1,140 @@
+"""Hutchinson's estimate at the outputs of the linear layers, of which row and column sums are kept.
+
+The paper's probe is one sign a weight, and every other weight's curvature is noise in it. Here the probe is one sign v
+for every token and output of a layer, y = W x: with g = dL/dy, v (g(y + r v) - g(y - r v)) / 2r estimates D, the second
+derivative of the loss with respect to each output at each token, and the curvature of W_oi is the sum over tokens of
+D_to x_ti^2, up to terms that couple two tokens. There are as many samples of D as tokens. Signed, and unbiased for
+what it keeps.
+
+Only the row sums, over tokens of D_to |x_t|^2, and the column sums, of (sum of D_t) x_ti^2, are formed: a few numbers a
+token are kept between the two sides, where elements would need both sides' gradients. No weight-shaped matrix is
+formed or reduced.
+
+Legend of shape suffixes: T tokens, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.axis_sums import AxisSums
+from sparseforge_ds.curvature.shards import Shards
+from sparseforge_ds.mask.curvature import counter_key, rademacher_rows
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.taps import displaced_outputs
+
+RADIUS = 0.1
+"""Step relative to the RMS of a token's outputs; the same in all dtypes."""
+_LEAST = 1e-6
+"""Step where all outputs of a token are 0."""
+_CALLED_AGAIN = (
+    "{}: its layer is called more than once in a forward, or with other tokens by the second of a probe's two calls, "
+    'so that its tokens cannot be told apart; use importance "fisher"'
+)
+
+
+@dataclass
+class _Between:
+    """What is kept of a layer between the two sides of a probe."""
+
+    radius_T: Tensor
+    """In the dtype of the outputs."""
+    square_T: Tensor | None = None
+    """|x|^2 of the first side, until the second has used it."""
+    slope_T: Tensor | None = None
+    """Sum over outputs of v g / 2r, of the first side."""
+
+
+class OutputHutchinson:
+    """v (g(y + r v) - g(y - r v)) / 2r at the outputs, times x^2."""
+
+    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+        self.on = shards
+        self.seed = config.seed
+        self.radius = config.curvature.radius or RADIUS
+        self._sums: AxisSums | None = None
+        self._passes = 0
+        assert shards.modules.keys() == shards.shards.keys() and not shards.load.rows  # refused before
+
+    def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
+        """See `SumsEstimator`; two forward and backward passes for every pass of a batch."""
+        on = self.on
+        sums = self._sums = AxisSums(on.matrices, on.shards, on.layout.device)
+        self._passes = 0
+        for probe in range(probes):
+            keys = {name: counter_key(self.seed, step, probe, f"{name} outputs") for name in on.shards}
+            for number, closure in enumerate(batches.passes(probe)):
+                kept: dict[str, _Between] = {}
+                for side in (1.0, -1.0):
+                    self._pass(closure, side, keys, number, kept, sums)
+                self._passes += 1
+        return on.probe.usable(sums.values)
+
+    def finish(self) -> tuple[AxisSums, Tensor]:
+        """See `SumsEstimator`."""
+        assert self._sums is not None
+        for name in self.on.shards:
+            output_O, input_I = self._sums_of(name, self._sums)
+            output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
+        passes = float(self.on.layout.world_size * self._passes)
+        sums, self._sums = self._sums, None
+        return sums, sums.values.new_full((len(self.on.matrices.names),), passes)
+
+    def _sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
+        """Views of the sums by output and by input."""
+        (matrix,) = self.on.matrices.rows[name]
+        row_R, column_C = sums.of(matrix)
+        return (column_C, row_R) if name in self.on.input_first else (row_R, column_C)
+
+    def _pass(
+        self,
+        closure: Closure,
+        side: float,
+        keys: dict[str, int],
+        number: int,
+        kept: dict[str, _Between],
+        sums: AxisSums,
+    ) -> None:
+        """One side of the difference on pass `number`, added to `sums`."""
+        on = self.on
+        place = number * on.layout.world_size + on.layout.rank  # signs belong to the tokens, whoever has them
+
+        def signs(name: str, like_TO: Tensor) -> Tensor:
+            rows = like_TO.shape[0]
+            return rademacher_rows(keys[name], place * rows, rows, like_TO.shape[1], like_TO)
+
+        def displacement(name: str, output_TO: Tensor) -> Tensor:
+            if name not in kept:
+                size_T = _square(output_TO).mean(dim=1).sqrt()
+                kept[name] = _Between((self.radius * size_T).clamp_(min=_LEAST).to(output_TO.dtype))
+            elif len(kept[name].radius_T) != len(output_TO):
+                raise ValueError(_CALLED_AGAIN.format(name))
+            return signs(name, output_TO).mul_((side * kept[name].radius_T)[:, None])
+
+        def receive(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
+            layer = kept[name]
+            if (layer.slope_T is None) != (side > 0):
+                raise ValueError(_CALLED_AGAIN.format(name))
+            scale_T = 1 / (2 * on.probe.backward_scale * layer.radius_T.float())
+            slope_TO = (grad_TO * signs(name, grad_TO)).float().mul_(scale_T[:, None])
+            slope_T = slope_TO.sum(dim=1)
+            square_TI = _square(input_TI)
+            output_O, input_I = self._sums_of(name, sums)
+            if layer.slope_T is None:
+                layer.slope_T, layer.square_T = slope_T, square_TI.sum(dim=1)
+            else:
+                input_I += (layer.slope_T - slope_T) @ square_TI
+            assert layer.square_T is not None
+            output_O += side * (layer.square_T @ slope_TO)
+
+        with displaced_outputs(on.modules, displacement, receive):
+            on.probe.activations((closure,))
+
+
+def _square(values: Tensor) -> Tensor:
+    """In fp32, in the only copy of the values that is made."""
+    return values.to(torch.float32, copy=True).square_()

@@ -1,0 +1,55 @@
+"""Labels drawn from the model itself, for the Gauss-Newton estimate (Sophia's estimator, arXiv 2305.14342)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sparseforge_ds.curvature.shards import Shards
+from sparseforge_ds.mask.curvature import counter_key, sample_labels
+from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.taps import captured_logits
+
+_CHUNK = 1024
+"""Rows whose fp32 logits and probabilities exist at a time."""
+
+
+class SampledLabels:
+    """Turns passes into passes whose loss is the cross-entropy of labels that the model draws.
+
+    The logits are those that the model returns: behind a softcap or a scale that follows its head.
+    """
+
+    def __init__(self, shards: Shards, seed: int) -> None:
+        self.layout = shards.layout
+        self.seed = seed
+
+    def drawn(self, passes: Sequence[Closure], step: int, probe: int) -> list[Closure]:
+        """The passes of a probe, with the draw of that step and probe."""
+        key = counter_key(self.seed, step, probe, "labels")
+        return [self._drawn(closure, key, number) for number, closure in enumerate(passes)]
+
+    def _drawn(self, closure: Closure, key: int, number: int) -> Closure:
+        def sampled() -> Tensor:
+            with captured_logits(self.layout.engine.module) as returned:
+                closure()
+            logits = returned[-1].flatten(0, -2)
+            # By the place in the batch, so that the draw does not depend on how a batch is divided.
+            first = (number * self.layout.world_size + self.layout.rank) * logits.shape[0]
+            labels = sample_labels(logits, key, first, _CHUNK)
+            sums = [
+                checkpoint(_cross_entropy, *chunk, use_reentrant=False, preserve_rng_state=False)
+                for chunk in zip(logits.split(_CHUNK), labels.split(_CHUNK), strict=True)
+            ]
+            return torch.stack(sums).sum() / logits.shape[0]
+
+        return sampled
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed over the rows; its fp32 logits are formed again in the backward pass."""
+    return F.cross_entropy(logits.float(), labels, reduction="sum")

@@ -1,0 +1,159 @@
+"""What every curvature estimator needs to know of this rank, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparseforge_ds.curvature.axis_sums import AxisSums
+from sparseforge_ds.curvature.expert_load import ExpertLoad
+from sparseforge_ds.zero.edges import Edges
+from sparseforge_ds.zero.expert_taps import expert_gradients, untappable
+from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.probe import Probe, ProbeBatches
+from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.taps import token_gradients
+
+Diagonal = dict[str, Tensor]
+"""(numel of the shard,) fp32 by weight name."""
+
+
+class Estimator(Protocol):
+    """One way to estimate the diagonal, by elements."""
+
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
+        """Average `probes` probes. Collective.
+
+        Args:
+            batches: what the probes read.
+            step: optimizer steps so far, for random numbers.
+            probes: how many, each on a batch of its own.
+            total: zeros by weight name, which the average is written to.
+            write_masters: undoes what was done to the masters.
+
+        Returns:
+            False when a probe overflowed in fp16 and nothing can be said.
+        """
+
+
+class SumsEstimator(Protocol):
+    """One way to estimate the row and column sums of the diagonal, of which no elements are formed."""
+
+    def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
+        """Collect the sums of `probes` probes, else as `Estimator.refresh`."""
+
+    def finish(self) -> tuple[AxisSums, Tensor]:
+        """What this rank has collected, and (matrices,) by what the sums of each over all ranks are to be divided.
+
+        Collective.
+
+        An expert that saw no token has 0.
+        """
+
+
+class Shards:
+    """What every estimator needs to know of this rank."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        matrices: Matrices,
+        edges: Edges,
+        modules: dict[str, nn.Module],
+        load: ExpertLoad,
+        fused: dict[str, nn.Module],
+    ) -> None:
+        """Collect them.
+
+        Args:
+            probe: of the engine.
+            matrices: of all prunable weights.
+            edges: of their shards.
+            modules: the linear layer of each weight that has one, by weight name.
+            load: token counts of the experts.
+            fused: the modules that hold experts as three-dimensional weights, by module name.
+
+        Raises:
+            ValueError: the tokens of fused experts cannot be seen, because they are not those of transformers.
+        """
+        # GPT-2's Conv1D is the linear layer that is no nn.Linear, and stores its weight as (in, out).
+        self.input_first = {name for name, module in modules.items() if not isinstance(module, nn.Linear)}
+        self.probe = probe
+        self.layout: Layout = probe.layout
+        self.matrices = matrices
+        self.ranges = edges.ranges
+        self.pieces = edges.pieces
+        self.modules = modules
+        self.shards = edges.shards
+        self.load = load
+        self.fused = fused
+        for name, module in fused.items():
+            if (why := untappable(module)) is not None:
+                raise ValueError(
+                    f"{name}: {type(module).__name__} {why}, so the tokens of its experts cannot be counted; "
+                    f'use "importance": "magnitude", or keep it dense with "exclude": ["{name}.*"]'
+                )
+        # One layer of each expert in a list counts for all of them.
+        one: dict[int, str] = {}
+        for name in load.rows:
+            if name in modules:
+                one.setdefault(load.rows[name].start, name)
+        self.listed = {name: modules[name] for name in one.values()}
+        in_lists = [name for name in load.rows if name in modules]
+        self.lists = {
+            layer: names
+            for layer, rows in load.layers.items()
+            if (names := [name for name in in_lists if load.rows[name].start in rows])
+        }
+        """Weights of the experts in each list of modules, by the list's name."""
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the tokens of every expert in the backward passes inside; `ExpertLoad.agree` afterwards."""
+
+        def fused(layer: str, parameter: str, _g: Tensor | None, _x: Tensor, stop_E: Tensor, _tokens: int) -> None:
+            self.count(layer, parameter, stop_E)
+
+        def listed(name: str, grad_TO: Tensor, _input: Tensor) -> None:
+            self.load.add(self.load.rows[name], grad_TO.shape[0])
+
+        with ExitStack() as stack:
+            if self.fused:
+                stack.enter_context(expert_gradients(self.fused, fused))
+            if self.listed:
+                stack.enter_context(token_gradients(self.listed, listed))
+            yield
+
+    def count(self, layer: str, parameter: str, stop_E: Tensor) -> None:
+        """Count the tokens of a layer's fused experts, once for both of their weights."""
+        if parameter == "down_proj":
+            self.load.add(self.load.layers[layer], stop_E.diff(prepend=stop_E.new_zeros(1)))
+
+    def divide(self, diagonal: Diagonal, by: list[float]) -> None:
+        """Divide what belongs to an expert by the number in its row; what belongs to none stays."""
+        for name in self.load.rows.keys() & diagonal.keys():
+            for part in self.matrices.parts[name]:
+                row = self.load.of_matrix[part.row]
+                assert row is not None
+                if by[row]:
+                    diagonal[name][part.start : part.stop] /= by[row]
+
+    def zeros(self) -> Diagonal:
+        """A diagonal of zeros, on the devices of the master partitions."""
+        return {
+            name: torch.zeros(shard.numel, dtype=torch.float32, device=self.layout.flats[shard.flat].device)
+            for name, shard in self.shards.items()
+        }
+
+    def add_gradient(self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]) -> None:
+        """Call add(shard, its gradient) for the shards of `names` in one master partition."""
+        for name in names:
+            shard = self.shards[name]
+            if shard.flat == index:
+                add(shard, shard.of(gradient).float())

@@ -1,0 +1,94 @@
+"""Squared gradients: the Fisher and the Gauss-Newton diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.listed_experts import ListedExperts
+from sparseforge_ds.curvature.sampled_labels import SampledLabels
+from sparseforge_ds.curvature.shards import Diagonal, Shards
+from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
+from sparseforge_ds.zero.expert_taps import expert_gradients
+from sparseforge_ds.zero.probe import ProbeBatches, reduce_to_shard
+from sparseforge_ds.zero.shard import Shard
+from sparseforge_ds.zero.taps import token_gradients
+
+
+class SquaredGradients:
+    """Fisher and Gauss-Newton: squared gradients, per token where the weight belongs to a linear layer."""
+
+    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+        self.on = shards
+        self.per_token = config.curvature.per_token
+        self.modules = shards.modules if self.per_token else {}
+        self.fused = shards.fused if self.per_token else {}
+        self.listed = ListedExperts(shards) if self.per_token and shards.lists else None
+        of_fused = {name for name in shards.load.rows if name not in shards.modules} if self.fused else set()
+        self.per_batch = set(shards.shards) - set(self.modules) - of_fused
+        self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
+
+    def refresh(
+        self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
+    ) -> bool:
+        """See `Estimator`; a forward and backward pass for every pass of a batch."""
+        on, layout = self.on, self.on.layout
+        passes = batches.passes(0)
+
+        def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
+            if self.listed is not None and name in on.load.rows:
+                self.listed.add(name, grad_TO, input_TI)
+                return
+            shard = on.shards[name]
+            full = token_fisher(grad_TO, input_TI, on.probe.backward_scale)
+            if name in on.input_first:
+                full = full.t()
+            _, mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1))
+            # The loss is a mean over this pass's T tokens: (T g)^2 summed over tokens, / T for the mean, / passes of
+            # all ranks.
+            weight = grad_TO.shape[0] / (layout.world_size * probes * len(passes))
+            total[name].add_(mine.to(total[name].device), alpha=weight)
+
+        def on_experts(
+            layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int
+        ) -> None:
+            on.count(layer, parameter, stop_E)
+            name = f"{layer}.{parameter}"
+            if name not in on.shards:
+                return
+            assert grad_SO is not None
+            shard, size = on.shards[name], grad_SO.shape[1] * input_SI.shape[1]
+            # As above, but / N for the mean, the tokens of an expert, which are known once all ranks were asked.
+            for first, full in expert_fisher(grad_SO, input_SI, stop_E, on.probe.backward_scale / tokens):
+                inside, mine = reduce_to_shard(layout, shard, on.ranges[name], full.view(-1), first * size)
+                total[name][inside].add_(mine.to(total[name].device))
+                del full, mine
+
+        def add_square(shard: Shard, gradient: Tensor) -> None:
+            total[shard.name].addcmul_(gradient, gradient, value=1 / probes)
+
+        on.load.begin()
+        for probe in range(probes):
+            passes = batches.passes(probe)
+            if self.labels is not None:
+                passes = self.labels.drawn(passes, step, probe)
+            with (
+                token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
+                expert_gradients(self.fused, on_experts) if self.fused else nullcontext(),
+                self.listed.collected(total) if self.listed is not None else nullcontext(),
+                nullcontext() if self.per_token else on.counting(),
+            ):
+                if not self.per_batch:
+                    on.probe.activations(passes)
+                elif not on.probe.gradients(
+                    passes, lambda index, gradient: on.add_gradient(index, gradient, self.per_batch, add_square)
+                ):
+                    return False
+        if not self.per_batch and not on.probe.usable(*total.values()):
+            return False
+        on.load.agree()
+        on.divide(total, on.load.read()[0] if self.per_token else on.load.shares)
+        return True

@@ -1,0 +1,311 @@
+"""Where a run stands, from its folder: step and phase, layout, coverage, how its masks are, what is safe on disk.
+
+Works on a run folder, its `checkpoints`, one checkpoint, or a checkpoint that DeepSpeed saved for somebody else.
+Nothing in it is executed; weights are read one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from sparseforge_ds.checkpoint.folder import find_run, read_json
+from sparseforge_ds.checkpoint.inventory import Entry, Inventory, is_checkpoint, take_entry, take_inventory
+from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
+from sparseforge_ds.checkpoint.manifest import Manifest
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.codes import values_of
+from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.mask.quench import is_kept
+
+UNDECIDED = (0.05, 0.95)
+"""A mask value between these is neither kept nor pruned yet."""
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """How decided a mask is: shares of its values."""
+
+    name: str
+    elements: int
+    binary: float
+    """Exactly 0 or exactly 1."""
+    undecided: float
+    """Inside of `UNDECIDED`."""
+    density: float
+    """Chosen by hard(mask), the top N of every group, with a mask above 0."""
+    magnitude_agreement: float
+    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; 1 once frozen, when
+    what was pruned is gone."""
+    strange: int
+    """Values that are not in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint says about itself."""
+
+    step: int
+    """Applied optimizer steps, as the forge counts them; DeepSpeed's own count in a foreign checkpoint."""
+    world_size: int
+    zero_stage: int | None
+    precision: str
+    parameters: int
+    tokens: int | None = None
+    pattern: str | None = None
+    max_steps: int | None = None
+    phase: str | None = None
+    hardening: tuple[int, int] | None = None
+    """The window of optimizer steps over which the mask becomes binary."""
+    masked_weights: int = 0
+    masked_parameters: int = 0
+    masks: list[MaskReport] = field(default_factory=list)
+    """The most undecided first."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All that is known about a run or a checkpoint."""
+
+    path: Path
+    run: dict[str, Any] | None
+    """`sparseforge.json`: coverage, flags, versions."""
+    result: dict[str, Any] | None
+    """`result.json` of a finished run."""
+    inventory: Inventory | None
+    """All checkpoints, unless the path is a single one."""
+    current: Entry | None
+    """The checkpoint that is looked into."""
+    contents: Contents | None
+    problems: list[str]
+    """Why the checkpoint cannot be resumed or exported, or what else is not in order."""
+
+    @property
+    def ok(self) -> bool:
+        """There is a checkpoint, and it is complete."""
+        return self.contents is not None and not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        inventory = self.inventory
+        return {
+            "ok": self.ok,
+            "path": str(self.path),
+            "run": self.run,
+            "result": self.result,
+            "latest": inventory.latest if inventory else None,
+            "leftovers": inventory.leftovers if inventory else [],
+            "checkpoints": [_plain_entry(entry) for entry in inventory.entries] if inventory else [],
+            "checkpoint": _plain_entry(self.current) if self.current else None,
+            "contents": asdict(self.contents) if self.contents else None,
+            "mask": asdict(whole(self.contents.masks)) if self.contents and self.contents.masks else None,
+            "problems": self.problems,
+        }
+
+
+def inspect(
+    path: str | Path,
+    quick: bool = False,
+    checksums: bool = False,
+    progress: bool = False,
+) -> Inspection:
+    """Collect what can be known without a process group.
+
+    Args:
+        path: a run's folder, its `checkpoints` folder, or one checkpoint.
+        quick: read no masks.
+        checksums: read every byte of the checkpoint.
+        progress: show a bar on stderr.
+
+    Raises:
+        ValueError: the path is none of these, or cannot be read.
+    """
+    path = Path(path)
+    checkpoints, single = _locate(path)
+    run = path if checkpoints is not None and checkpoints.parent == path else find_run(path)
+    description = _optional_json(run, "sparseforge.json")
+    result = _optional_json(run, "result.json") if checkpoints is not None else None
+    problems: list[str] = []
+    inventory = None
+    if checkpoints is not None:
+        inventory = take_inventory(checkpoints)
+        if inventory.latest_problem:
+            problems.append(inventory.latest_problem)
+        if inventory.current is None:
+            problems.append(f"{checkpoints}: no checkpoint yet")
+        current = inventory.current
+        single = checkpoints / current.name if current else None
+    else:
+        assert single is not None
+        current = take_entry(single)
+    if current is not None and current.problem is not None:
+        problems.append(current.problem)
+    contents = None
+    if single is not None:
+        try:
+            contents = _read(single, quick, checksums, progress)
+        except ValueError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+    if contents is not None:
+        problems += [
+            f"{single}: the mask of {mask.name} has {mask.strange} values that are not in [0, 1]; use another one"
+            for mask in contents.masks
+            if mask.strange
+        ]
+    return Inspection(path, description, result, inventory, current, contents, problems)
+
+
+def phase(config: SparseForgeConfig, step: int) -> str:
+    """heating, hardening, frozen finetune or finished."""
+    if step >= config.max_steps:
+        return "finished"
+    name = config.resolved_schedule.dials(step).phase
+    return "frozen finetune" if name == "frozen" else name
+
+
+def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) -> MaskReport:
+    """How decided a mask is.
+
+    Args:
+        mask_GM: (G, M) fp32, by groups.
+        dense_GM: (G, M) the dense weight of the same groups.
+    """
+    hard_GM = top_n(mask_GM, pattern.kept)
+    largest_GM = top_n(dense_GM.abs(), pattern.kept)
+    low, high = UNDECIDED
+    count = max(1, mask_GM.numel())
+    return MaskReport(
+        name=name,
+        elements=mask_GM.numel(),
+        binary=int(((mask_GM == 0) | (mask_GM == 1)).sum()) / count,
+        undecided=int(((mask_GM > low) & (mask_GM < high)).sum()) / count,
+        density=int((hard_GM & (mask_GM > 0)).sum()) / count,
+        magnitude_agreement=int((hard_GM & largest_GM).sum()) / max(1, int(hard_GM.sum())),
+        strange=int((~((mask_GM >= 0) & (mask_GM <= 1))).sum()),
+    )
+
+
+def whole(masks: list[MaskReport]) -> MaskReport:
+    """The masks of a run as one."""
+    elements = sum(mask.elements for mask in masks)
+
+    def mean(key: str) -> float:
+        return math.fsum(getattr(mask, key) * mask.elements for mask in masks) / max(1, elements)
+
+    shares = {key: mean(key) for key in ("binary", "undecided", "density", "magnitude_agreement")}
+    return MaskReport("all", elements, strange=sum(mask.strange for mask in masks), **shares)
+
+
+def _locate(path: Path) -> tuple[Path | None, Path | None]:
+    """(folder of checkpoints, None) or (None, one checkpoint)."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
+    if (path / "sparseforge.json").is_file() or (path / "checkpoints").is_dir():
+        return path / "checkpoints", None
+    if is_checkpoint(path):
+        return None, path
+    if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
+        what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
+        what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
+        raise ValueError(f"{path}: is an exported {what}")
+    if (path / "latest").is_file() or any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
+        return path, None
+    raise ValueError(
+        f"{path}: holds neither a run nor a checkpoint; give a run's output folder or one checkpoint in it"
+    )
+
+
+def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
+    return read_json(run / name) if run is not None and (run / name).exists() else None
+
+
+def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> Contents:
+    """Look into one checkpoint.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    checkpoint = Checkpoint(folder)
+    if checksums:
+        checkpoint.check_bytes()
+        if (folder / MANIFEST).exists():
+            manifest = Manifest.read(folder)
+            for name in manifest.files:
+                manifest.check_file(name)
+    state = checkpoint.client_state.get("sparseforge")
+    tokens = checkpoint.client_state.get("train", {}).get("tokens")
+    trained = [name for name in checkpoint.shapes if name not in checkpoint.buffers]
+    dtypes = {str(checkpoint.trained_dtype(name)).removeprefix("torch.") for name in trained}
+    known: dict[str, Any] = {}
+    if state is not None:
+        config, listed, step = _forge_state(checkpoint, state)
+        schedule = config.resolved_schedule
+        known = {
+            "step": step,
+            "pattern": config.pattern,
+            "max_steps": config.max_steps,
+            "phase": phase(config, step),
+            "hardening": schedule.hardening,
+            "masked_weights": len(listed),
+            "masked_parameters": sum(math.prod(checkpoint.shapes[name]) for name in listed),
+        }
+        if not quick:
+            bar = tqdm(listed.items(), unit=" weights", disable=not progress, file=sys.stderr)
+            released = step >= config.release_step
+            masks = [_read_mask(checkpoint, name, axis, config.parsed_pattern, released) for name, axis in bar]
+            known["masks"] = sorted(masks, key=lambda mask: (-mask.strange, -mask.undecided, mask.binary))
+    return Contents(
+        **{"step": checkpoint.step, **known},
+        world_size=checkpoint.world_size,
+        zero_stage=checkpoint.stage,
+        precision=", ".join(sorted(dtypes)),
+        parameters=sum(math.prod(checkpoint.shapes[name]) for name in trained),
+        tokens=tokens if type(tokens) is int else None,
+    )
+
+
+def _forge_state(checkpoint: Checkpoint, state: dict[str, Any]) -> tuple[SparseForgeConfig, dict[str, int], int]:
+    """Config, input axis by name of weight, and step of our own client state."""
+    block, listed, step = state.get("config"), state.get("weights"), state.get("step", checkpoint.step)
+    if not isinstance(block, dict) or not isinstance(listed, list) or type(step) is not int or step < 0:
+        raise ValueError(f"{checkpoint.folder}: its client state is damaged (config, weights or step); use another one")
+    try:
+        config = SparseForgeConfig.from_dict(block)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
+    axes: dict[str, int] = {}
+    for entry in listed:
+        name, axis = (entry.get("name"), entry.get("input_axis")) if isinstance(entry, dict) else (None, None)
+        shape = checkpoint.shapes.get(name, ()) if isinstance(name, str) else ()
+        if len(shape) < 2 or axis not in (-1, -2):
+            raise ValueError(f"{checkpoint.folder}: the client state lists a damaged weight, {str(entry)[:200]}")
+        if (why := config.parsed_pattern.misfit(shape, axis)) is not None:
+            raise ValueError(f"{checkpoint.folder}: {name} cannot be {config.pattern}: {why}")
+        axes[str(name)] = axis
+    return config, axes, step
+
+
+def _read_mask(checkpoint: Checkpoint, name: str, axis: int, pattern: Pattern, released: bool) -> MaskReport:
+    shape = checkpoint.shapes[name]
+    states = checkpoint.states(name)
+    if released:
+        dense = (checkpoint.state(name, "dense") if "dense" in states else checkpoint.weight(name)).float().reshape(-1)
+        mask = is_kept(dense).float()
+    elif not {"mask", "dense"} <= set(states):
+        raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the first optimizer step")
+    else:
+        mask, dense = (values_of(checkpoint.state(name, key)).reshape(-1) for key in ("mask", "dense"))
+    return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
+
+
+def _plain_entry(entry: Entry) -> dict[str, Any]:
+    return {**asdict(entry), "complete": entry.complete}

@@ -1,0 +1,30 @@
+"""Whatever a user points an export at, as a `Source`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparseforge_ds.export.folder_source import FolderSource
+from sparseforge_ds.export.mask_only import MaskedSource
+from sparseforge_ds.export.run_source import RunSource
+from sparseforge_ds.export.source import Source
+
+
+def open_source(path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> Source:
+    """Find and check everything that an export needs, before anything is written.
+
+    Args:
+        path: a run's folder, one of its checkpoints, a Hugging Face folder that `consolidate` wrote, or a mask.
+        model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself. For a mask,
+            the dense model that it belongs to.
+        dtype: one of `DTYPES`, or auto: what config.json says.
+
+    Raises:
+        ValueError: something is missing, damaged, or does not fit together.
+    """
+    path = Path(path)
+    if (path / "mask.json").is_file():
+        return MaskedSource(path, model, dtype)
+    if (path / "sparsity.json").is_file():
+        return FolderSource(path, model, dtype)
+    return RunSource(path, model, dtype)

@@ -1,0 +1,203 @@
+"""The command line is an interface: this table changes only on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.config.arguments import RunArguments, flags
+from sparseforge_ds.config.command_line import parse_arguments
+
+ROOT = Path(__file__).parents[3]
+
+PINNED = {
+    "deepspeed": dataclasses.MISSING,
+    "model": "stdlib_llama",
+    "teacher": None,
+    "dataset": [],
+    "split": "train",
+    "text_field": "text",
+    "sample_by": "document",
+    "document_frame": "auto",
+    "max_steps": None,
+    "global_batch": None,
+    "micro_batch": None,
+    "seq_length": 256,
+    "output_dir": "runs/stdlib_llama",
+    "learning_rate": None,
+    "warmup": 0.03,
+    "min_lr_ratio": 0.1,
+    "weight_decay": None,
+    "save_every": 500,
+    "keep_checkpoints": 2,
+    "log_every": 10,
+    "seed": 0,
+    "resume": False,
+    "resume_other_data": False,
+    "allow_dense": [],
+    "activation_checkpointing": False,
+    "dry_run": False,
+    "gpus": None,
+    "gpu_memory": 80.0,
+    "local_rank": -1,
+}
+
+
+def test_command_line_is_pinned():
+    assert {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(RunArguments)
+    } == PINNED
+
+
+def test_without_a_dataset_it_is_the_embedded_one():
+    assert parse_arguments(["--deepspeed", "a.json"]).dataset == ["stdlib"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [([], False), (["--resume"], True), (["--resume", "auto"], "auto"), (["--resume=auto"], "auto")]
+)
+def test_resume_has_three_values(flag, value):
+    assert parse_arguments(["--deepspeed", "a.json", *flag]).resume == value
+
+
+def test_every_flag_is_parsed():
+    line = (
+        "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 "
+        "--split test --text_field body --sample_by line --document_frame both "
+        "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --output_dir o --learning_rate 1e-4 "
+        "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
+        "--seed 9 --resume --resume_other_data --allow_dense *.a *.b --activation_checkpointing --allow_dense *.c "
+        "--dry_run --gpus 64 --gpu_memory 40"
+    )
+    arguments = parse_arguments(line.split())
+    assert arguments == RunArguments(
+        "a.json",
+        "m",
+        "t",
+        ["d=1", "e=2", "f=3"],
+        "test",
+        "body",
+        "line",
+        "both",
+        7,
+        16,
+        2,
+        64,
+        "o",
+        1e-4,
+        0.1,
+        0.2,
+        0.01,
+        5,
+        3,
+        1,
+        9,
+        True,
+        True,
+        ["*.a", "*.b", "*.c"],
+        True,
+        True,
+        64,
+        40.0,
+        1,
+    )
+    assert set(flags(arguments)) == set(PINNED) - {"local_rank", "dry_run", "gpus", "gpu_memory"}
+
+
+def test_gpus_are_the_launchers_unless_the_run_is_dry():
+    with pytest.raises(ValueError, match="--gpus 8 .* belongs to --dry_run"):
+        parse_arguments(["--deepspeed", "a.json", "--gpus", "8"])
+
+
+def test_other_data_is_a_matter_of_resuming():
+    line = ["--deepspeed", "a.json", "--resume_other_data"]
+    with pytest.raises(ValueError, match="--resume_other_data .*it belongs to --resume"):
+        parse_arguments(line)
+    assert parse_arguments([*line, "--resume", "auto"]).resume_other_data
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "cure"),
+    [
+        ("max_steps", "-1", "integer >= 0"),
+        ("global_batch", "0", "integer >= 1"),
+        ("micro_batch", "-1", "integer >= 1"),
+        ("gpu_memory", "0", "GiB > 0"),
+        ("seq_length", "1", "integer >= 2"),
+        ("learning_rate", "0", "value > 0"),
+        ("learning_rate", "inf", "value > 0"),
+        ("warmup", "1.0", "share"),
+        ("min_lr_ratio", "1.5", "share"),
+        ("weight_decay", "-1", ">= 0"),
+        ("save_every", "-1", ">= 0"),
+        ("keep_checkpoints", "-1", ">= 0"),
+        ("log_every", "0", ">= 1"),
+        ("seed", "-1", "2^32"),
+        ("output_dir", "", "leave the flag out"),
+        ("dataset", "", "leave the flag out"),
+        ("split", "", "several joined by +"),
+        ("split", "train[:10%]", "several joined by +"),
+        ("split", "train+", "several joined by +"),
+    ],
+)
+def test_impossible_values_name_flag_and_cure(flag, value, cure):
+    with pytest.raises(ValueError, match=f"--{flag} .*not valid") as caught:
+        parse_arguments(["--deepspeed", "a.json", f"--{flag}", value])
+    assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "--deepspeed is missing: give the DeepSpeed JSON, for example --deepspeed ds_configs/zero3.json"),
+        ("--max_stepz 3", "--max_stepz: unknown flag; did you mean --max_steps?"),
+        ("--max_stepz=3", "--max_stepz: unknown flag; did you mean --max_steps?"),
+        ("--seq-lenght=64", "--seq-lenght: unknown flag; did you mean --seq_length?"),
+        ("--Max_Steps 3", "--Max_Steps: unknown flag; did you mean --max_steps?"),
+        ("--max 3", "--max: unknown flag; --help lists the flags"),
+        ("--lr 1e-4", "--lr: unknown flag; did you mean --learning_rate?"),
+        ("--train_batch_size 8", "--train_batch_size: unknown flag; did you mean --global_batch?"),
+        (
+            "--pattern 2:4",
+            '--pattern: not a flag, but a key of the "sparseforge" block of the DeepSpeed JSON: "pattern"',
+        ),
+        (
+            "--zero_optimization x",
+            '--zero_optimization: not a flag, but a key of the DeepSpeed JSON: "zero_optimization"',
+        ),
+        ("--num_gpus 2", "--num_gpus: the deepspeed launcher has this flag: write it before the script"),
+        ("--model my model", "'model' belongs to no flag; quote a value that has spaces"),
+        ("stray --seed 1", "'stray' belongs to no flag"),
+        ("--max_steps abc", "--max_steps: not an integer: 'abc'"),
+        ("--learning_rate=fast", "--learning_rate: not a number: 'fast'"),
+        ("--max_steps", "--max_steps: expected one argument"),
+        ("--document_frame bs", "--document_frame: invalid choice: 'bs' (choose from"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(line, message, capsys):
+    start = ["--deepspeed", "a.json"] if line else []
+    with pytest.raises(ValueError) as raised:
+        parse_arguments([*start, *line.split()])
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+    assert "HfArgumentParser" not in str(raised.value)
+    assert capsys.readouterr().err == "", "every rank would print it"
+
+
+def test_help_reads_well():
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "train.py"), "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    for name in set(PINNED) - {"local_rank"}:
+        assert run.stdout.count(f"  --{name} ") >= 1
+        assert f"--{name.replace('_', '-')} " not in run.stdout.replace(f"--{name} ", "")
+    assert "local_rank" not in run.stdout
+    assert "None" not in run.stdout
+    assert max(map(len, run.stdout.splitlines())) <= 115
+    assert "deepspeed launch/train.py --deepspeed ds_configs/zero3.json" in run.stdout
+    assert "SIGTERM" in run.stdout and "exit code 143" in run.stdout

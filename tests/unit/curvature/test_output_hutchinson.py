@@ -1,0 +1,19 @@
+"""What probes at outputs take of the memory that the planner counts on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparseforge_ds.curvature.output_hutchinson import _square
+from sparseforge_ds.planning.curvature_memory import measured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_are_the_only_copy_in_fp32(dtype: torch.dtype) -> None:
+    values = torch.linspace(-2, 3, 96, dtype=torch.float64).to(dtype).view(8, 12)
+    given = values.clone()
+    assert torch.equal(_square(values), given.float().square())
+    assert torch.equal(values, given)
+    on_meta = values.to("meta")
+    assert measured(lambda: _square(on_meta)) == 4 * values.numel()

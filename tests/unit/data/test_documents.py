@@ -1,0 +1,125 @@
+"""Every source of text, and every way in which it can be unusable."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sparseforge_ds.data.documents import Documents, find_documents
+from sparseforge_ds.data.hub import HubStream
+from sparseforge_ds.data.text_files import FileStream
+
+TEXTS = ["one", "two\nlines", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text("\n\n".join(json.dumps({"text": text, "n": 1}) for text in TEXTS))
+    table = pyarrow.table({"n": [1, 2, 3], "text": TEXTS})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    with pyarrow.ipc.new_file(str(tmp_path / "d.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    with pyarrow.ipc.new_stream(str(tmp_path / "e.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "c.parquet", "d.arrow", "e.arrow"])
+def test_records_are_documents(files, name):
+    documents = find_documents(str(files / name), "text")
+    assert list(documents) == TEXTS
+    assert list(documents) == TEXTS, "a source can be read again"
+    assert isinstance(documents, Documents)
+
+
+def test_a_text_file_is_one_document_and_a_folder_is_all_its_files(files):
+    assert list(find_documents(str(files / "a.txt"), "text")) == ["\n".join(TEXTS)]
+    assert list(find_documents(str(files), "text")) == ["\n".join(TEXTS), *TEXTS * 4]
+
+
+def test_a_folder_that_datasets_saved(tmp_path):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    assert list(find_documents(str(tmp_path / "saved"), "text")) == TEXTS
+
+
+@pytest.mark.parametrize("stream", ["", "stream:"])
+def test_identity_is_content_wherever_it_lies_and_whenever_it_was_written(files, tmp_path_factory, stream):
+    def identity(folder=files, **how):
+        return find_documents(f"{stream}{folder}", "text", **how).identity
+
+    first = identity()
+    for path in files.iterdir():
+        os.utime(path, (1, 1))
+    moved = tmp_path_factory.mktemp("other") / "place"
+    shutil.copytree(files, moved)
+    assert identity() == identity(moved) == first
+    assert identity(sample_by="line") != first
+    (files / "b.jsonl").write_text(json.dumps({"text": "other"}))
+    assert identity() != first == identity(moved)
+    (moved / "z.txt").write_text("one more")
+    assert identity(moved) != first
+
+
+def test_a_file_that_is_tokenised_before_may_be_renamed_but_not_change_its_size_unseen(files):
+    path = files / "b.jsonl"
+    first = find_documents(str(path), "text").identity
+    renamed = path.rename(files / "renamed.jsonl")
+    assert find_documents(str(renamed), "text").identity == first
+    renamed.write_text(renamed.read_text().replace("one", "eno"))
+    assert find_documents(str(renamed), "text").identity != first
+    assert find_documents(str(files / "a.txt"), "text").identity != first
+
+
+def test_the_standard_library_is_a_source():
+    documents = find_documents("stdlib", "text")
+    assert sum(map(len, documents)) > 500_000
+    assert documents.identity == find_documents("stdlib", "text").identity
+    with pytest.raises(ValueError, match="--split test: --dataset stdlib has train only"):
+        find_documents("stdlib", "text", "test")
+
+
+@pytest.mark.parametrize("dataset", ["./missing.jsonl", "/nowhere/at/all", "missing", "some/file.parquet", "a/b/c"])
+def test_a_missing_file_is_named(dataset):
+    with pytest.raises(ValueError, match="no such file or folder.*hub id"):
+        find_documents(dataset, "text")
+
+
+def test_a_hub_id_is_a_stream_that_is_looked_up_only_when_it_is_read():
+    assert find_documents("owner/name:config", "text") == HubStream("owner/name:config", "text")
+
+
+def test_files_are_a_stream_on_request(files):
+    stream = find_documents(f"stream:{files}", "text")
+    assert isinstance(stream, FileStream)
+    assert list(stream.read()) == ["\n".join(TEXTS), *TEXTS * 4]
+    assert stream.identity != find_documents(str(files), "text").identity
+    with pytest.raises(ValueError, match="no field 'body'"):
+        find_documents(f"stream:{files}", "body")
+    with pytest.raises(ValueError, match="--dataset stream:owner/name: no such file or folder"):
+        find_documents("stream:owner/name", "text")
+
+
+@pytest.mark.parametrize("name", ["c.parquet", "d.arrow", "e.arrow"])
+def test_a_missing_column_is_named_before_anything_is_read(files, name):
+    with pytest.raises(ValueError, match="no field 'body'.*--text_field.*there are: n, text"):
+        find_documents(str(files / name), "body")
+
+
+def test_a_bad_line_far_down_names_its_number(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n' * 8 + '{"text": null}\n{"text": 3}\n')
+    documents = find_documents(str(path), "text")
+    with pytest.raises(ValueError, match="line 10: field 'text' is int"):
+        list(documents)
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no file of .txt, .jsonl"):
+        find_documents(str(tmp_path), "text")

@@ -1,0 +1,167 @@
+"""Every kind of file that text comes in, and every way in which one can be unusable."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sparseforge_ds.data.documents import find_documents
+from sparseforge_ds.data.formats import documents_of
+from tests.hub_folders import zstd
+
+TEXTS = ['one, "quoted"', "two\nlines\tand a tab", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s " + "long " * 50_000]
+PACKS = {"": bytes, ".gz": gzip.compress, ".zst": zstd, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+def quoted(separator):
+    rows = [["n", "text"], *([str(i), text] for i, text in enumerate(TEXTS))]
+    return "".join(separator.join(f'"{cell.replace(chr(34), chr(34) * 2)}"' for cell in row) + "\n" for row in rows)
+
+
+CONTENTS = {
+    ".jsonl": "\n\n".join(json.dumps({"n": i, "text": text}) for i, text in enumerate(TEXTS)),
+    ".json": "\n".join(json.dumps({"n": i, "text": text}) for i, text in enumerate(TEXTS)),
+    ".csv": quoted(","),
+    ".tsv": quoted("\t"),
+}
+ARRAY = json.dumps([{"text": text} for text in TEXTS], indent=1)
+
+
+def read(path, **how):
+    return list(find_documents(str(path), "text", **how))
+
+
+@pytest.mark.parametrize("compression", PACKS)
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_records_are_read_plain_and_compressed_with_a_byte_order_mark_and_windows_line_ends(
+    tmp_path, kind, compression
+):
+    path = tmp_path / f"a{kind}{compression}"
+    path.write_bytes(PACKS[compression](CONTENTS[kind].encode()))
+    assert read(path) == TEXTS
+    path.write_bytes(PACKS[compression](b"\xef\xbb\xbf" + CONTENTS[kind].encode()))
+    assert read(path) == TEXTS
+    if kind.startswith(".json"):
+        path.write_bytes(PACKS[compression](CONTENTS[kind].replace("\n", "\r\n").encode()))
+        assert read(path) == TEXTS
+    path = path.rename(tmp_path / f"A{kind.upper()}{compression}")
+    assert read(path) == TEXTS
+    assert read(f"{tmp_path}") == TEXTS
+    path.write_bytes(PACKS[compression](b""))
+    assert read(path) == [], "an empty file has no documents"
+
+
+@pytest.mark.parametrize("compression", PACKS)
+def test_plain_text_is_one_document_or_divided(tmp_path, compression):
+    path = tmp_path / f"a.txt{compression}"
+    path.write_bytes(PACKS[compression](b"\xef\xbb\xbfone\r\nstill one\r\n \r\n\r\ntwo\r\n"))
+    assert read(path) == ["one\nstill one\n \n\ntwo\n"]
+    assert read(path, sample_by="paragraph") == ["one\nstill one", "two"]
+    assert read(path, sample_by="line") == ["one", "still one", "two"]
+
+
+@pytest.mark.parametrize("head", ["", "\n \n", "\ufeff"])
+def test_a_json_file_may_be_one_array(tmp_path, head):
+    path = tmp_path / "a.json"
+    path.write_text(head + ARRAY, encoding="utf-8")
+    assert read(path) == TEXTS
+    path.write_text(head + json.dumps([{"text": "a"}, 3]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.json, record 2: not an object"):
+        read(path)
+    path.write_text(head + ARRAY[:-20], encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.json: not a JSON array"):
+        read(path)
+    path.write_text(head + '{\n"text": "x"\n}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line .*: not JSON .*one object a line, or in a .json file one array"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array(TEXTS, pyarrow.large_string()),
+        pyarrow.array(TEXTS, pyarrow.string_view()),
+        pyarrow.array(TEXTS).dictionary_encode(),
+    ],
+    ids=lambda column: str(column.type),
+)
+@pytest.mark.parametrize("kind", ["parquet", "stream.arrow", "file.arrow"])
+def test_columns_of_every_type_of_text_are_read(tmp_path, column, kind):
+    path, table = tmp_path / kind, pyarrow.table({"n": [1, 2, 3], "text": column})
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(table, path)
+    else:
+        new = pyarrow.ipc.new_stream if kind.startswith("stream") else pyarrow.ipc.new_file
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table)
+    assert read(path) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("column", "what"),
+    [
+        (pyarrow.array([["a"], ["b"]]), "list"),
+        (pyarrow.array([{"a": "b"}, None]), "dict"),
+        (pyarrow.array([1, 2]), "int"),
+        (pyarrow.array([b"a", b"b"]), "bytes"),
+    ],
+)
+def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet, row 0: field 'text' is {what}, not text; use --text_field"):
+        find_documents(str(tmp_path / "a.parquet"), "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl, line 1: no field 'text'.*--text_field.*body"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1: field 'text' is int, not text"),
+        ("a.jsonl", b'{"text": "x"\n', "line 1: not JSON"),
+        ("a.jsonl", b'["text"]\n', "line 1: not an object"),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}\n", "line 1: not JSON"),
+        ("a.jsonl", b"\xff\xfe\n", "not readable.*UTF-8"),
+        ("a.txt", b"\xff\xfe", "not readable.*iconv"),
+        ("a.csv", "text\ncaf\N{LATIN SMALL LETTER E WITH ACUTE}\n".encode("latin-1"), "not readable.*iconv"),
+        ("a.csv", b"text\nhello, world\n", r"a\.csv, line 2: 2 fields, its first line names 1; put text with ','"),
+        ("a.tsv", b"n\ttext\n3\n", "line 2: 1 fields, its first line names 2"),
+        ("a.csv", b'text\n"never closed\n', r"a\.csv, line \d: not a readable table"),
+        ("a.csv", b"body\nx\n", r"a\.csv, line 1: no field 'text'.*there are: body"),
+        ("a.parquet", b"PAR1 is not enough", "not a readable .parquet file"),
+        ("a.parquet", b"", "not a readable .parquet file"),
+        ("a.arrow", b"nothing of the kind", "not a readable .arrow file"),
+        ("a.arrow", b"", "not a readable .arrow file"),
+        ("a.xml", b"<text/>", "unknown kind of file '.xml'; use one of .txt, .jsonl, .json, .csv, .tsv"),
+        *((f"a.json{end}", b"nothing of the kind", f"a.json{end}: not readable.*repair") for end in PACKS if end),
+    ],
+)
+def test_an_unusable_file_says_why(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read(path)
+
+
+@pytest.mark.parametrize("end", [end for end in PACKS if end])
+def test_a_compressed_file_that_breaks_off_says_so(tmp_path, end):
+    whole = PACKS[end]("".join(json.dumps({"text": str(i**9)}) + "\n" for i in range(9999)).encode())
+    (tmp_path / f"a.jsonl{end}").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=f"a.jsonl{end}: not readable.*repair"):
+        read(tmp_path / f"a.jsonl{end}")
+
+
+def test_null_is_an_empty_document_and_half_a_character_a_replacement(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n{"text": ""}\n')
+    assert list(documents_of(str(path), "text")) == ["", "a\N{REPLACEMENT CHARACTER}b", "\N{GRINNING FACE}", ""]
+    pyarrow.parquet.write_table(pyarrow.table({"text": [None, "x", None]}), tmp_path / "a.parquet")
+    assert list(documents_of(str(tmp_path / "a.parquet"), "text")) == ["", "x", ""]
+    (tmp_path / "a.csv").write_text('n,text\n1,\n2,x\n\n3,""\n')
+    assert list(documents_of(str(tmp_path / "a.csv"), "text")) == ["", "x", ""]

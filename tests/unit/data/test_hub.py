@@ -1,0 +1,223 @@
+"""Datasets of the hub, on folders in the layouts of C4 and Dolmino, whose files are found as those of the hub are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import datasets
+import fsspec
+import huggingface_hub
+import pytest
+
+from sparseforge_ds.data import hub
+from sparseforge_ds.data.documents import find_documents
+from sparseforge_ds.data.formats import documents_of
+from sparseforge_ds.data.hub import HubStream, read_url
+from tests.distributed import ROOT
+from tests.hub_folders import write_c4, write_dolmino
+from tests.pretend_hub import REVISION, pretend_hub
+
+
+@pytest.fixture
+def c4(tmp_path):
+    """Three shards of unequal length, and a validation split that is not to be read."""
+    write_c4(tmp_path, (7, 1, 12))
+    return HubStream(f"{tmp_path}:en", "text")
+
+
+def test_a_reader_continues_from_every_document(c4):
+    everything = list(c4.read())
+    assert len(everything) == 20 and everything[6:9] == ["0 6", "1 0", "2 0"]
+    reader = c4.read()
+    for i in range(21):
+        state = json.loads(json.dumps(reader.state()))
+        again = c4.read(state)
+        assert json.loads(json.dumps(again.state())) == state
+        assert list(again) == everything[i:]
+        again.rewind()
+        assert list(again) == everything
+        assert next(reader, None) == (everything[i] if i < 20 else None)
+    assert list(c4.read(reader.state())) == [], "at the end it stays at the end"
+
+
+def test_a_missing_field_names_the_line(c4):
+    with pytest.raises(ValueError, match=r"00000-of-00003.json.gz, line 1: no field 'body'.*text, timestamp, url"):
+        next(HubStream(c4.name, "body").read())
+
+
+def test_a_shard_that_breaks_off_names_the_document(c4, tmp_path):
+    path = tmp_path / "en" / "c4-train.00002-of-00003.json.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"00002-of-00003.json.gz, document \d+: not readable.*--resume"):
+        list(c4.read())
+
+
+@pytest.mark.parametrize(
+    ("part", "count"), [("", 27), ("dclm", 4), ("math", 9), ("data/math", 9), ("data/math/gsm8k", 3), ("flan", 6)]
+)
+def test_shards_of_every_schema_and_compression_are_read(tmp_path, part, count):
+    """Shards of one folder differ in their columns and in the types of a column; `datasets` refuses to cast those."""
+    expected = write_dolmino(tmp_path)
+    folder = part if part.startswith("data") or not part else f"data/{part}"
+    wanted = [text for path, texts in sorted(expected.items()) if path.startswith(folder) for text in texts]
+    assert list(HubStream(f"{tmp_path}:{part}".rstrip(":"), "text").read()) == wanted
+    assert len(wanted) == count
+    if part:
+        assert list(find_documents(f"stream:{tmp_path}/{folder}", "text").read()) == wanted
+        assert list(find_documents(f"{tmp_path}/{folder}", "text")) == wanted
+
+
+def test_reading_by_datasets_itself_would_fail(tmp_path):
+    """Why the files are read here: if this test fails, hub.py can become simpler."""
+    write_dolmino(tmp_path)
+    with pytest.raises((datasets.exceptions.DatasetsError, ValueError, TypeError, OSError)):
+        list(datasets.load_dataset(str(tmp_path), "math", split="train", streaming=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("none", "neither a local file.*none"),
+        ("data/none", "neither a local file|no split train"),
+        ("held_out", r"has no split train \(there are: test\)"),
+        ("tables", r"t\.pdf is none of \.txt, .*owner/name:folder/subfolder"),
+    ],
+)
+def test_what_cannot_be_read_says_so(tmp_path, part, message):
+    write_dolmino(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        HubStream(f"{tmp_path}:{part}", "text").read()
+
+
+def test_other_splits_are_read_on_request_and_a_folder_is_read_by_them_too(c4, tmp_path, capsys):
+    validation = ["validation 0", "validation 1"]
+    assert list(HubStream(c4.name, "text", "validation").read()) == validation
+    assert "1 file of split validation: " in capsys.readouterr().out
+    assert sorted(HubStream(c4.name, "text", "train+validation").read()) == sorted([*c4.read(), *validation])
+    assert HubStream(c4.name, "text", "validation").identity != c4.identity
+    (tmp_path / "en").rename(tmp_path / "sub")
+    (tmp_path / "en").mkdir()
+    (tmp_path / "sub").rename(tmp_path / "en" / "sub")
+    folder = f"{tmp_path}:en/sub"
+    assert list(HubStream(folder, "text").read())[0] == "0 0" and len(list(HubStream(folder, "text").read())) == 20
+    assert list(HubStream(folder, "text", "validation").read()) == validation
+
+
+def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):
+    expected, memory = write_dolmino(tmp_path), fsspec.filesystem("memory")
+    for path, texts in expected.items():
+        memory.pipe_file(f"/dolmino/{path}", (tmp_path / path).read_bytes())
+        assert list(documents_of(f"memory://dolmino/{path}", "text")) == texts
+
+
+def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, capsys):
+    waited, attempts = [], []
+    monkeypatch.setattr(hub.time, "sleep", waited.append)
+
+    def flaky(file, text_field):
+        attempts.append(file)
+        for i in range(10):
+            if i == 2 * len(attempts):
+                raise huggingface_hub.errors.HTTPError("reset")
+            yield f"{i}"
+
+    assert list(read_url("hf://x", "text", "--dataset x", flaky)) == [str(i) for i in range(10)]
+    assert len(attempts) == 5 and waited == [1.0] * 4, "it was readable again each time"
+    assert capsys.readouterr().out.count("trying again") == 4
+
+    def dead(file, text_field):
+        yield "0"
+        raise OSError("no route")
+
+    waited.clear()
+    with pytest.raises(ValueError, match=r"hf://x, document 1: cannot be read any further \(no route\).*--resume"):
+        list(read_url("hf://x", "text", "--dataset x", dead))
+    assert waited == list(hub._WAITS)
+
+
+def test_a_file_that_is_gone_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(hub.time, "sleep", lambda seconds: pytest.fail("waited for a file that is not there"))
+
+    def gone(file, text_field):
+        yield "0"
+        raise FileNotFoundError(file)
+
+    with pytest.raises(ValueError, match="hf://x, document 1: cannot be read any further"):
+        list(read_url("hf://x", "text", "--dataset x", gone))
+
+
+def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
+    """The hub's dataset may be replaced while a run goes on."""
+    newest, asked = ["first"], []
+    load = datasets.load_dataset_builder
+
+    def load_dataset_builder(path, name, *, revision):
+        asked.append((path, name, revision))
+        return load(c4.name.rpartition(":")[0], name)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda _, name: SimpleNamespace(sha=newest[0]))
+    reader = HubStream("allenai/c4:en", "text").read()
+    next(reader)
+    state = json.loads(json.dumps(reader.state()))
+    newest[0] = "second"
+    HubStream("allenai/c4:en", "text").read(state).rewind()
+    HubStream("allenai/c4:en", "text").read()
+    assert asked == [("allenai/c4", "en", "first")] * 2 + [("allenai/c4", "en", "second")]
+
+
+def test_a_dataset_that_cannot_be_had_says_so(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="--dataset owner/name: neither a local file or folder nor a readable hub"):
+        HubStream("owner/name", "text").read()
+
+
+def test_a_damaged_file_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.time, "sleep", lambda _: pytest.fail("waited for a file that will not get better"))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "x"}\n') + b"no gzip")
+    with pytest.raises(ValueError, match="a.json.gz, document 1: not readable"):
+        list(read_url(str(tmp_path / "a.json.gz"), "text", "--dataset x"))
+
+
+CLIENT = """
+import json, sys
+from sparseforge_ds.data.hub import HubStream
+name = "allenai/dolmino-mix-1124"
+parts = {part: list(HubStream(f"{name}:{part}", "text").read()) for part in ("math", "dclm", "data/math/gsm8k")}
+reader = HubStream(name, "text").read()
+begun = [next(reader) for _ in range(13)]
+again = HubStream(name, "text").read(json.loads(json.dumps(reader.state())))
+print(json.dumps({"parts": parts, "all": [*begun, *again], "rest": list(reader), "state": reader.state()}))
+"""
+
+
+def test_the_hub_itself_as_far_as_it_can_be_had_without_a_network(tmp_path):
+    """With real requests, to a server on this machine that answers as the hub does and loses a connection."""
+    expected = write_dolmino(tmp_path / "dataset")
+    everything = [text for _, texts in sorted(expected.items()) for text in texts]
+    lost = "data/math/gsm8k/v0/train.jsonl"
+    with pretend_hub(tmp_path / "dataset", "allenai/dolmino-mix-1124", breaks_off=lost) as (address, sent):
+        settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+        client = subprocess.run(
+            [sys.executable, "-c", CLIENT],
+            cwd=ROOT,
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert client.returncode == 0, client.stderr
+    answer = json.loads(client.stdout.splitlines()[-1])
+    for part, texts in answer["parts"].items():
+        folder = part if part.startswith("data") else f"data/{part}"
+        assert texts == [text for path, own in sorted(expected.items()) if path.startswith(folder) for text in own]
+    assert answer["all"] == everything and answer["rest"] == everything[13:]
+    assert answer["state"]["revision"] == REVISION
+    assert sent.count(lost) == 5, "four readers, and one asked again"
+    assert not any("held_out" in path for path in sent)

@@ -1,0 +1,234 @@
+"""Mixtures as batches: exact shares, one order whatever the ranks, and one position that says it all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparseforge_ds.data.batches import Batches, Layout, PackedWindows, Reading
+from sparseforge_ds.data.mixed_windows import MixedWindows, turns
+from sparseforge_ds.data.producer import Producer
+from sparseforge_ds.data.splits import find_files
+from sparseforge_ds.data.streaming import StreamedWindows, open_stream, plan_stream
+from sparseforge_ds.data.text_files import FileStream
+from sparseforge_ds.train.ranks import Ranks
+from tests.distributed import run_distributed
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
+from tests.tiny_streams import SIZES, Alone, InPlace, job, texts, write_stream
+
+SEED = 3
+PARTS = (3, 5, 2)
+OF_SOURCE = 1000
+
+
+def packed(source, windows, seed=SEED):
+    """A source whose window i holds the ids 1000 * source + i."""
+    token = np.repeat(np.arange(windows) + OF_SOURCE * source, 5).astype(np.uint32)
+    return PackedWindows(token, f"text {source}", 5, seed, 1, f"source/{source}")
+
+
+ONE_RANK = Layout(2, 1, 1, 0)
+
+
+def mixed(layout=ONE_RANK, parts=PARTS, seed=SEED, windows=(40, 70, 9)):
+    sources = [packed(source, count, seed) for source, count in enumerate(windows)]
+    return Batches(MixedWindows(sources, parts, seed), layout)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
+def test_every_source_has_its_share_at_any_moment(parts):
+    order = turns(parts)
+    had = np.stack([np.cumsum(order == source) for source in range(len(parts))], axis=1)
+    share = np.outer(np.arange(1, len(order) + 1), np.array(parts) / sum(parts))
+    assert np.abs(had - share).max() < 1
+    assert had[-1].tolist() == parts
+
+
+def test_shares_of_tokens_are_the_weights_and_no_window_of_a_source_is_left_out():
+    batches = mixed(windows=(40, 70, 9))
+    seen = torch.cat([next(batches)[:, 0] for _ in range(32 * 25)])
+    counts = torch.bincount(seen // OF_SOURCE, minlength=3)
+    assert counts.tolist() == [480, 800, 320], "3:5:2 of 1,600"
+    for source, windows in enumerate((40, 70, 9)):
+        of_source = (seen[seen // OF_SOURCE == source] % OF_SOURCE).tolist()
+        alone = packed(source, windows)
+        # The turns are shuffled within blocks of 64, and 1,600 is a number of whole ones.
+        expected = [int(alone.window(i)[0]) % OF_SOURCE for i in range(len(of_source))]
+        assert sorted(of_source) == sorted(expected)
+        assert len({of_source.count(i) for i in range(windows)}) <= 2, "no window twice before each was there once"
+
+
+def test_shares_hold_soon_and_no_source_has_a_fixed_place():
+    batches = mixed(Layout(10, 1, 1, 0), parts=(1, 1), windows=(500, 500))
+    source = torch.stack([next(batches)[:, 0] // OF_SOURCE for _ in range(64)])
+    for consumed in range(64, 640, 64):
+        assert int((source.flatten()[:consumed] == 0).sum()) == consumed // 2
+    assert float(source.double().mean(0).min()) > 0.2 and float(source.double().mean(0).max()) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (6, 1, 2), (2, 2, 3)]
+)
+def test_the_global_batch_does_not_depend_on_the_ranks(micro, accumulation, world_size):
+    ranks = [mixed(Layout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
+    one = mixed(Layout(12, 1, 1, 0))
+    for _ in range(20):
+        assert torch.equal(torch.cat([next(rank) for _ in range(accumulation) for rank in ranks]), next(one))
+
+
+@given(consumed=st.integers(0, 200), world_size=st.sampled_from([1, 2, 3, 6]))
+def test_a_position_is_all_there_is_to_resume(consumed, world_size):
+    layout = Layout(6 // world_size, 1, world_size, world_size - 1)
+    straight, resumed = mixed(layout), mixed(layout)
+    straight.position = 6 * consumed
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    for _ in range(3):
+        assert torch.equal(next(straight), next(resumed))
+
+
+def test_the_order_belongs_to_seed_and_weights():
+    first, again = (torch.cat([next(each) for _ in range(50)]) for each in (mixed(), mixed()))
+    assert torch.equal(first, again)
+    for other in (mixed(seed=4), mixed(parts=(3, 5, 3))):
+        assert not torch.equal(first, torch.cat([next(other) for _ in range(50)]))
+
+
+@pytest.mark.parametrize(
+    ("other", "cure"),
+    [
+        ({"parts": (3, 5, 3)}, r"shares was \[3, 5, 3\], is .*--dataset"),
+        ({"seed": 4}, "--seed"),
+        ({}, "mixture is damaged"),
+    ],
+)
+def test_a_position_in_another_mixture_is_refused(other, cure):
+    state = mixed(**other).state_dict()
+    if not other:
+        state["sources"] = state["sources"][:2]
+    with pytest.raises(ValueError, match=cure):
+        mixed().load_state_dict(state)
+
+
+def test_another_mixture_is_read_on_at_the_same_position_on_request(tmp_path, capsys):
+    """Other shares, and another number of sources: as if the run had always read them."""
+    before = in_place(tmp_path)
+    for _ in range(100):
+        next(before)
+    one = before.windows.sources[1]
+    for others in ((mixed(), 3), (Batches(one, ONE_RANK), 1)):
+        state = json.loads(json.dumps(others[0].state_dict()))
+        with pytest.raises(ValueError, match="--resume_other_data"):
+            in_place(tmp_path).load_state_dict(state | {"position": 200})
+        batches, fresh = in_place(tmp_path), in_place(tmp_path)
+        batches.takes_other_data = True
+        batches.load_state_dict(state | {"position": 200})
+        assert "goes on with another text" in capsys.readouterr().out
+        for _ in range(100):
+            next(fresh)
+        assert all(torch.equal(next(batches), next(fresh)) for _ in range(30))
+
+
+def test_what_each_source_has_given_is_logged_and_said():
+    batches = mixed(windows=(40, 70, 9))
+    assert batches.news() == []
+    lines = []
+    for _ in range(160):
+        next(batches)
+        lines += batches.news()
+    assert batches.reading() == [
+        Reading("source/0", 96, 96 / 40),
+        Reading("source/1", 160, 160 / 70),
+        Reading("source/2", 64, 64 / 9),
+    ]
+    assert sum(reading.windows for reading in batches.windows.reading(77)) == 77
+    assert batches.scalars()["data/2_source_2/tokens"] == 320 and batches.scalars()["data/0_source_0/epochs"] == 2.4
+    assert sorted(lines) == [
+        "--dataset source/0: read 1 time, begins again",
+        "--dataset source/0: read 2 times, begins again",
+        "--dataset source/1: read 1 time, begins again",
+        "--dataset source/1: read 2 times, begins again",
+        "--dataset source/2: read 1 time, begins again",
+        "--dataset source/2: read 2 times, begins again",
+        "--dataset source/2: read 4 times, begins again",
+    ]
+
+
+def documents(name):
+    return [f"{name} {text}" if text.strip() else text for text in texts(14)]
+
+
+def streams(folder):
+    result = []
+    for name in ("one", "two"):
+        if not (folder / name).exists():
+            write_stream(folder / name, documents(name))
+        result.append(FileStream(f"stream:{folder / name}", find_files(folder / name), "text"))
+    return result
+
+
+def in_place(folder, layout=ONE_RANK):
+    """A text that is there whole and two streams, without processes."""
+    sources = [packed(0, 30)]
+    for stream in streams(folder):
+        streamed = plan_stream(stream, byte_tokenizer(), folder / "data", SIZES)
+        producer = InPlace(job(stream, Path(streamed.folder)))
+        sources.append(StreamedWindows(streamed, SEED, Alone(), producer))
+    return Batches(MixedWindows(sources, (2, 5, 3), SEED), layout)
+
+
+def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_the_cache(tmp_path):
+    straight = in_place(tmp_path, Layout(6, 1, 1, 0))
+    expected = torch.cat([next(straight) for _ in range(150)])
+    batches = in_place(tmp_path, Layout(6, 1, 1, 0))
+    for position in range(0, 840, 6):
+        state = json.loads(json.dumps(batches.state_dict()))
+        if position % 42 == 0:
+            shutil.rmtree(tmp_path / "data")
+            ranks = [in_place(tmp_path, Layout(3, 1, 2, rank)) for rank in range(2)]
+            for rank in ranks:
+                rank.load_state_dict(state)
+                assert json.loads(json.dumps(rank.state_dict())) == state
+            for start in range(position, position + 18, 6):
+                assert torch.equal(torch.cat([next(rank) for rank in ranks]), expected[start : start + 6])
+        next(batches)
+    assert [reading.windows for reading in batches.windows.reading(640)] == [128, 320, 192]
+    for name, reading in zip(("one", "two"), batches.reading()[1:], strict=True):
+        once = sum(1 + len(text) for text in documents(name) if text.strip())
+        _, place = SIZES.place(reading.windows)
+        assert reading.epochs == (reading.windows - place) * 5 // once > 0, "as of the start of its chunk"
+
+
+def read_on_ranks(folder, steps, state):
+    """The same with a real process group and a process for each stream."""
+    ranks, sources = Ranks(), [packed(0, 30)]
+    for stream in streams(folder):
+        streamed = ranks.on_first(lambda stream=stream: plan_stream(stream, byte_tokenizer(), folder / "data", SIZES))
+        sources.append(open_stream(streamed, stream, byte_tokenizer(), BYTE_VOCABULARY, SEED, ranks))
+    batches = Batches(MixedWindows(sources, (2, 5, 3), SEED), Layout(3, 2, ranks.world_size, ranks.rank))
+    batches.load_state_dict(state)
+    rows = []
+    for _ in range(steps):
+        batches.prepare_step()
+        rows += [next(batches), next(batches)]
+    for source in sources[1:]:
+        if isinstance(source._producer, Producer):
+            source._producer.close()
+    return torch.stack(rows)
+
+
+def test_ranks_continue_where_another_number_of_them_stopped(tmp_path):
+    batches = in_place(tmp_path, Layout(12, 1, 1, 0))
+    for _ in range(11):
+        next(batches)
+    state = json.loads(json.dumps(batches.state_dict()))
+    expected = torch.cat([next(batches) for _ in range(8)])
+    shutil.rmtree(tmp_path / "data")
+    rows = run_distributed(read_on_ranks, 2, tmp_path, 8, state)
+    assert torch.equal(torch.stack(rows, dim=1).flatten(0, 2), expected)

@@ -1,0 +1,105 @@
+"""`--dataset` with several sources: weights become whole numbers, and what cannot be meant is refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from sparseforge_ds.data.documents import Documents
+from sparseforge_ds.data.hub import HubStream
+from sparseforge_ds.data.mixture import Mixture, file_lines, find_text, whole_parts
+from sparseforge_ds.data.text_files import FileStream
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c", "date=2024"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("dataset", "parts"),
+    [
+        (["a.jsonl=0.7", "b.jsonl=0.3"], (7, 3)),
+        (["a.jsonl=70", "b.jsonl=30"], (7, 3)),
+        (["a.jsonl=1e-3", "b.jsonl=1/500"], (1, 2)),
+        (["a.jsonl", "b.jsonl", "c.jsonl"], (1, 1, 1)),
+        (["a.jsonl=752e9", "b.jsonl=17e9", "c.jsonl=11e9"], (752, 17, 11)),
+    ],
+)
+def test_weights_are_ratios(folder, dataset, parts):
+    mixture = find_text(dataset, "text")
+    assert isinstance(mixture, Mixture)
+    assert mixture.parts == parts
+    assert sum(mixture.shares) == pytest.approx(1)
+
+
+def test_sources_may_be_of_every_kind(folder):
+    mixture = find_text(["a.jsonl=1", "stream:b.jsonl=2", "allenai/c4:en=3", "stdlib=4"], "text")
+    assert isinstance(mixture, Mixture)
+    assert [type(source) for source in mixture.sources] == [Documents, FileStream, HubStream, Documents]
+    assert [source.name for source in mixture.sources] == ["a.jsonl", "stream:b.jsonl", "allenai/c4:en", "stdlib"]
+
+
+def test_one_source_is_no_mixture_and_what_exists_under_its_whole_name_has_no_weight(folder):
+    assert isinstance(find_text(["a.jsonl"], "text"), Documents)
+    assert find_text(["a.jsonl=3"], "text").identity == find_text(["a.jsonl"], "text").identity
+    assert find_text(["date=2024.jsonl"], "text").name == "date=2024.jsonl"
+    (folder / "date=7").mkdir()
+    (folder / "date=7" / "x.jsonl").write_text('{"text": "x"}\n')
+    mixture = find_text(["stream:date=7=0.5", "date=2024.jsonl=0.5"], "text")
+    assert isinstance(mixture, Mixture) and mixture.parts == (1, 1)
+
+
+def test_many_digits_are_rounded_to_a_share_of_65536():
+    weights = [Fraction("0.333333333"), Fraction("0.666666667"), Fraction("0.0001")]
+    parts = whole_parts(["a", "b", "c"], weights)
+    assert sum(parts) == 65536
+    for part, weight in zip(parts, weights, strict=True):
+        assert abs(part / 65536 - float(weight / sum(weights))) < 1 / 65536
+    assert whole_parts(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
+    with pytest.raises(ValueError, match=r"--dataset b=1e-09: less than one in 65,536 of all tokens; leave it out"):
+        whole_parts(["a", "b"], [Fraction(1), Fraction("1e-9")])
+
+
+def test_dividing_needs_plain_text(folder):
+    (folder / "a.txt").write_text("one\n\ntwo\n")
+    assert list(find_text(["a.txt"], "text", sample_by="paragraph")) == ["one", "two"]
+    mixture = find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text", sample_by="line")
+    assert [source.identity for source in mixture.sources[1:]] != [
+        source.identity for source in find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text").sources[1:]
+    ]
+    assert file_lines(mixture.sources[1]) == ["a.txt, 9 bytes"]
+    assert file_lines(find_text(["a.txt"], "text")) == [
+        "a.txt, 9 bytes",
+        "a .txt file is one document; --sample_by paragraph or line divides it",
+    ]
+    for dataset in ("a.jsonl", "stdlib"):
+        with pytest.raises(ValueError, match=f"--sample_by line: it divides .txt files, and --dataset {dataset} has"):
+            find_text([dataset], "text", sample_by="line")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (["a.jsonl=0.7", "b.jsonl=0"], r"--dataset b.jsonl=0: '0' is no weight; use SOURCE=NUMBER with a number > 0"),
+        (["a.jsonl=-1", "b.jsonl=1"], "'-1' is no weight"),
+        (["a.jsonl=nan", "b.jsonl=1"], "'nan' is no weight"),
+        (["a.jsonl=inf", "b.jsonl=1"], "'inf' is no weight"),
+        (["a.jsonl=half", "b.jsonl=1"], "'half' is no weight"),
+        (["a.jsonl=", "b.jsonl=1"], "'' is no weight"),
+        (["a.jsonl=1/0", "b.jsonl=1"], "'1/0' is no weight"),
+        (["=0.5", "b.jsonl=1"], "no weight"),
+        (["a.jsonl=0.7", "b.jsonl"], "--dataset b.jsonl: has no weight, others have; give all or none"),
+        (["a.jsonl=0.7", "b.jsonl=0.1", "a.jsonl=0.2"], "--dataset a.jsonl: is named 2 times"),
+        (["a.jsonl=0.7", "./a.jsonl=0.2"], r"--dataset a.jsonl and ./a.jsonl: both read /.*/a.jsonl; name it once"),
+        (["stream:.=0.7", "b.jsonl=0.2"], r"--dataset stream:. and b.jsonl: both read /.*/b.jsonl; name it once"),
+        (["a.jsonl=0.7", "none.jsonl=0.3"], "--dataset none.jsonl: no such file"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_error(folder, dataset, message):
+    with pytest.raises(ValueError, match=message):
+        find_text(dataset, "text")

@@ -1,0 +1,193 @@
+"""The token cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from sparseforge_ds.data.documents import Documents
+from sparseforge_ds.data.packing import fingerprint, pack
+from tests.tiny_folders import byte_tokenizer
+
+TEXTS = ["abc", "", "  \n", "de"]
+
+
+def documents(texts=TEXTS, identity="test"):
+    return Documents("test", identity, lambda: iter(texts))
+
+
+def ids(text):
+    return byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_every_document_starts_with_bos(tmp_path):
+    packed = pack(documents(), byte_tokenizer(), tmp_path)
+    assert packed.open().tolist() == [256, *ids("abc"), 256, *ids("de")]
+    assert (packed.tokens, packed.documents, packed.largest_id, packed.dtype) == (7, 2, 256, "uint16")
+
+
+def test_without_bos_every_document_ends_with_eos(tmp_path):
+    packed = pack(documents(), byte_tokenizer(bos=False), tmp_path)
+    assert packed.open().tolist() == [*ids("abc"), 257, *ids("de"), 257]
+
+
+@pytest.mark.parametrize(
+    ("bos", "frame", "expected"),
+    [
+        (True, "bos", [256, *b"abc", 256, *b"de"]),
+        (True, "eos", [*b"abc", 257, *b"de", 257]),
+        (True, "both", [256, *b"abc", 257, 256, *b"de", 257]),
+        (False, "eos", [*b"abc", 257, *b"de", 257]),
+    ],
+)
+def test_documents_are_framed_as_asked(tmp_path, bos, frame, expected):
+    """`auto` shares its cache with the frame that it stands for, and with no other."""
+    tokenizer = byte_tokenizer(bos)
+    letter = dict(zip(ids("abcde"), b"abcde", strict=True))
+    usual = pack(documents(), tokenizer, tmp_path)
+    packed = pack(documents(), tokenizer, tmp_path, frame)
+    assert [letter.get(token, token) for token in packed.open().tolist()] == expected
+    assert (packed == usual) == (packed.open().tolist() == usual.open().tolist())
+    assert packed.largest_id == (256 if frame == "bos" else 257)
+
+
+def test_every_frame_has_a_cache_of_its_own(tmp_path):
+    keys = [pack(documents(), byte_tokenizer(), tmp_path, frame).key for frame in ("auto", "bos", "eos", "both")]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+def test_one_token_for_both_ends_stands_in_front_or_behind(tmp_path):
+    """As GPT-2 and OPT have it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    assert pack(documents(), tokenizer, tmp_path).open().tolist() == [257, *ids("abc"), 257, *ids("de")]
+    behind = pack(documents(), tokenizer, tmp_path, "eos")
+    assert behind.open().tolist() == [*ids("abc"), 257, *ids("de"), 257]
+    with pytest.raises(ValueError, match="--document_frame both: .* one token .*</s>.*; use bos or eos"):
+        pack(documents(), tokenizer, tmp_path, "both")
+
+
+@pytest.mark.parametrize(
+    ("missing", "frame", "cure"),
+    [("bos", "bos", "eos"), ("bos", "both", "eos"), ("eos", "eos", "bos"), ("eos", "both", "bos")],
+)
+def test_a_frame_that_the_tokenizer_does_not_have_is_refused(tmp_path, missing, frame, cure):
+    tokenizer = byte_tokenizer()
+    setattr(tokenizer, f"{missing}_token", None)
+    with pytest.raises(ValueError, match=f"--document_frame {frame}: .* no {missing.upper()} token; use {cure}, or"):
+        pack(documents(), tokenizer, tmp_path, frame)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_vocabulary_takes_32_bits(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(2**16)])
+    packed = pack(documents(["a<extra 65535>"]), tokenizer, tmp_path)
+    assert packed.dtype == "uint32"
+    assert packed.open().tolist()[-1] == packed.largest_id == 258 + 65535
+
+
+def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_path):
+    first = pack(documents(), byte_tokenizer(), tmp_path)
+    unread = documents(itertools.repeat("never read"))
+    assert pack(unread, byte_tokenizer(), tmp_path) == first
+    other = pack(documents(["xyz"], identity="other"), byte_tokenizer(), tmp_path)
+    assert other.key != first.key
+    assert pack(documents(), byte_tokenizer(bos=False), tmp_path).key not in (first.key, other.key)
+
+
+def test_a_cache_of_an_earlier_version_is_used(tmp_path):
+    """It does not say what its key stands for, nor how many documents were skipped."""
+    first = pack(documents(), byte_tokenizer(), tmp_path)
+    (record,) = tmp_path.glob("*.json")
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps({name: value for name, value in known.items() if name not in ("skipped", "facts")}))
+    unread = documents(itertools.repeat("never read"))
+    assert pack(unread, byte_tokenizer(), tmp_path) == dataclasses.replace(first, skipped=0)
+
+
+def test_a_moved_cache_is_found_where_it_is(tmp_path):
+    pack(documents(), byte_tokenizer(), tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    packed = pack(documents(), byte_tokenizer(), tmp_path / "b")
+    assert len(packed.open()) == 7
+
+
+def test_documents_without_text_are_counted(tmp_path):
+    packed = pack(documents(), byte_tokenizer(), tmp_path)
+    assert packed.skipped == 2
+    assert packed.summary(7).startswith("2 documents (2 without text were skipped), 7 tokens; ")
+    assert pack(documents(), byte_tokenizer(), tmp_path).skipped == 2
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", " \n"] * 300])
+def test_a_text_without_any_text_is_refused(tmp_path, texts):
+    with pytest.raises(ValueError, match=rf"--dataset test: there is no text in it \({len(texts)} documents"):
+        pack(documents(texts), byte_tokenizer(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_when_the_text_is_bad(tmp_path):
+    def broken():
+        yield "fine"
+        raise ValueError("line 2: not JSON")
+
+    with pytest.raises(ValueError, match="line 2"):
+        pack(Documents("test", "bad", broken), byte_tokenizer(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_cannot_separate_documents_is_refused(tmp_path):
+    tokenizer = byte_tokenizer(bos=False)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
+        pack(documents(), tokenizer, tmp_path)
+
+
+def test_a_cache_that_this_machine_cannot_see_says_so(tmp_path):
+    packed = pack(documents(), byte_tokenizer(), tmp_path)
+    next(tmp_path.glob("*.bin")).unlink()
+    with pytest.raises(ValueError, match="all machines of the run share"):
+        packed.open()
+
+
+def test_ids_survive_the_file(tmp_path):
+    text = "".join(map(chr, range(32, 1000)))
+    packed = pack(documents([text]), byte_tokenizer(), tmp_path)
+    assert np.array_equal(packed.open(), [256, *ids(text)])
+
+
+def test_what_names_a_cache_is_that_of_earlier_versions():
+    """So a run that was started before goes on with its cache and its position."""
+    parts = fingerprint(documents(), byte_tokenizer())
+    assert parts[:-1] == [1, "test", None, 256, 257, type(byte_tokenizer()).__name__]
+    assert parts[-1] == byte_tokenizer().backend_tokenizer.to_str()
+
+
+def test_two_runs_fill_one_folder_at_once(tmp_path):
+    """`sparseforge compare` starts runs side by side; the second tokenises while the first is half done."""
+    inner = []
+
+    def read():
+        if not inner:
+            inner.append(None)  # the other run reads the text itself
+            inner[0] = pack(documents(), byte_tokenizer(), tmp_path)
+        yield from TEXTS
+
+    packed = pack(Documents("test", "test", read), byte_tokenizer(), tmp_path)
+    assert packed == inner[0]  # which did not take the other's file for a dead run's
+    assert packed.open().tolist() == [256, *ids("abc"), 256, *ids("de")]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".json"]
+
+
+def test_what_a_killed_run_left_is_swept(tmp_path):
+    key = pack(documents(), byte_tokenizer(), tmp_path).key
+    (tmp_path / f"{key}.json").unlink()
+    for name in (f"{key}.0123abcd.tmp", "another.0123abcd.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    pack(documents(), byte_tokenizer(), tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == ["another.0123abcd.tmp"]

@@ -1,0 +1,285 @@
+"""Streams as batches: one order, whatever the ranks, the kills and the state of the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparseforge_ds.data.batches import Batches, Layout
+from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.data.producer import AHEAD, KEEP, Producer
+from sparseforge_ds.data.splits import find_files
+from sparseforge_ds.data.streaming import StreamedWindows, open_stream, plan_stream
+from sparseforge_ds.data.text_files import FileStream
+from sparseforge_ds.data.token_row import TokenRow
+from sparseforge_ds.train.ranks import AgreedError, Ranks
+from tests.distributed import run_distributed
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
+from tests.tiny_streams import SIZES, Alone, InPlace, job, row_of, texts, write_stream
+
+SEED = 3
+ONE_RANK = Layout(2, 1, 1, 0)
+
+
+def in_place(folder, layout=ONE_RANK, seed=SEED, sizes=SIZES):
+    streamed = plan_stream(write_once(folder / "text"), byte_tokenizer(), folder / "data", sizes)
+    producer = InPlace(job(write_once(folder / "text"), Path(streamed.folder), sizes))
+    return Batches(StreamedWindows(streamed, seed, Alone(), producer), layout)
+
+
+def write_once(folder, documents=None):
+    if not folder.exists():
+        write_stream(folder, documents)
+    return FileStream(f"stream:{folder}", find_files(folder), "text")
+
+
+def order(count, seed=SEED, sizes=SIZES):
+    """(count, S) the windows in the order of the run, as a literal loop."""
+    result, chunk, first = [], 0, 0
+    while len(result) < count:
+        for place in np.random.default_rng([seed, chunk]).permutation(sizes.windows(chunk)):
+            result.append(first + int(place))
+        first += sizes.windows(chunk)
+        chunk += 1
+    row = np.array(row_of(texts(), first * sizes.seq_length)).reshape(-1, sizes.seq_length)
+    return torch.from_numpy(row[result[:count]])
+
+
+def test_windows_come_in_the_order_of_their_chunks(tmp_path):
+    batches = in_place(tmp_path)
+    assert torch.equal(torch.cat([next(batches) for _ in range(300)]), order(600))
+    assert not torch.equal(order(600), order(600, seed=4))
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (50, 1, 1)])
+def test_the_global_batch_does_not_depend_on_the_ranks(tmp_path, micro, accumulation, world_size):
+    ranks = [in_place(tmp_path, Layout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
+    expected, size = order(600), micro * accumulation * world_size
+    for step in range(600 // size):
+        rows = torch.cat([next(rank) for _ in range(accumulation) for rank in ranks])
+        assert torch.equal(rows, expected[step * size : (step + 1) * size])
+
+
+@pytest.mark.parametrize("cache", ["kept", "lost"])
+def test_it_resumes_at_every_position_also_on_other_ranks(tmp_path, cache):
+    """In the middle of documents and chunks, before and after the end of the text, from the checkpoint alone too."""
+    expected, batches = order(1000), in_place(tmp_path, Layout(6, 1, 1, 0))
+    for position in range(0, 900, 6):
+        state = json.loads(json.dumps(batches.state_dict()))
+        if position % 18 == 0:
+            if cache == "lost":
+                shutil.rmtree(tmp_path / "data")
+            for world_size in (1, 2):
+                ranks = [in_place(tmp_path, Layout(6 // world_size, 1, world_size, rank)) for rank in range(world_size)]
+                for rank in ranks:
+                    rank.load_state_dict(state)
+                    assert json.loads(json.dumps(rank.state_dict())) == state
+                for step in range(3):
+                    start = position + step * 6
+                    assert torch.equal(torch.cat([next(rank) for rank in ranks]), expected[start : start + 6])
+            if cache == "lost":
+                made = [int(path.stem[6:]) for path in (tmp_path / "data").rglob("*.json")]
+                assert position == 0 or min(made) >= SIZES.place(position)[0] - KEEP
+        next(batches)
+
+
+def test_probes_look_ahead_and_back_without_consuming(tmp_path):
+    expected, batches = order(1000), in_place(tmp_path)
+    for ahead in range(40):
+        assert torch.equal(batches.at(2 * ahead), expected[2 * ahead : 2 * ahead + 2])
+    for _ in range(450):
+        next(batches)
+    for position in range(898, 0, -6):  # far behind what is kept
+        assert torch.equal(batches.at(position), expected[position : position + 2])
+    assert torch.equal(next(batches), expected[900:902])
+
+
+def test_the_disk_is_bounded(tmp_path):
+    batches, most = in_place(tmp_path), 0
+    for _ in range(500):
+        next(batches)
+        most = max(most, len(list((tmp_path / "data").rglob("*.bin"))))
+    assert SIZES.place(batches.position)[0] > 50
+    assert most <= KEEP + 1 + AHEAD
+    assert len(batches.state_dict()["chunks"]) <= KEEP + 1
+
+
+@pytest.mark.parametrize(
+    ("other", "cure"), [({"sizes": Sizes(10, 20, 80)}, "--seq_length"), ({"seed": 9}, "--seed"), ({}, "damaged")]
+)
+def test_a_position_in_another_order_is_refused(tmp_path, other, cure):
+    state = in_place(tmp_path, **other).state_dict()
+    if not other:
+        state["chunks"] = [1]
+    with pytest.raises(ValueError, match=cure):
+        in_place(tmp_path).load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", ["a file more", "another file"])
+def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, capsys, change):
+    """As if the run had always read it; where only files were put behind those that it read, without reading them."""
+    batches = in_place(tmp_path)
+    for _ in range(130):
+        next(batches)
+    state = json.loads(json.dumps(batches.state_dict()))
+    newest = state["chunks"][str(SIZES.place(260)[0])]["end"]
+    assert (newest["reader"]["file"], newest["epoch"]) == (1, 0)
+    name = "3.jsonl" if change == "a file more" else "0.jsonl"
+    (tmp_path / "text" / name).write_text("".join(json.dumps({"text": f"new {i}"}) + "\n" for i in range(30)))
+    what = f"file {name} was .* bytes, hash .*, is 4?.* bytes, hash" if name[0] == "0" else f"file {name} was not there"
+    with pytest.raises(ValueError, match=f"trained on other data .{what}.*--resume_other_data"):
+        in_place(tmp_path).load_state_dict(state)
+    shutil.rmtree(tmp_path / "data")
+    batches, fresh = in_place(tmp_path), in_place(tmp_path / "fresh")
+    shutil.copytree(tmp_path / "text", tmp_path / "fresh" / "text", dirs_exist_ok=True)
+    fresh = in_place(tmp_path / "fresh")
+    batches.takes_other_data = True
+    batches.load_state_dict(state)
+    assert (
+        f"--resume_other_data: goes on with another text than the checkpoint's: file {name}" in capsys.readouterr().out
+    )
+    for _ in range(130):
+        next(fresh)
+    assert all(torch.equal(next(batches), next(fresh)) for _ in range(200))
+    made = min(int(path.stem[6:]) for path in (tmp_path / "data").rglob("*.json"))
+    assert made == (min(map(int, state["chunks"])) if change == "a file more" else 0)
+    with pytest.raises(ValueError, match="position in the stream is damaged"):
+        in_place(tmp_path).load_state_dict({**batches.state_dict(), "chunks": [1]})
+
+
+def test_renamed_files_are_the_same_text_and_cost_nothing(tmp_path):
+    """Also in a later epoch, and without the cache."""
+    batches = in_place(tmp_path)
+    while batches.reading()[0].epochs < 2:
+        next(batches)
+    state = json.loads(json.dumps(batches.state_dict()))
+    for path in (tmp_path / "text").iterdir():
+        path.rename(path.with_stem(f"renamed-{path.stem}"))
+    shutil.rmtree(tmp_path / "data")
+    again = in_place(tmp_path)
+    again.load_state_dict(state)
+    assert all(torch.equal(next(again), next(batches)) for _ in range(10))
+    assert min(int(path.stem[6:]) for path in (tmp_path / "data").rglob("*.json")) == min(map(int, state["chunks"]))
+
+
+def test_a_checkpoint_of_an_earlier_version_says_why_it_cannot_be_told_what_differs(tmp_path):
+    state = in_place(tmp_path).state_dict()
+    del state["facts"]
+    state["key"] = "by path and time"
+    with pytest.raises(ValueError, match="by a version that knew files by place and time.*--resume_other_data"):
+        in_place(tmp_path).load_state_dict(state)
+    batches = in_place(tmp_path)
+    batches.takes_other_data = True
+    batches.load_state_dict(state)
+    assert torch.equal(next(batches), order(2))
+
+
+def test_skipped_documents_are_counted_and_said_also_after_resuming(tmp_path):
+    blank = sum(not text.strip() for text in texts())
+    batches, lines = in_place(tmp_path), []
+    while batches.reading()[0].epochs < 5:
+        next(batches)
+        lines += batches.news()
+        if batches.position % 50 == 0:
+            state = json.loads(json.dumps(batches.state_dict()))
+            before, batches = batches, in_place(tmp_path)
+            batches.load_state_dict(state)
+            batches._before = before._before
+    said = [int(line.split()[2]) for line in lines if "without text were skipped so far" in line]
+    assert 4 * blank <= batches.reading()[0].skipped < 6 * blank
+    assert len(said) >= 4 and said == sorted(said)
+    row = TokenRow(write_once(tmp_path / "text"), byte_tokenizer())
+    row.take(2 * sum(len(text) + 1 for text in texts() if text.strip()) + 1)
+    assert row.cursor()["skipped"] == 2 * blank
+
+
+def test_resuming_has_the_chunk_made_at_once(tmp_path):
+    batches = in_place(tmp_path)
+    batches.load_state_dict({**batches.state_dict(), "position": 100})
+    assert batches.windows._producer.wanted == [SIZES.place(100)[0]]
+
+
+def test_a_tokenizer_that_cannot_separate_documents_is_refused(tmp_path):
+    tokenizer = byte_tokenizer(bos=False)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
+        plan_stream(write_once(tmp_path / "text"), tokenizer, tmp_path, SIZES)
+
+
+def test_another_frame_is_other_data(tmp_path):
+    stream = write_once(tmp_path / "text")
+    keys = [
+        plan_stream(stream, byte_tokenizer(), tmp_path, SIZES, frame).key for frame in ("auto", "bos", "eos", "both")
+    ]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+@contextlib.contextmanager
+def on_ranks(folder, micro):
+    """Batches as the trainer makes them, on a rank of a real process group."""
+    ranks, stream = Ranks(), write_once(folder / "text")
+    streamed = ranks.on_first(lambda: plan_stream(stream, byte_tokenizer(), folder / "data", SIZES))
+    windows = open_stream(streamed, stream, byte_tokenizer(), BYTE_VOCABULARY, SEED, ranks)
+    try:
+        yield Batches(windows, Layout(micro, 1, ranks.world_size, ranks.rank))
+    finally:
+        if isinstance(windows._producer, Producer):
+            windows._producer.close()
+
+
+def read_on_ranks(folder, micro, steps, state):
+    with on_ranks(folder, micro) as batches:
+        if state is not None:
+            batches.load_state_dict(state)
+        batches.prepare()
+        stride = micro * batches.layout.world_size
+        for probe in range(5):  # what the curvature needs before the first step
+            batches.at(batches.position + probe * stride)
+        ahead = batches.at(batches.position + (steps - 1) * stride)
+        rows = torch.stack([next(batches) for _ in range(steps)])
+        assert torch.equal(ahead, rows[-1])
+        return rows, batches.state_dict()
+
+
+@pytest.mark.parametrize("cache", ["kept", "lost"])
+def test_ranks_resume_bit_for_bit_at_any_world_size(tmp_path, cache):
+    write_once(tmp_path / "text")
+    expected, parts, state = order(12 * 70), [], None
+    for world_size, steps in ((2, 11), (2, 20), (1, 14), (3, 25)):
+        results = run_distributed(read_on_ranks, world_size, tmp_path, 12 // world_size, steps, state)
+        parts += [torch.cat([rows[step] for rows, _ in results]) for step in range(steps)]
+        states = [json.dumps(state) for _, state in results]
+        assert len(set(states)) == 1, "every rank knows the whole state"
+        state = json.loads(states[0])
+        if cache == "lost":
+            shutil.rmtree(tmp_path / "data")
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def fail_on_ranks(folder, break_it):
+    with on_ranks(folder, 4) as batches:
+        if break_it == "kill":
+            next(batches)
+            if isinstance(batches.windows._producer, Producer):
+                batches.windows._producer.process.kill()
+        try:
+            for _ in range(3000):
+                next(batches)
+        except AgreedError as error:
+            return str(error), batches.position
+        return "no error", batches.position
+
+
+@pytest.mark.parametrize(("break_it", "message"), [("row", r"2.jsonl, line 2: not JSON"), ("kill", "ended (signal 9)")])
+def test_what_the_producer_cannot_do_every_rank_raises(tmp_path, break_it, message):
+    write_once(tmp_path / "text", texts(1200))
+    if break_it == "row":
+        (tmp_path / "text" / "2.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (first, position), (second, other) = run_distributed(fail_on_ranks, 2, tmp_path, break_it)
+    assert message in first and first == second and position == other > 0

@@ -1,0 +1,116 @@
+"""Mask health on one process: every number against a literal computation."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.runs import ELEMENTS_PER_THREAD
+from sparseforge_ds.methods.health import CURVATURE_DECADES, Health, histogram_counts
+from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.planning.live import Live
+from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.shard import Shard
+
+WEIGHT = PrunableWeight("w", (4, 8), -1, "layer")
+
+
+def health_of(start: int, stop: int) -> tuple[Health, Shard]:
+    shard = Shard("w", WEIGHT.shape, start, stop, 0, 0)
+    layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True, sum_shards=lambda table: table))
+    return Health(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4)), shard
+
+
+def test_a_soft_mask() -> None:
+    health, shard = health_of(0, 32)
+    mask = torch.linspace(0, 1, 32)
+    health.add_update(WEIGHT, shard, mask, mask > 0.5, None)
+    metrics = health.report(False)
+    assert metrics["mask/undecided"] == pytest.approx(sum(m * (1 - m) for m in mask.tolist()) / 32)
+    assert metrics["mask/kept"] == pytest.approx(0.5)
+    # Groups 0..3 lie below one half, 4..7 above: 1[m > 1/2] keeps none or all of each, never two.
+    assert metrics["mask/disagreement"] == 1.0
+    assert "mask/flip_rate" not in metrics and "curvature/mean" not in metrics
+
+
+def test_flips_are_counted_between_updates_and_forgotten_after_a_load() -> None:
+    health, shard = health_of(0, 32)
+    mask = torch.ones(32)
+    target = torch.zeros(32, dtype=torch.bool)
+    for flipped, expected in ((0, None), (3, 3 / 32), (0, 0.0)):
+        target[:flipped] = ~target[:flipped]
+        health.add_update(WEIGHT, shard, mask, target, None)
+        assert health.report(False).get("mask/flip_rate") == expected
+    health.forget_targets()
+    health.add_update(WEIGHT, shard, mask, ~target, None)
+    assert "mask/flip_rate" not in health.report(False)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "groups"), [(0, 32, 8), (1, 32, 7), (0, 31, 7), (5, 7, 0), (2, 10, 1), (3, 6, 0), (4, 8, 1)]
+)
+def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> None:
+    health, shard = health_of(start, stop)
+    kept_two = torch.tensor([1.0, 0.9, 0.1, 0.0]).repeat(8)
+    health.add_update(WEIGHT, shard, kept_two[start:stop], kept_two[start:stop] > 0.5, None)
+    assert health._counts["groups"] == groups
+    assert health.report(False).get("mask/disagreement") == (0.0 if groups else None)
+
+
+def test_curvature_numbers() -> None:
+    health, shard = health_of(0, 32)
+    average, sample = torch.randn(32), torch.randn(32)
+    health.add_refresh(average, sample)
+    curvature = torch.tensor([-1.0, 3.0]).repeat(16)
+    health.add_update(WEIGHT, shard, torch.ones(32), torch.ones(32, dtype=torch.bool), curvature, correction=0.5)
+    metrics = health.report(True)
+    assert metrics["curvature/mean"] == pytest.approx(2.0)
+    assert metrics["curvature/negative_share"] == 0.5
+    expected = torch.nn.functional.cosine_similarity(average.double(), sample.double(), dim=0).item()
+    assert metrics["curvature/signal"] == pytest.approx(expected, rel=1e-5)
+    assert math.isnan(health._sums.sum()) is False and health._sums.abs().sum() == 0
+
+
+def test_histograms_count_every_element_once() -> None:
+    mask = torch.tensor([0.0, 0.04, 0.5, 1.0])
+    curvature = torch.tensor([0.0, -1.0, 1e-25, 1e9])
+    counts = histogram_counts(mask, curvature, bins=20)
+    assert counts[:20].tolist() == [2.0] + [0.0] * 9 + [1.0] + [0.0] * 8 + [1.0]
+    low, high = CURVATURE_DECADES
+    of_one = int((0 - low) / (high - low) * 20)
+    assert counts[20] == 2 and counts[20 + of_one] == 1 and counts[-1] == 1
+    assert histogram_counts(mask, None, bins=20)[20:].sum() == 0
+
+
+def test_a_large_shard_is_summed_in_runs() -> None:
+    """The same numbers as at once, and no temporary of the shard's size beside the target bits that are kept."""
+    count = 40 * ELEMENTS_PER_THREAD * torch.get_num_threads() + 8
+    shape = (count // 8, 8)
+    layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True, sum_shards=lambda table: table))
+    shard = Shard("w", shape, 0, count, 0, 0)
+    health = Health(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4))
+    generator = torch.Generator().manual_seed(0)
+    mask, curvature, sample = (torch.rand(count, generator=generator) - shift for shift in (0.0, 0.2, 0.1))
+    first, second = mask > 0.5, mask > 0.3
+    with Live() as live:
+        for tensor in (mask, curvature, sample, first, second):
+            live.ignore(tensor)
+        for target in (first, second):
+            health.add_refresh(curvature, sample)
+            health.add_update(PrunableWeight("w", shape, -1, "layer"), shard, mask, target, curvature)
+    assert live.peak < count
+    metrics = health.report(True)
+    assert metrics["mask/flip_rate"] == pytest.approx((first != second).double().mean().item())
+    assert metrics["mask/undecided"] == pytest.approx((mask.double() * (1 - mask.double())).mean().item(), rel=1e-6)
+    assert metrics["curvature/mean"] == pytest.approx(curvature.double().mean().item(), rel=1e-6)
+    assert metrics["curvature/negative_share"] == pytest.approx((curvature < 0).double().mean().item())
+    cosine = torch.cosine_similarity(curvature.double(), sample.double(), dim=0).item()
+    assert metrics["curvature/signal"] == pytest.approx(cosine, rel=1e-6)
+    hard = torch.zeros(count // 4, 4).scatter_(1, mask.view(-1, 4).topk(2).indices, 1.0).bool()
+    disagreeing = ((mask.view(-1, 4) > 0.5) != hard).any(dim=1).double().mean().item()
+    assert metrics["mask/disagreement"] == pytest.approx(disagreeing)

@@ -1,0 +1,66 @@
+"""`import sparseforge_ds` and transformers, in any order; nothing heavy is imported by it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+KNOWN = """
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+assert AUTO_QUANTIZER_MAPPING["sparseforge_packed24"].__name__ == "Packed24Quantizer"
+assert AUTO_QUANTIZATION_CONFIG_MAPPING["sparseforge_packed24"].__name__ == "Packed24Config"
+import sys
+assert not any(type(finder).__module__.startswith("sparseforge_ds") for finder in sys.meta_path)
+assert sys.modules["transformers.quantizers.auto"].__spec__.loader.__class__.__name__ == "SourceFileLoader"
+assert "deepspeed" not in sys.modules
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import sparseforge_ds\nimport transformers",
+        "import transformers\nimport sparseforge_ds",
+        "import transformers.quantizers\nimport sparseforge_ds",
+        "import sparseforge_ds\nfrom transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM\nimport sparseforge_ds",
+        "import sparseforge_ds\nimport sparseforge_ds.model.registration as r\nr.register_with_transformers()",
+        "import sparseforge_ds.model.packed24 as p\nimport importlib\nimportlib.reload(p)",
+    ],
+)
+def test_both_orders(imports: str) -> None:
+    run(imports + KNOWN)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    run(
+        "import sys, sparseforge_ds.cli.main\n"
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+
+
+@pytest.mark.parametrize(
+    "first", ["", "from transformers import LlamaForCausalLM\n", "import transformers.models.auto\n"]
+)
+def test_our_families_are_known_when_asked_for(first: str) -> None:
+    run(
+        first + "import sparseforge_ds\n"
+        "sparseforge_ds.register_families()\n"
+        "sparseforge_ds.register_families()\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "from sparseforge_ds.model.registration import OWN_FAMILIES\n"
+        "for family in OWN_FAMILIES:\n"
+        "    config = AutoConfig.for_model(family)\n"
+        "    assert type(config).__module__.startswith('sparseforge_ds'), config\n"
+        "    assert AutoModelForCausalLM._model_mapping[type(config)].__module__.startswith('sparseforge_ds')\n"
+    )
