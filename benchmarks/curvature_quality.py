@@ -32,7 +32,8 @@ def factored(estimate: Diagonal, weights: list[PrunableWeight]) -> Diagonal:
         row_R = torch.zeros(rows, dtype=torch.float64)
         column_C = torch.zeros(columns, dtype=torch.float64)
         add_sums(estimate[weight.name], 0, row_R, column_C)
-        result[weight.name] = rank_one(*shares(row_R, column_C), 0, rows * columns)
+        factors = shares(torch.cat([row_R, column_C]), torch.tensor([weight.shape]))
+        result[weight.name] = rank_one(*factors.split(weight.shape), 0, rows * columns)
     return result
 
 

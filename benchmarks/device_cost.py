@@ -12,7 +12,8 @@ What it sees: every operation that reaches the device, the bytes that its operan
 payload of collectives, values that the host waits for, copies between devices. What it does not see: streams and what
 overlaps on them, values (a branch on one takes the way of ones), which kernels a device has and how good they are,
 what DeepSpeed does around the optimizer's step, and caches: every operand counts as read from memory. An operation
-counts as one kernel; sorts and large sums take a few. These are counts, and times that are calculated from them.
+counts as one kernel, a compiled function as those that the compiler makes of it on a CPU; sorts and large sums take a
+few. These are counts, and times that are calculated from them.
 Nothing was measured on a GPU.
 """
 

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.saved_state import STATE_VERSION, check_saved_state
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.methods import ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
-from sparseforge_ds.methods.health import CURVATURE_DECADES, histogram_counts
+from sparseforge_ds.methods.histograms import histograms
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.restore import Masks, restore
-from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.step_hooks import StepHooks
 
 if TYPE_CHECKING:
@@ -66,7 +62,7 @@ class SparseForge:
         self._ranking = Ranking(on, self._probe)
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe)
-        self._ready = not self._starts
+        self._ready = not (self._method.starts or self.config.shifts)
         self._method.resume()
         self._skipped = engine.skipped_steps
         self._listen()
@@ -90,10 +86,6 @@ class SparseForge:
     def needs_probe(self) -> bool:
         """Whether `start` or `step` take passes of their own, and so need a probe."""
         return self._ranking.measures and not self.config.listens or self.config.importance == "sparsegpt"
-
-    @property
-    def _starts(self) -> bool:
-        return self._method.starts or self.config.shifts
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -159,11 +151,7 @@ class SparseForge:
 
     def finish(self) -> None:
         """At the end of a run: raises if the mask of some weight was formed without its curvature, or never frozen."""
-        if not self._ranking.ready:
-            raise ForgeError(
-                f"the curvature of {len(self.weights)} weights was never refreshed, {self.weights[0].name} among them: "
-                "every probe overflowed or none was due; use bf16, or lower schedule.update_every"
-            )
+        self._ranking.require_refreshed()
         if self.step_count < self.schedule.freeze_step:
             raise ForgeError(
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
@@ -197,22 +185,7 @@ class SparseForge:
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
-        table = torch.zeros(len(self._shards), 2 * bins, dtype=torch.float64, device=self._layout.device)
-        row_of = {name: row for row, name in enumerate(self._shards)}
-        for piece, curvature in self._ranking.curvatures():
-            corrected = None if curvature is None else curvature / self._sharded.correction(piece.name)
-            of_piece = histogram_counts(self._state.mask(piece), corrected, bins)
-            table[row_of[piece.name]] += of_piece.to(table.device)
-        counts = self._matrices.reduce(table).long().tolist()
-        low, high = CURVATURE_DECADES
-        mask_edges = [i / bins for i in range(bins + 1)]
-        curvature_edges = [low + (high - low) * i / bins for i in range(bins + 1)]
-        result = {}
-        for name, row_counts in zip(self._shards, counts, strict=True):
-            result[f"mask/{name}"] = (row_counts[:bins], mask_edges)
-            if self._ranking.measures:
-                result[f"curvature_log10/{name}"] = (row_counts[bins:], curvature_edges)
-        return result
+        return histograms(self._sharded, self._ranking, bins)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint's client state must carry; plain JSON types. Collective.
@@ -222,30 +195,13 @@ class SparseForge:
         """
         if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
             self._layout.push()
-        state = {
-            "version": STATE_VERSION,
-            "config": self.config.to_dict(),
-            "weights": self._described(),
-            "groups": self._layout.groups,
-            "step": self.step_count,
-            "refreshes": self.refreshes,
-        }
+        state = {"version": STATE_VERSION, "config": self.config.to_dict(), "weights": self._sharded.described()}
+        state |= {"groups": self._layout.groups, "step": self.step_count, "refreshes": self.refreshes}
         if self._load.names:
             state["experts"] = self._load.state_dict()
         if self._ranking.running is not None:
             state["curvature_sums"] = self._ranking.running.state_dict()
         return state
-
-    def _described(self) -> list[dict[str, Any]]:
-        return [
-            {"name": weight.name, "shape": list(weight.shape), "input_axis": weight.input_axis}
-            for weight in self.weights
-        ]
-
-    def _listen(self) -> None:
-        """Hear the next step's passes if a mask update reads them; nothing of those before."""
-        self._skipped = self.engine.skipped_steps
-        self._ranking.listen()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
@@ -288,7 +244,7 @@ class SparseForge:
 
     def _check_saved(self, state: dict[str, Any]) -> None:
         """Whether a saved state is of a run like this one."""
-        check_saved_state(state, self.config, self._described())
+        check_saved_state(state, self.config, self._sharded.described())
         if self._load.names:
             self._load.check(state.get("experts"))
         if self._ranking.running is not None:
@@ -307,7 +263,7 @@ class SparseForge:
         if self._ranking.running is not None:
             self._ranking.running.load_state_dict(state["curvature_sums"])
         self._hooks.steps_begun = 0
-        self._ready = self.step_count > 0 or not self._starts
+        self._ready = self.step_count > 0 or not (self._method.starts or self.config.shifts)
         if self.step_count and self._masks_of(state) == "frozen":
             self._state.read_kept()
             self._sharded.check_frozen()
@@ -316,6 +272,11 @@ class SparseForge:
             branch.enabled = self.step_count >= self.config.branch_step and name in self._shards
         self._method.resume()
         self._listen()
+
+    def _listen(self) -> None:
+        """Hear the next step's passes if a mask update reads them; nothing of those before."""
+        self._skipped = self.engine.skipped_steps
+        self._ranking.listen()
 
     # -- publication --------------------------------------------------------------------------------------------------
 
@@ -335,16 +296,5 @@ class SparseForge:
         """At its step: start every B of SLoRB from what the mask removes now, and switch the branches on."""
         if step != self.config.branch_step or self.config.shifts:
             return False
-        published: dict[int, Tensor] = {}
-
-        def removed(shard: Shard) -> Tensor:
-            """(1 - m_eff) W; masters may have too few bits for it."""
-            if shard.flat not in published:
-                published.clear()
-                dense = self._state.trained(shard.flat)
-                published[shard.flat] = torch.empty_like(dense)
-                self._method.publish(shard.flat, dense, None, published[shard.flat], self.step_count)
-            return self._state.dense(shard) - shard.of(published[shard.flat])
-
-        switch_on_branches(self.engine.module, self._layout, self._weight, removed)
+        switch_on_branches(self._sharded, self._method)
         return True

@@ -1,7 +1,8 @@
 """Counts what operations on fake CUDA tensors would cost, and finds what a real device would not do with them.
 
 Above a FakeTensorMode, `Counter` sees every operation after autograd and after composite ones were taken apart: what is
-left is, with few exceptions, one kernel each. Fused operators of the package (`sparseforge::...`) are one operation.
+left is, with few exceptions, one kernel each. Fused operators of the package (`sparseforge::...`) are the kernels that
+the compiler makes of them, and read and write each operand once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from sparseforge_ds.mask.fusing import KERNELS
 from sparseforge_ds.planning.live import Live
 
 aten = torch.ops.aten
@@ -208,12 +210,13 @@ class Counter(Live):
         if not written and not read:
             return  # nothing in it: no launch
         if any(tensor.is_cuda for tensor in (*given, *fresh)):
-            cost.kernels += 1
+            kernels = KERNELS[name] if func.namespace == "sparseforge" else 1
+            cost.kernels += kernels
             cost.read += read
             cost.written += written
             here = place()
             cost.places[here] += read + written
-            cost.kernels_at[here] += 1
+            cost.kernels_at[here] += kernels
         else:
             cost.host += read + written
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.method_rules import check_method, default_of
 from sparseforge_ds.config.parts import (
     CurvatureConfig,
     DistillationConfig,
@@ -24,18 +25,16 @@ from sparseforge_ds.config.parts import (
     MonitorConfig,
     ScheduleConfig,
     Threshold,
-    Window,
 )
 from sparseforge_ds.config.presets import METHODS, PRESETS
 from sparseforge_ds.config.rules import (
-    REPORT_EVERY,
-    USES,
     Method,
     ReconstructionConfig,
     RefreshConfig,
     SamplingConfig,
     logit_keys,
 )
+from sparseforge_ds.config.schedule import check_length, schedule_of
 from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.strict import build, merge, require
 from sparseforge_ds.mask.anneal import Schedule
@@ -80,9 +79,9 @@ class SparseForgeConfig:
         require(self.preset in PRESETS, "preset", self.preset, f"use one of {', '.join(PRESETS)}")
         require(self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
         parse_pattern(self.pattern)
-        self._check_method()
+        check_method(self)
         schedule = self.resolved_schedule
-        self._check_length(schedule)
+        check_length(self, schedule)
         require(
             self.importance != "hutchinson" or not self.curvature.per_token or self.curvature.factored is not False,
             "curvature.factored",
@@ -122,65 +121,15 @@ class SparseForgeConfig:
                 "start, or more steps",
             )
         untouched = [
-            key for key in PRESETS[self.preset] if getattr(self, key) == _default(key) != PRESETS[self.preset][key]
+            key
+            for key in PRESETS[self.preset]
+            if getattr(self, key) == default_of(type(self), key) != PRESETS[self.preset][key]
         ]
         if self.preset != "default" and len(untouched) == len(PRESETS[self.preset]):
             raise ValueError(
                 f"SparseForgeConfig(preset={self.preset!r}) names a preset without applying it: "
                 f'write SparseForgeConfig.from_dict({{"preset": "{self.preset}"}})'
             )
-
-    def _check_method(self) -> None:
-        """Whether what is said fits the method."""
-        method, used = self.method, USES[self.method]
-        for key in sorted(set().union(*USES.values()) - used):
-            neutral = _default(key) if key in ("schedule", "threshold") else None
-            if getattr(self, key) != neutral:
-                users = ", ".join(name for name, keys in USES.items() if key in keys)
-                raise ValueError(
-                    f'sparseforge.{key}: method "{method}" does not use it, only {users} do; '
-                    f"{'leave it out' if neutral is not None else 'set it to null, or leave it out'}"
-                )
-        for key in ("refresh", "sampling"):
-            if key in used and getattr(self, key) is None:
-                raise ValueError(
-                    f'sparseforge.{key} = null: method "{method}" needs it; write "{key}": {{}}, and build with '
-                    f'SparseForgeConfig.from_dict({{"method": "{method}"}}) for its published settings'
-                )
-        if self.refresh is not None and self.refresh.scaling and method != "cast":
-            raise ValueError(f'sparseforge.refresh.scaling: method "{method}" has no weight scaling; only cast has')
-        if method == "oneshot":
-            require(self.max_steps == 0, "max_steps", self.max_steps, 'method "oneshot" trains nothing: set it to 0')
-        if method == "maskllm" and not isinstance(self.parsed_pattern, NM):
-            raise ValueError(
-                f'sparseforge.pattern = {self.pattern}: method "maskllm" numbers the patterns of a group, too many '
-                "for a tile; use n:m"
-            )
-        if self.importance == "sparsegpt" and (method == "sparseforge" or not isinstance(self.parsed_pattern, NM)):
-            raise ValueError(
-                f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '
-                f'method "{method}" and pattern {self.pattern}; use "fisher"'
-            )
-        if self.reconstruction is not None and self.importance != "sparsegpt":
-            raise ValueError(
-                f'sparseforge.reconstruction: importance "{self.importance}" does not use it; leave it out'
-            )
-
-    def _check_length(self, schedule: Schedule) -> None:
-        """Whether masks move before they are frozen: else the run would be one of another method, unsaid."""
-        if self.method == "sparseforge" and schedule.freeze_step:
-            key, every, needed = "schedule.update_every", schedule.update_every, schedule.update_every + 1
-            end, fixed = self.schedule.hardening[1], "or use hardening [0, 0] for a fixed mask"
-        elif self.refresh is not None and self.max_steps:
-            key, every, needed = "refresh.every", self.refresh.every, self.refresh.every
-            end, fixed = 1 - self.refresh.frozen, 'or use "method": "naive_retrain" for a fixed mask'
-        else:
-            return
-        cure = f"use at least {_fewest_steps(end, needed)} steps, {fixed}"
-        when = f"masks are frozen at step {schedule.freeze_step} of {self.max_steps}, before their first update"
-        if every == 1:
-            require(schedule.freeze_step >= needed, "max_steps", self.max_steps, f"{when}; {cure}")
-        require(schedule.freeze_step >= needed, key, every, f"{when}; lower it, {cure}")
 
     @property
     def factored(self) -> bool:
@@ -253,37 +202,8 @@ class SparseForgeConfig:
 
     @property
     def resolved_schedule(self) -> Schedule:
-        """The schedule in optimizer steps: every fraction times `max_steps`, rounded; masks are frozen at step 2 at the
-        earliest, so that short runs do what long ones do."""
-
-        def steps(window: Window) -> tuple[int, int]:
-            return round(window[0] * self.max_steps), round(window[1] * self.max_steps)
-
-        part = self.schedule
-        if self.method != "sparseforge":
-            every, frozen = REPORT_EVERY, 1.0
-            if self.refresh is not None:
-                every, frozen = -(-REPORT_EVERY // self.refresh.every) * self.refresh.every, self.refresh.frozen
-            elif self.sampling is not None:
-                frozen = self.sampling.frozen
-            part = dataclasses.replace(part, update_every=every, hardening=(1 - frozen, 1 - frozen))
-        start, stop = steps(part.hardening)
-        if part.hardening[1] > 0:  # A window that a short run rounds away still has room for one update.
-            stop = min(max(stop, 2 if self.method == "sparseforge" else 1), self.max_steps)
-        hardening = min(start, stop), stop
-        return Schedule(
-            update_every=min(5, max(1, hardening[1] // 15)) if part.update_every is None else part.update_every,
-            temperature=part.temperature,
-            temperature_min=part.temperature_min,
-            temperature_decay=part.temperature_decay,
-            blend=steps(part.blend),
-            mid_penalty=part.mid_penalty,
-            mid_penalty_ramp=steps(part.mid_penalty_ramp),
-            penalty_rate=part.penalty_rate,
-            mask_rate=part.mask_rate,
-            hardening=hardening,
-            hard=part.hard,
-        )
+        """The schedule in optimizer steps, see `schedule_of`."""
+        return schedule_of(self)
 
     @property
     def branch_step(self) -> int:
@@ -349,19 +269,3 @@ class SparseForgeConfig:
         config["schedule"]["straight_through"] &= schedule.freeze_step > 0
         config["schedule"]["update_every"] = schedule.update_every if schedule.freeze_step else None
         return config
-
-
-def _fewest_steps(end: float, needed: int) -> int:
-    """The shortest run in which a window that ends at the fraction `end` ends at step `needed` or later."""
-    if needed <= 2:
-        return needed
-    steps = max(needed, int((needed - 1) / end))
-    while round(end * steps) < needed:
-        steps += 1
-    return steps
-
-
-def _default(key: str) -> Any:
-    """What a top-level key is when nothing is said."""
-    found = next(item for item in dataclasses.fields(SparseForgeConfig) if item.name == key)
-    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()

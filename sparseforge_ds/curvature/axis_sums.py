@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.factored import add_sums
+from sparseforge_ds.mask.factored import add_sums, segment_sums, shares
 from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.zero.moments import Matrices, Part
 from sparseforge_ds.zero.shard import Shard
@@ -23,26 +24,37 @@ class AxisSums:
         self.shards = shards
         self._bounds: list[tuple[int, int, int]] = []
         """Where each matrix's row sums begin, its column sums begin, and both end."""
+        extents = []
         end = 0
         for name, rows in matrices.rows.items():
             columns = shards[name].shape[-1]
             height = self._size(name) // columns
             for _ in rows:
                 self._bounds.append((end, end + height, end + height + columns))
+                extents.append((height, columns))
                 end += height + columns
         self.values = torch.zeros(end, dtype=torch.float64, device=device)
+        self.extents = torch.tensor(extents, device=device).view(-1, 2)
+        """(matrices, 2) int64 R and C of each."""
 
-    @property
-    def lengths(self) -> list[int]:
-        """R + C of every matrix."""
-        return [end - start for start, _, end in self._bounds]
+    def holding(self, values: Tensor) -> AxisSums:
+        """Other numbers of the same matrices."""
+        other = copy.copy(self)
+        other.values = values
+        return other.to(values.device)
+
+    def zeros(self) -> AxisSums:
+        """Zeros for the same matrices."""
+        return self.holding(torch.zeros(self._bounds[-1][2], dtype=torch.float64, device=self.extents.device))
 
     def totals(self) -> Tensor:
         """(matrices,) sum over the elements of every matrix."""
-        lengths = torch.tensor([middle - start for start, middle, _ in self._bounds], device=self.values.device)
-        ends = torch.tensor([middle for _, middle, _ in self._bounds], device=self.values.device)
-        cumulative = torch.cat([self.values.new_zeros(1), self.values.cumsum(0)])
-        return cumulative[ends] - cumulative[ends - lengths]
+        return segment_sums(self.values, self.extents)[:, 0]
+
+    def factors(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Views of the (R,) and (C,) factors of every matrix, see `shares`, on `device`."""
+        found = shares(self.values, self.extents).to(device)
+        return [(found[start:middle], found[middle:end]) for start, middle, end in self._bounds]
 
     def _size(self, name: str) -> int:
         """Elements of one of the weight's matrices."""
@@ -50,7 +62,7 @@ class AxisSums:
 
     def to(self, device: torch.device) -> AxisSums:
         """Move the numbers."""
-        self.values = self.values.to(device)
+        self.values, self.extents = self.values.to(device), self.extents.to(device)
         return self
 
     def of(self, matrix: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.curvature.shards import Shards
-from sparseforge_ds.mask.curvature import expert_fisher_sums, fisher_sums
+from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_taps import expert_gradients
 from sparseforge_ds.zero.probe import ProbeBatches
 from sparseforge_ds.zero.taps import block_gradients, token_gradients
@@ -45,12 +45,14 @@ class FisherSums:
         self._blocks = {layer: model.get_submodule(layer.rpartition(".")[0]) for layer in shards.lists}
         self._entered: dict[str, int] = {}
         """Tokens of the newest forward of the block around a list of experts, by the list's name."""
+        sums = AxisSums(shards.matrices, shards.shards, shards.layout.device)
+        self._empty = sums.holding(sums.values.new_empty(0))
         self._sums: AxisSums | None = None
         self._tokens: dict[str, int] = {}
 
     def begin(self) -> None:
         """Forget what was heard, and have room for what comes."""
-        self._sums = AxisSums(self.on.matrices, self.on.shards, self.on.layout.device)
+        self._sums = self._empty.zeros()
         self._tokens = dict.fromkeys(self.on.shards, 0)
         self.on.load.begin()
 
@@ -99,14 +101,12 @@ class FisherSums:
             if name in on.listed:
                 on.load.add(on.load.rows[name], tokens)
         # The loss is a mean over the tokens of a micro-batch, and a token's own gradient is that many times as large.
-        row, column = fisher_sums(grad_TO, input_TI)
         (matrix,) = on.matrices.rows[name]
         assert self._sums is not None
         row_R, column_C = self._sums.of(matrix)
         output_O, input_I = (column_C, row_R) if name in on.input_first else (row_R, column_C)
         factor = (of_batch / on.probe.backward_scale) ** 2
-        output_O.add_(row, alpha=factor)
-        input_I.add_(column, alpha=factor)
+        add_fisher_sums(grad_TO, input_TI, factor, output_O, input_I)
 
     def _hear_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int

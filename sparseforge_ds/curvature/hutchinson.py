@@ -52,7 +52,7 @@ class Hutchinson:
         on.divide(total, on.load.shares)
         return True
 
-    def _displace(self, keys: dict[str, int], radii: dict[str, float]) -> None:
+    def _displace(self, keys: dict[str, int], radii: dict[str, Tensor]) -> None:
         """Let the next forward see w + r v."""
         on, layout = self.on, self.on.layout
         for name, shard in on.shards.items():
@@ -62,7 +62,7 @@ class Hutchinson:
         layout.push()
 
     def _add_side(
-        self, passes: Sequence[Closure], keys: dict[str, int], radii: dict[str, float], factor: float, into: Diagonal
+        self, passes: Sequence[Closure], keys: dict[str, int], radii: dict[str, Tensor], factor: float, into: Diagonal
     ) -> bool:
         """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
 
@@ -80,12 +80,13 @@ class Hutchinson:
     def _sign(key: int, shard: Shard, device: torch.device) -> Tensor:
         return rademacher(key, shard.start, shard.stop, device)
 
-    def _radii(self) -> dict[str, float]:
-        """r of each weight: the relative radius times the RMS of its published values."""
+    def _radii(self) -> dict[str, Tensor]:
+        """() r of each weight: the relative radius times the RMS of its published values."""
         on = self.on
         table = torch.zeros(len(on.shards), 2, dtype=torch.float64, device=on.layout.device)
         for row, shard in enumerate(on.shards.values()):
             values = shard.of(on.layout.flats[shard.flat].detach()).double()
             table[row, 0], table[row, 1] = values.square().sum(), values.numel()
         square, count = on.matrices.reduce(table).unbind(1)
-        return dict(zip(on.shards, (self.radius * (square / count).sqrt()).tolist(), strict=True))
+        radii = (self.radius * (square / count).sqrt()).to(on.layout.flats[0].device)
+        return dict(zip(on.shards, radii.unbind(0), strict=True))

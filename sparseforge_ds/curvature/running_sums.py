@@ -30,9 +30,10 @@ class RunningSums:
         self.matrices = matrices
         self.shards = shards
         self.layout = matrices.layout
-        empty = AxisSums(matrices, shards, torch.device("meta"))
-        self.numel = empty.values.numel()
-        self._lengths = torch.tensor(empty.lengths, device=self.layout.device)
+        sums = AxisSums(matrices, shards, self.layout.device)
+        self.numel = sums.values.numel()
+        self._empty = sums.holding(sums.values.new_empty(0))
+        self._lengths = sums.extents.sum(dim=1)
         self._size = math.ceil(self.numel / self.layout.world_size)
         self.slice = torch.zeros(self._size, device=self.layout.device)
         self._products = torch.zeros(3, dtype=torch.float64, device=self.layout.device)
@@ -63,9 +64,7 @@ class RunningSums:
 
     def whole(self) -> AxisSums:
         """All of them, in fp64. Collective."""
-        sums = AxisSums(self.matrices, self.shards, self.layout.device)
-        sums.values.copy_(self._gathered())
-        return sums
+        return self._empty.holding(self._gathered().double())
 
     def numbers(self, sums: AxisSums, corrections: Tensor) -> Tensor:
         """(5,) fp64 on the device of the sums: what `metrics` takes.
@@ -74,9 +73,9 @@ class RunningSums:
             sums: what `whole` gave.
             corrections: (matrices,) bias correction by which the mean of each is to be divided.
         """
-        mean = (sums.totals() / corrections.to(sums.values.device)).sum()
+        mean = (sums.totals() / corrections).sum()
         negative = (sums.values < 0).double().mean()
-        return torch.cat([torch.stack([mean, negative]), self._products.to(mean.device)])
+        return torch.cat([torch.stack([mean, negative]), self._products])
 
     def metrics(self, numbers: list[float]) -> dict[str, float]:
         """For the log."""

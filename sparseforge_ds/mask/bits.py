@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.mask.runs import runs
 
+_GATHER = sum(1 << (56 - 7 * place) for place in range(8))
+"""Times eight bytes of 0 or 1, read as one integer: byte i lands on bit 56 + i, and nothing is carried."""
+
 
 def pack(bit: Tensor) -> Tensor:
     """(n,) bool -> (ceil(n / 8),) uint8; what is left of the last byte is 0."""
-    ones = bit.view(torch.uint8)
-    octet = (F.pad(ones, (0, -ones.numel() % 8)) if ones.numel() % 8 else ones).view(-1, 8)
-    shift = torch.arange(8, dtype=torch.uint8, device=bit.device)
-    packed = octet.new_empty(len(octet))
-    for run in runs(octet):
-        torch.sum(octet[run] << shift, dim=1, dtype=torch.uint8, out=packed[run])
+    rest = -bit.numel() % 8
+    packed = torch.empty(-(-bit.numel() // 8), dtype=torch.uint8, device=bit.device)
+    ones = F.pad(bit, (0, rest)) if rest or bit.storage_offset() % 8 else bit
+    octets = (ones.clone() if ones.storage_offset() % 8 else ones).contiguous().view(torch.int64)
+    for run in runs(octets):
+        packed[run] = (octets[run] * _GATHER) >> 56
     return packed
 
 
@@ -26,6 +31,34 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     for run in runs(found):
         found[run] = bits_of(packed[run.start // 8 : -(-run.stop // 8)], run.stop - run.start)
     return found
+
+
+def values_of_bits(packed: Tensor, count: int) -> Tensor:
+    """`bits_of` as fp32 0 and 1."""
+    if torch.compiler.is_compiling() or packed.device.type != "cpu":
+        return bits_of(packed, count).float()
+    return F.embedding(packed.int(), _values_of_byte()).view(-1)[:count]
+
+
+def keep_in_place(values: Tensor, packed: Tensor) -> None:
+    """+0.0 in place where the bit is not set; a part of a fused function.
+
+    Args:
+        values: (n,) of 16 or 32 bits each.
+        packed: (ceil(n / 8),) bits.
+    """
+    if torch.compiler.is_compiling() or packed.device.type != "cpu":
+        values.copy_(torch.where(bits_of(packed, values.numel()), values, 0.0))
+        return
+    integers = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+    ones = -_values_of_byte().to(integers.dtype)  # all bits of a value that is kept
+    integers &= ones[packed.int()].view(-1)[: len(integers)]
+
+
+@cache
+def _values_of_byte() -> Tensor:
+    """(256, 8) fp32 the bits of every byte."""
+    return ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float()
 
 
 def bits_of(packed: Tensor, count: int) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparseforge_ds.mask.fusing import fused, is_compiled
+
 EXPERT_BYTES = 1 << 28
 """Of the sums of squares that exist at a time, where a weight holds many experts."""
 TOKEN_BYTES = 1 << 26
@@ -136,27 +138,40 @@ def token_fisher(grad_TO: Tensor, input_TI: Tensor, loss_scale: float = 1.0) -> 
     return grad_square_OT @ input_square_TI
 
 
-def fisher_sums(grad_TO: Tensor, input_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column sums of `token_fisher`, without the matrix: sum_t g_to^2 |x_t|^2 and sum_t x_ti^2 |g_t|^2.
+def add_fisher_sums(grad_TO: Tensor, input_TI: Tensor, factor: float, output_O: Tensor, input_I: Tensor) -> None:
+    """Add row and column sums of `token_fisher`, without the matrix: sum_t g_to^2 |x_t|^2 and sum_t x_ti^2 |g_t|^2.
 
     Args:
         grad_TO: (T, out) dL/dy.
         input_TI: (T, in) x.
-
-    Returns:
-        (out,) and (in,) fp32.
+        factor: by which both are multiplied.
+        output_O: (out,) fp64, added to.
+        input_I: (in,) fp64, added to.
     """
-    row_O = grad_TO.new_zeros(grad_TO.shape[1], dtype=torch.float32)
-    column_I = input_TI.new_zeros(input_TI.shape[1], dtype=torch.float32)
-    for rows in _token_runs(grad_TO, input_TI):
-        grad_square_TO, input_square_TI = grad_TO[rows].float().square(), input_TI[rows].float().square()
-        row_O.addmv_(grad_square_TO.t(), input_square_TI.sum(dim=1))
-        column_I.addmv_(input_square_TI.t(), grad_square_TO.sum(dim=1))
-    return row_O, column_I
+    stored = not is_compiled(grad_TO.device)
+    for rows in _token_runs(grad_TO, input_TI) if stored else (slice(None),):
+        grad, given = grad_TO[rows], input_TI[rows]
+        output_O.add_(sum_squares(grad, token_squares(given)), alpha=factor)
+        input_I.add_(sum_squares(given, token_squares(grad)), alpha=factor)
+
+
+@fused()
+def token_squares(values_TN: Tensor) -> Tensor:
+    """(T,) fp32 |v_t|^2."""
+    return values_TN.float().square().sum(dim=1)
+
+
+@fused()
+def sum_squares(values_TN: Tensor, weight_T: Tensor) -> Tensor:
+    """(N,) fp32 sum_t v_tn^2 weight_t."""
+    square_TN = values_TN.float().square()
+    # Compiled, a product with a vector would be a kernel of its own.
+    summed = torch.compiler.is_compiling()
+    return (square_TN * weight_T[:, None]).sum(dim=0) if summed else square_TN.t() @ weight_T
 
 
 def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacked: int = 1) -> tuple[Tensor, Tensor]:
-    """`fisher_sums` of every expert, over the rows that belong to it, of each of its stacked matrices.
+    """`add_fisher_sums` of every expert, over the rows that belong to it, of each of its stacked matrices.
 
     Args:
         grad_SO: (S, out) dL/dy, rows sorted by expert.
@@ -167,18 +182,30 @@ def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacke
     Returns:
         (E, stacked, out / stacked) and (E, stacked, in) fp32; zeros where an expert has no row.
     """
-    experts, (S, outputs), inputs = len(stop_E), grad_SO.shape, input_SI.shape[1]
+    experts, outputs, inputs = len(stop_E), grad_SO.shape[1], input_SI.shape[1]
     row_EO = grad_SO.new_zeros(experts, outputs, dtype=torch.float32)
     column_EHI = input_SI.new_zeros(experts, stacked, inputs, dtype=torch.float32)
-    expert_S = torch.searchsorted(stop_E, torch.arange(S, device=stop_E.device, dtype=stop_E.dtype), right=True)
     for rows in _token_runs(grad_SO, input_SI):
-        expert = expert_S[rows]
-        grad_square_SO, input_square_SI = grad_SO[rows].float().square(), input_SI[rows].float().square()
-        row_EO.index_add_(0, expert, grad_square_SO * input_square_SI.sum(dim=1, keepdim=True))
-        of_half_SH = grad_square_SO.view(-1, stacked, outputs // stacked).sum(dim=2)
+        grad, given = grad_SO[rows], input_SI[rows]
+        last_E = stop_E.clamp(rows.start, rows.start + len(grad)) - rows.start
+        length_E = torch.diff(last_E, prepend=last_E.new_zeros(1))
+        half_SHN = grad.view(len(grad), stacked, -1)
+        row_EO += _sums_by_expert(weighted_squares(grad, token_squares(given)), length_E)
         for half in range(stacked):
-            column_EHI[:, half].index_add_(0, expert, input_square_SI * of_half_SH[:, half, None])
+            weighted_SI = weighted_squares(given, token_squares(half_SHN[:, half]))
+            column_EHI[:, half] += _sums_by_expert(weighted_SI, length_E)
     return row_EO.view(experts, stacked, -1), column_EHI
+
+
+@fused()
+def weighted_squares(values_SN: Tensor, weight_S: Tensor) -> Tensor:
+    """(S, N) fp32 v_sn^2 weight_s."""
+    return values_SN.float().square() * weight_S[:, None]
+
+
+def _sums_by_expert(values_SN: Tensor, length_E: Tensor) -> Tensor:
+    """(E, N) sums over each expert's rows, in the order of the rows: without atomics, whose order is no order."""
+    return torch.segment_reduce(values_SN, "sum", lengths=length_E.long(), axis=0, unsafe=True)
 
 
 def _token_runs(grad_TO: Tensor, input_TI: Tensor) -> Iterator[slice]:

@@ -34,21 +34,29 @@ def add_sums(values: Tensor, start: int, row_R: Tensor, column_C: Tensor) -> Non
     column_C += whole_rC.sum(0, dtype=torch.float64)
 
 
-def shares(row_R: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
+def shares(sums: Tensor, extents: Tensor) -> Tensor:
     """fp32 factors of `rank_one`, so that H = max(r, 0) max(c, 0)^T / sum max(r, 0) and its column sums are max(c, 0).
 
-    Zeros where no row has a positive sum. Ranks with equal sums get equal factors.
+    Of all matrices at once, which lie end to end, each with its row sums before its column sums. The share of a row is
+    0 where no row of its matrix has a positive sum. Ranks with equal sums get equal factors.
 
     Args:
-        row_R: (R,) signed row sums of the whole matrix.
-        column_C: (C,) signed column sums.
+        sums: (n,) signed sums of whole matrices.
+        extents: (matrices, 2) int64 R and C of each, n in all.
 
     Returns:
-        (R,) share of each row and (C,) of column sums, both >= 0.
+        (n,) share of each row, and column sums, all >= 0.
     """
-    positive_R = row_R.clamp(min=0)
-    total = positive_R.sum()
-    return torch.where(total > 0, positive_R / total, 0.0).float(), column_C.clamp(min=0).float()
+    positive = sums.clamp(min=0)
+    divisor = segment_sums(positive, extents)
+    divisor[:, 1] = 1  # column sums are as they are
+    of_each = divisor.view(-1).repeat_interleave(extents.view(-1), output_size=sums.numel())
+    return torch.where(of_each > 0, positive / of_each, 0.0).float()
+
+
+def segment_sums(sums: Tensor, extents: Tensor) -> Tensor:
+    """(matrices, 2) sums of what lies end to end as `shares` has it: of each matrix's row sums, and column sums."""
+    return torch.segment_reduce(sums, "sum", lengths=extents.view(-1), unsafe=True).view(-1, 2)
 
 
 def rank_one(share_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor:

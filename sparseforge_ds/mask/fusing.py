@@ -31,6 +31,8 @@ _OPTIONS = {
     "max_fusion_size": 512,
     "cpp.max_horizontal_fusion_size": 512,
 }
+KERNELS: dict[str, int] = {}
+"""What the compiler makes of each fused function, by name."""
 _wanted: bool | None = None
 
 
@@ -50,7 +52,7 @@ def is_compiled(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") if _wanted is None else _wanted
 
 
-def fused(*, writes: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose first argument is a tensor, compiled into one kernel where that is on.
 
     Sizes, integers and floats may differ from call to call without compiling anew; flags, None and dtypes make another
@@ -58,6 +60,7 @@ def fused(*, writes: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callabl
 
     Args:
         writes: names of the arguments that it changes in place. It returns no argument and no view of one.
+        kernels: that the compiler makes of it, which a test counts.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -76,6 +79,7 @@ def fused(*, writes: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callabl
                 return one_kernel()(*args, **kwargs)
 
         schema = torch.library.infer_schema(function, mutates_args=writes)
+        KERNELS[function.__name__.strip("_")] = kernels
         name = f"sparseforge::{function.__name__.strip('_')}"
         operator = torch.library.custom_op(name, run, mutates_args=writes, schema=schema)
         operator.register_fake(function)
@@ -92,17 +96,25 @@ def fused(*, writes: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callabl
     return decorate
 
 
-def between(start: Tensor, end: Tensor, share: float | Tensor, late: bool | None = None) -> Tensor:
-    """start + share (end - start), exactly `start` at 0, `end` at 1, and either where they are equal.
+def between(start: Tensor, end: Tensor, share: float, late: bool) -> Tensor:
+    """start + share (end - start), exactly `start` at 0 and `end` at 1, and either where they are equal.
 
     Args:
         start: (...) fp32.
         end: (...) fp32.
-        share: in [0, 1], a number or (...) fp32.
-        late: whether a number is at least 1/2; None for a tensor.
+        share: in [0, 1].
+        late: whether it is at least 1/2.
     """
     gap = end - start
-    if late is None:
-        assert isinstance(share, Tensor)
-        return torch.where(share < 0.5, start + gap * share, end - gap * (1 - share))
     return end - gap * (1 - share) if late else start + gap * share
+
+
+def mixed(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
+    """(1 - share) start + share end, exactly `start` at 0 and `end` at 1; (...) fp32 each, share in [0, 1]."""
+    return start * (1 - share) + end * share
+
+
+def without_sign(values: Tensor) -> Tensor:
+    """(...) values with +0.0 for -0.0."""
+    # Step by step an addition is many times faster than a choice; the compiler would leave + 0.0 out.
+    return torch.where(values == 0, 0.0, values) if torch.compiler.is_compiling() else values + 0.0

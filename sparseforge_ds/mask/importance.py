@@ -52,13 +52,15 @@ def score_moments(dense: Tensor, curvature: Curvature) -> Tensor:
     Returns:
         (7,) fp64, see MOMENTS.
     """
-    found = [dense.new_zeros(MOMENTS, dtype=torch.float64)]
+    found = []
     for run in runs(dense):
         sums = _sum_moments(dense[run], *part_of(curvature, run))
         count = sums[0].new_full((), dense[run].numel())
         ones = (count, count, sums[0], sums[0], sums[1], sums[1], sums[1])  # H = 1
         found.append(torch.stack(ones if curvature is None else (count, *sums)))
-    return found[1] if len(found) == 2 else torch.stack(found).sum(0)
+    if len(found) == 1:
+        return found[0]
+    return torch.stack(found).sum(0) if found else dense.new_zeros(MOMENTS, dtype=torch.float64)
 
 
 def magnitude_moments(moments: Tensor) -> Tensor:

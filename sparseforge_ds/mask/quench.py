@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.bits import bits_of
+from sparseforge_ds.mask.bits import keep_in_place, values_of_bits
 from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.fusing import between, fused
+from sparseforge_ds.mask.fusing import between, fused, mixed, without_sign
 from sparseforge_ds.mask.runs import runs
 
 
@@ -96,20 +96,19 @@ def _soft_step(
     late: bool,
     out: Tensor,
 ) -> None:
-    soft, hard = values_of(mask), bits_of(kept, mask.numel()).float()
+    soft, hard = values_of(mask), values_of_bits(kept, mask.numel())
     then, now = between(hard, soft, x_before, late_before), between(hard, soft, x, late)
-    followed = between(out if before is None else before, dense, then)
-    published = followed * now
+    followed = mixed(out if before is None else before, dense, then)
     dense.copy_(followed)
-    out.copy_(torch.where(published == 0, 0.0, published))
+    out.copy_(without_sign(followed * now))
 
 
 @fused(writes=("out",))
 def _soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, late: bool, out: Tensor) -> None:
-    published = dense * between(bits_of(kept, mask.numel()).float(), values_of(mask), x, late)
-    out.copy_(torch.where(published == 0, 0.0, published))
+    share = between(values_of_bits(kept, mask.numel()), values_of(mask), x, late)
+    out.copy_(without_sign(dense * share))
 
 
 @fused(writes=("gradient",))
 def _masked_gradient(gradient: Tensor, kept: Tensor) -> None:
-    gradient.copy_(torch.where(bits_of(kept, gradient.numel()), gradient, 0.0))
+    keep_in_place(gradient, kept)

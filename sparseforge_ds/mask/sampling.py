@@ -65,19 +65,19 @@ def choice(logit_GK: Tensor, noise_GK: Tensor, scale: float, temperature: float)
     return torch.softmax((scale * logit_GK + noise_GK) / temperature, dim=1)
 
 
-def logit_gradient(choice_GK: Tensor, grad_GM: Tensor, n: int, scale: float, temperature: float) -> Tensor:
+def logit_gradient(choice_GK: Tensor, grad_GM: Tensor, pattern_KM: Tensor, scale: float, temperature: float) -> Tensor:
     """Gradient of the loss in the logits, from that in the mask that `choice` mixes out of the patterns.
 
     Args:
         choice_GK: (G, K) from `choice`, which was called with the same scale and temperature.
         grad_GM: (G, M) dL/dm.
-        n: members of a group to keep.
+        pattern_KM: (K, M) from `patterns`.
         scale: kappa.
         temperature: tau.
 
     Returns:
         (G, K).
     """
-    grad_GK = grad_GM @ patterns(n, grad_GM.shape[1]).to(grad_GM.device).t()
+    grad_GK = grad_GM @ pattern_KM.t()
     mean_G1 = (choice_GK * grad_GK).sum(dim=1, keepdim=True)
     return choice_GK * (grad_GK - mean_G1) * (scale / temperature)

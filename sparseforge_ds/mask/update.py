@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.mask.bits import set_bits
+from sparseforge_ds.mask.bits import pack, set_bits
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.fusing import between, fused
@@ -40,14 +40,14 @@ class Chosen(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Choices as they are kept, and the sums that metrics are made of."""
+    """Choices as they are kept, and sums that metrics are made of."""
 
     target: Tensor
     """(ceil(n / 8),) packed bits."""
-    kept: Tensor
-    """(ceil(n / 8),) packed bits."""
-    sums: Tensor
-    """(3,) fp64: m (1 - m), m, and bits of the target that changed."""
+    kept: Tensor | None
+    """(ceil(n / 8),) packed bits, where they were asked for."""
+    sums: list[Tensor]
+    """() fp64 each: m (1 - m), m, and, where there was an update before, bits of the target that changed."""
 
 
 def move_groups(
@@ -72,7 +72,8 @@ def move_groups(
         pattern: how many members of a group survive.
         shape: shape of the weight.
         input_axis: the axis that the matmul contracts.
-        midpoint: the threshold of the gate, see `gate`.
+        midpoint: whether the threshold of the gate lies halfway between the N-th and the next score; else on the N-th,
+            as the paper writes it, which holds that survivor at exactly 0.5 at every temperature.
     """
     span = pattern.span(shape, input_axis)
     side_by_side = isinstance(pattern, NM) and pattern.members <= UNROLLED
@@ -102,21 +103,26 @@ def move_groups(
     return Chosen(*(_end_to_end(one) for one in zip(*chosen, strict=True)))
 
 
-def tally(mask: Tensor, target: Tensor, kept: Tensor, before: Tensor | None) -> Tally:
+def tally(mask: Tensor, target: Tensor, kept: Tensor | None, before: Tensor | None) -> Tally:
     """Bits and sums of an update.
 
     Args:
         mask: (n,) new mask, fp32 or codes.
         target: (n,) bool, see `Chosen`.
-        kept: (n,) bool, see `Chosen`.
+        kept: (n,) bool, see `Chosen`, or None where nobody needs its bits.
         before: (ceil(n / 8),) packed target of the update before, or None where there is none to compare with.
     """
-    found = []
+    targets, keeps, sums = [], [], []
     for run in runs(mask):  # of a multiple of 8 elements
         octets = slice(run.start // 8, -(-run.stop // 8))
-        found.append(_tally(mask[run], target[run], kept[run], None if before is None else before[octets]))
-    bits = [_end_to_end([one[i] for one in found]) for i in range(2)]
-    return Tally(bits[0], bits[1], torch.stack([torch.stack(one[2:]) for one in found]).sum(0))
+        given = (None if kept is None else kept[run], None if before is None else before[octets])
+        bits, *found = _tally(mask[run], target[run], *given)
+        targets.append(bits)
+        if kept is not None:
+            keeps.append(found.pop(0))
+        sums.append(found)
+    totals = sums[0] if len(sums) == 1 else [torch.stack(list(one)).sum() for one in zip(*sums, strict=True)]
+    return Tally(_end_to_end(targets), _end_to_end(keeps) if keeps else None, totals)
 
 
 def _move_mask(
@@ -137,7 +143,7 @@ def _move_mask(
     pull: float,
     rate: float,
     late_rate: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """New mask, target, kept and disagreement of elements in flat order, or of groups one after the other."""
     if share_R is not None and column_C is not None:
         elements = rank_one(share_R, column_C, first, first + dense.numel())
@@ -146,8 +152,8 @@ def _move_mask(
     scores = [score(weight, h, scaling) for weight, h in zip(weights, curvatures, strict=True)]
     places = _places(scores)
     near = [(place == kept - 1) | (place == kept) if midpoint else place == kept - 1 for place in places]
-    # Every other term is +0.0, which leaves the sum exact.
-    tau = _over_group([torch.where(one, value, 0.0) for one, value in zip(near, scores, strict=True)])
+    # Every other term is 0, which leaves the sum exact.
+    tau = _over_group([value * one.float() for one, value in zip(near, scores, strict=True)])
     if midpoint:
         tau = tau * 0.5
     moved, targets = [], [place < kept for place in places]
@@ -159,9 +165,8 @@ def _move_mask(
     new = [values_of(stored) for stored in moved]
     tops = [place < kept for place in _places(new)]
     wrong = [(value > 0.5) != top for value, top in zip(new, tops, strict=True)]
-    disagrees = wrong[0].any(0, keepdim=True) if len(wrong) == 1 else functools.reduce(torch.logical_or, wrong)
-    moved_n, target_n, kept_n = (_in_order(one, interleaved) for one in (moved, targets, tops))
-    return moved_n, target_n, kept_n, disagrees.view(-1)
+    disagrees = functools.reduce(torch.logical_or, wrong[0].unbind(0) if len(wrong) == 1 else wrong)
+    return [*(_in_order(one, interleaved) for one in (moved, targets, tops)), disagrees.view(-1)]
 
 
 _fused_move = fused()(_move_mask)
@@ -172,25 +177,42 @@ def _by_member(flat: Tensor, members: int, interleaved: int) -> list[Tensor]:
     member = flat.view(-1, members, interleaved)
     if torch.compiler.is_compiling():
         return list(member.unbind(1))
-    return [member.transpose(0, 1).reshape(members, -1)]
+    return [torch.stack(member.unbind(1)).view(members, -1)]
 
 
 def _in_order(member: list[Tensor], interleaved: int) -> Tensor:
     """Inverse of `_by_member`."""
     if len(member) > 1:
         return torch.stack(member, dim=1).view(-1)
-    return member[0].view(len(member[0]), -1, interleaved).transpose(0, 1).reshape(-1)
+    found = member[0].view(len(member[0]), -1, interleaved)
+    flat = found.new_empty(found.shape[1], len(found), interleaved)
+    for place, one in enumerate(found):  # several times faster than a transposed copy
+        flat[:, place] = one
+    return flat.view(-1)
 
 
 def _places(member: list[Tensor]) -> list[Tensor]:
     """How many members of its group beat each, as `rank_in_group` has it."""
     if len(member) == 1:
-        return [rank_in_group(member[0].t()).t().contiguous()]
-    places = []
-    for i, own in enumerate(member):
-        wins = [(other >= own if j < i else other > own).to(torch.int8) for j, other in enumerate(member) if j != i]
-        places.append(functools.reduce(torch.add, wins))
-    return places
+        one = member[0]
+        return [rank_in_group(one.t()).t().contiguous() if len(one) > UNROLLED else torch.stack(_beaten(one.unbind(0)))]
+    return _beaten(member)
+
+
+def _beaten(member: Sequence[Tensor]) -> list[Tensor]:
+    """By how many others each is beaten, of which every pair meets once; a tie goes to the earlier one."""
+    later_wins = {}
+    for i in range(len(member)):
+        for j in range(i + 1, len(member)):
+            wins = member[j] > member[i]
+            # Step by step, a conversion would cost as much as the comparison.
+            later_wins[i, j] = wins.to(torch.int8) if torch.compiler.is_compiling() else wins.view(torch.int8)
+    beaten = []
+    for i in range(len(member)):
+        of_later = [later_wins[i, j] for j in range(i + 1, len(member))]
+        of_earlier = [1 - later_wins[j, i] for j in range(i)]
+        beaten.append(functools.reduce(torch.add, of_later + of_earlier))
+    return beaten
 
 
 def _over_group(member: list[Tensor]) -> Tensor:
@@ -205,20 +227,18 @@ def _end_to_end(run: Sequence[Tensor]) -> Tensor:
     return run[0] if len(run) == 1 else torch.cat(list(run))
 
 
-@fused()
-def _tally(mask: Tensor, target: Tensor, kept: Tensor, before: Tensor | None) -> list[Tensor]:
-    rest = -mask.numel() % 8
-    values = [values_of(one).double() for one in F.pad(mask, (0, rest)).view(-1, 8).unbind(1)]
-    target_bits, kept_bits = (
-        _over_group(
-            [one.to(torch.uint8) << place for place, one in enumerate(F.pad(bit, (0, rest)).view(-1, 8).unbind(1))]
-        )
-        for bit in (target, kept)
-    )
-    return [
-        target_bits,
-        kept_bits,
-        _over_group([value * (1 - value) for value in values]).sum(),
-        _over_group(values).sum(),
-        values[0].new_zeros(()) if before is None else set_bits(target_bits ^ before).sum(dtype=torch.float64),
-    ]
+@fused(kernels=3)
+def _tally(mask: Tensor, target: Tensor, kept: Tensor | None, before: Tensor | None) -> list[Tensor]:
+    values = values_of(mask).double()
+    found = [_packed(one) for one in (target, kept) if one is not None]
+    sums = [(values * (1 - values)).sum(), values.sum()]
+    if before is not None:
+        sums.append(set_bits(found[0] ^ before).sum(dtype=torch.float64))
+    return found + sums
+
+
+def _packed(bit: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return pack(bit)
+    octet = F.pad(bit, (0, -bit.numel() % 8)).view(-1, 8).unbind(1)
+    return _over_group([one.to(torch.uint8) << place for place, one in enumerate(octet)])

@@ -7,7 +7,6 @@ in its moments; here it stops at 0 instead of crossing it. Weight scaling is `mo
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -50,10 +49,12 @@ class Cast(RefreshedMask):
         """See `MaskMethod`."""
         state = self.on.state.partition(index)
         if self.on.step < self.on.schedule.freeze_step and "exp_avg_sq" in state:
-            count = int(state.get("step", group.get("step", 0)))
+            # Where Adam counts its steps on the device, nothing asks for the number.
+            count = torch.as_tensor(state.get("step", group.get("step", 0))).double()
+            correction = (1 - group["betas"][1] ** count).sqrt()
             dense, second = state["dense"].view(-1), state["exp_avg_sq"].view(-1)
             for run, pruned in self.pruned_runs(index):
-                divisor = second[run].float().sqrt().div_(math.sqrt(1 - group["betas"][1] ** count))
+                divisor = second[run].float().sqrt().div_(correction)
                 pull = pruned.mul_(group["lr"] * self.decay).div_(divisor.add_(group["eps"]))
                 dense[run] = dense[run].sign() * (dense[run].abs() - pull).clamp_(min=0)
         super().after_step(index, group)

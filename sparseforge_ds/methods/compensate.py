@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
+from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.low_rank import branches
@@ -23,21 +24,24 @@ from sparseforge_ds.zero.shard import Layout, Shard
 
 
 @torch.no_grad()
-def switch_on_branches(
-    model: nn.Module, layout: Layout, weights: dict[str, PrunableWeight], removed: Callable[[Shard], Tensor]
-) -> None:
-    """Set the master of every B to the mean of the removed weights over each run of inputs. Collective.
+def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
+    """Set the master of every B to the mean of the weights that the mask removes over each run of inputs. Collective.
 
     W and B are sharded differently, so each B is summed whole, one at a time: 1/k of its weight on the wire, once in a
     run. `Layout.push` afterwards makes it visible.
-
-    Args:
-        model: the engine's module.
-        layout: of the engine.
-        weights: the prunable weights by name.
-        removed: gives (numel of the shard,) fp32 (1 - m_eff) W.
     """
-    added = branches(model)
+    layout, weights, published = on.layout, on.weights, dict[int, Tensor]()
+
+    def removed(shard: Shard) -> Tensor:
+        """(numel of the shard,) fp32 (1 - m_eff) W; masters may have too few bits for it."""
+        if shard.flat not in published:
+            published.clear()
+            dense = on.state.trained(shard.flat)
+            published[shard.flat] = torch.empty_like(dense)
+            method.publish(shard.flat, dense, None, published[shard.flat], on.step)
+        return on.state.dense(shard) - shard.of(published[shard.flat])
+
+    added = branches(on.engine.module)
     _forget_moments(layout, [weights[name] for name in added])
     for name, branch in added.items():
         weight, shard = weights[name], layout.shards[name]

@@ -25,7 +25,7 @@ from sparseforge_ds.curvature import (
 )
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.mask.curvature import accumulate, token_rate
-from sparseforge_ds.mask.factored import rank_one, shares
+from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.model.measurable import refuse_unmeasurable
@@ -81,13 +81,13 @@ class CurvatureMean:
         return not self.measures or self.on.refreshes > 0
 
     def require_refreshed(self) -> None:
-        """Before a mask is frozen: raises where every refresh was lost."""
+        """Before a mask is frozen, and at the end of a run: raises ForgeError if nothing was ever measured."""
         if not self.ready:
             names = list(self.on.weights)
             raise ForgeError(
-                f"the mask is due to freeze at step {self.on.step}, but the curvature of {names[0]} and "
-                f"{len(names) - 1} others was never refreshed: every probe overflowed; "
-                "use bf16, or lower fp16.initial_scale_power"
+                f"the curvature of {names[0]} and {len(names) - 1} others was never refreshed by step {self.on.step}: "
+                "none was due, or every probe overflowed; use bf16, or lower fp16.initial_scale_power or "
+                "schedule.update_every"
             )
 
     # -- in the training step -----------------------------------------------------------------------------------------
@@ -197,14 +197,13 @@ class CurvatureMean:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def whole(self) -> AxisSums | None:
-        """Row and column sums of every matrix where scores take them, on the device of the shards. Collective."""
+        """Row and column sums of every matrix where scores take them. Collective."""
         on = self.on
-        device = on.layout.flats[0].device
         if self.running is not None:
-            return self.running.whole().to(device)
+            return self.running.whole()
         if not on.config.factored:
             return None
-        sums = AxisSums(on.matrices, on.shards, device)
+        sums = AxisSums(on.matrices, on.shards, on.layout.flats[0].device)
         sums.add_shards(lambda shard: on.of(shard, "curvature"))
         return sums
 
@@ -216,6 +215,7 @@ class CurvatureMean:
         """
         on = self.on
         sums = self.whole() if self.running is not None else None
+        factors = [] if sums is None else sums.factors(on.layout.flats[0].device)
         for piece in on.pieces():
             if sums is None:
                 yield piece, None if self.estimator is None or on.state.released else on.of(piece, "curvature")
@@ -226,5 +226,5 @@ class CurvatureMean:
                 stop = min(part.stop, piece.stop - shard.start)
                 if start < stop:
                     first = sums.first(piece.name, part) - part.start
-                    found.append(rank_one(*shares(*sums.of(part.row)), first + start, first + stop))
+                    found.append(rank_one(*factors[part.row], first + start, first + stop))
             yield piece, torch.cat(found)

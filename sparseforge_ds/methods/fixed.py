@@ -47,5 +47,5 @@ class FixedMask(MaskMethod):
         for shard, score_GM in self.ranking.scored():
             target = on.from_groups(shard, top_n(score_GM, on.pattern.kept))
             on.state.write_mask(shard, target)
-            on.add_update(shard, target.float(), target)
+            on.add_update(shard, target, target)
         return self.ranking.report() | on.load.metrics()

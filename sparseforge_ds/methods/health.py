@@ -19,7 +19,7 @@ from torch import Tensor
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.mask.quench import disagreement
 from sparseforge_ds.mask.runs import runs
-from sparseforge_ds.mask.update import Tally, tally
+from sparseforge_ds.mask.update import tally
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.moments import Matrices
 from sparseforge_ds.zero.shard import Shard
@@ -40,9 +40,6 @@ _SUMS = (
 )
 _COLUMN = {name: column for column, name in enumerate(_SUMS)}
 
-CURVATURE_DECADES = (-20.0, 5.0)
-"""Range of the curvature histograms, in log10 of |H|."""
-
 
 class Health:
     """Collects the sums of one mask update, and remembers the target bits of the last (1/8 byte a weight)."""
@@ -52,16 +49,12 @@ class Health:
         self.pattern = pattern
         self._counts = dict.fromkeys(_SUMS, 0.0)
         """What is known on the host."""
-        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64)
-        """On the device of the shards, wherever that is."""
+        self._sums: dict[str, list[Tensor]] = {}
+        """() fp64 parts of what is on a device, added up when a report is due: a kernel for all, not one for each."""
         self._targets: dict[tuple[str, int], Tensor] = {}
 
     def _add(self, name: str, value: Tensor) -> None:
-        """Add () or, beginning at the named one, several of the sums."""
-        if self._sums.device != value.device:
-            self._sums = self._sums.to(value.device)
-        column = _COLUMN[name]
-        self._sums[column : column + value.numel()] += value
+        self._sums.setdefault(name, []).append(value)
 
     def forget_targets(self) -> None:
         """After a checkpoint was loaded: the next update has no target to compare with."""
@@ -88,21 +81,28 @@ class Health:
 
         `correction` is the bias correction by which its running mean is to be divided.
         """
-        found = tally(mask, target, target, self._before(shard))
-        self._account(shard, found)
+        self._account(shard, mask, target, None, None)
         self.add_curvature(curvature, correction)
         span = self.pattern.span(weight.shape, weight.input_axis)
         # Groups that a shard boundary cuts are left out: this rank does not have all of their masks at hand.
         whole = mask[-shard.start % span : mask.numel() - shard.stop % span]
         if shard.start // span < shard.stop // span and whole.numel():
             group_GM = self.pattern.to_groups(whole, weight.shape, weight.input_axis)
-            for run in runs(group_GM):
-                self._add("disagreeing", disagreement(group_GM[run], top_n(group_GM[run], self.pattern.kept)))
+            if mask.dtype != torch.bool:  # what is binary is its own top N
+                for run in runs(group_GM):
+                    self._add("disagreeing", disagreement(group_GM[run], top_n(group_GM[run], self.pattern.kept)))
             self._counts["groups"] += group_GM.shape[0]
 
     def add_moved(
-        self, weight: PrunableWeight, shard: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor
-    ) -> Tensor:
+        self,
+        weight: PrunableWeight,
+        shard: Shard,
+        mask: Tensor,
+        target: Tensor,
+        kept: Tensor,
+        disagrees: Tensor,
+        kept_bits: Tensor | None,
+    ) -> None:
         """Account for what an update made of a shard or a piece of one.
 
         Args:
@@ -112,12 +112,9 @@ class Health:
             target: (numel,) bool, see `Chosen`.
             kept: (numel,) bool, see `Chosen`.
             disagrees: of all groups that the piece has a member of, see `Chosen`.
-
-        Returns:
-            (ceil(numel / 8),) packed bits of `kept`.
+            kept_bits: (ceil(numel / 8),) where to pack `kept`, if anywhere.
         """
-        found = tally(mask, target, kept, self._before(shard))
-        self._account(shard, found)
+        self._account(shard, mask, target, kept, kept_bits)
         # Groups that a shard boundary cuts are left out: two ranks have them.
         span = self.pattern.span(weight.shape, weight.input_axis)
         per_span = span // self.pattern.members
@@ -125,17 +122,21 @@ class Health:
         whole = whole[: max(0, shard.stop // span - -(-shard.start // span)) * per_span]
         self._add("disagreeing", whole.sum(dtype=torch.float64))
         self._counts["groups"] += whole.numel()
-        return found.kept
 
-    def _before(self, shard: Shard) -> Tensor | None:
-        return self._targets.get((shard.name, shard.start))
-
-    def _account(self, shard: Shard, found: Tally) -> None:
-        if self._before(shard) is not None:
-            self._counts["compared"] += shard.numel
-        self._targets[shard.name, shard.start] = found.target
+    def _account(
+        self, shard: Shard, mask: Tensor, target: Tensor, kept: Tensor | None, kept_bits: Tensor | None
+    ) -> None:
+        place = (shard.name, shard.start)
+        before = self._targets.get(place)
+        found = tally(mask, target, None if kept_bits is None else kept, before)
+        self._targets[place] = found.target
+        if kept_bits is not None:
+            assert found.kept is not None
+            kept_bits.copy_(found.kept)
+        for name, value in zip(("undecided", "kept", "flips"), found.sums, strict=False):
+            self._add(name, value)
         self._counts["count"] += shard.numel
-        self._add("undecided", found.sums)
+        self._counts["compared"] += 0 if before is None else shard.numel
 
     def add_curvature(self, curvature: Tensor | None, correction: float) -> None:
         """Account for elements of the running mean of H, which is to be divided by `correction`."""
@@ -146,9 +147,12 @@ class Health:
 
     def report(self, with_curvature: bool) -> dict[str, float]:
         """Reduce over the ranks, read once, start anew. Collective."""
-        table = self.matrices.table(0).new_tensor([list(self._counts.values())])
-        sums = dict(zip(_SUMS, self.matrices.reduce(table + self._sums.to(table.device))[0].tolist(), strict=True))
-        self._sums.zero_()
+        device = self.matrices.layout.device
+        table = torch.tensor([list(self._counts.values())], dtype=torch.float64).to(device)
+        for name, parts in self._sums.items():
+            table[0, _COLUMN[name]] += torch.stack(parts).sum().to(device)
+        sums = dict(zip(_SUMS, self.matrices.reduce(table)[0].tolist(), strict=True))
+        self._sums.clear()
         self._counts = dict.fromkeys(_SUMS, 0.0)
         count = sums["count"]
         metrics = {"mask/undecided": sums["undecided"] / count, "mask/kept": sums["kept"] / count}
@@ -164,14 +168,3 @@ class Health:
                     sums["sample_square"] * sums["average_square"]
                 )
         return metrics
-
-
-def histogram_counts(mask: Tensor, curvature: Tensor | None, bins: int) -> Tensor:
-    """(2 * bins,) fp64 counts of one shard: its mask over [0, 1], and log10 |H| over CURVATURE_DECADES."""
-    counts = torch.zeros(2 * bins, dtype=torch.float64, device=mask.device)
-    counts[:bins] = torch.histc(mask, bins, 0.0, 1.0)
-    if curvature is not None:
-        low, high = CURVATURE_DECADES
-        decades = curvature.abs().clamp(min=10.0**low).log10().clamp(low, high)
-        counts[bins:] = torch.histc(decades, bins, low, high)
-    return counts

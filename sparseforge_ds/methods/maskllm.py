@@ -42,6 +42,7 @@ class MaskLLM(FixedMask):
         self.moved = False
         self.kept, self.members = weights.pattern.n, weights.pattern.m
         self.patterns = math.comb(self.members, self.kept)
+        self._pattern_KM = patterns(self.kept, self.members).to(weights.layout.flats[0].device)
         keys = logit_keys(self.kept, self.members)
         planes = len(keys) // 3
         self._keys = {"logit": keys[:planes], "first": keys[planes : 2 * planes], "second": keys[2 * planes :]}
@@ -98,7 +99,7 @@ class MaskLLM(FixedMask):
         for shard in self._shards(index):
             grad_GM = on.to_groups(shard, of_mask(shard), missing)
             choice_GK = choice(self._logits(shard), self._noise(shard, on.step), scale, temperature)
-            self._adam(shard, logit_gradient(choice_GK, grad_GM, self.kept, scale, temperature), group)
+            self._adam(shard, logit_gradient(choice_GK, grad_GM, self._pattern_KM, scale, temperature), group)
         return None
 
     def after_step(self, index: int, group: dict[str, Any]) -> None:
@@ -174,10 +175,9 @@ class MaskLLM(FixedMask):
                 mask = self._best(shard)
             else:
                 choice_GK = choice(self._logits(shard), self._noise(shard, step), scale, temperature)
-                mask = on.from_groups(shard, choice_GK @ patterns(self.kept, self.members).to(choice_GK.device))
+                mask = on.from_groups(shard, choice_GK @ self._pattern_KM)
             on.state.write_mask(shard, mask)
 
     def _best(self, shard: Shard) -> Tensor:
         """(numel of the shard,) fp32: the likeliest pattern of every group."""
-        table_KM = patterns(self.kept, self.members).to(self.on.dense(shard).device)
-        return self.on.from_groups(shard, table_KM[self._logits(shard).argmax(dim=1)])
+        return self.on.from_groups(shard, self._pattern_KM[self._logits(shard).argmax(dim=1)])

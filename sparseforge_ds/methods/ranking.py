@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseforge_ds.curvature import RunningSums
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.mask.factored import shares, vanishes
+from sparseforge_ds.mask.factored import vanishes
 from sparseforge_ds.mask.importance import (
     MOMENTS,
     Curvature,
@@ -139,10 +139,11 @@ class Ranking:
             ForgeError: some matrix has no curvature to speak of.
         """
         on, sums = self.on, self.mean.whole()
+        home = on.layout.flats[0].device  # with optimizer offload the host: one copy for all matrices, not one each
         scoring = Scoring(on.matrices)
         if sums is not None:
-            scoring.factors = [shares(*sums.of(row)) for row in range(len(on.matrices.names))]
-        moments = on.matrices.table(MOMENTS).to(on.layout.flats[0].device)
+            scoring.factors = sums.factors(home)
+        moments = torch.zeros(len(on.matrices.names), MOMENTS, dtype=torch.float64, device=home)
         scoring.scaling = moments  # of the right shape, until it is known
         for piece in on.pieces():
             dense = on.dense(piece)
@@ -153,8 +154,7 @@ class Ranking:
         if scoring.by_magnitude:
             rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
             moments[rows] = magnitude_moments(moments[rows])
-        # With optimizer offload the shards are on the host: one copy for all matrices, not one each.
-        scoring.scaling = scalings(moments, on.config.curvature.damping).to(on.layout.flats[0].device)
+        scoring.scaling = scalings(moments, on.config.curvature.damping).to(home)
         return scoring
 
     def _elements(self, piece: Piece | Shard) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class ShardedWeights:
         ]
         self.load = ExpertLoad(self.matrices, {w.name: (*w.place, w.experts) for w in self.routed})
         self.health = Health(self.matrices, self.pattern)
+
+    def described(self) -> list[dict[str, Any]]:
+        """The prunable weights as a checkpoint has them: plain JSON types."""
+        return [{"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis} for w in self.weights.values()]
 
     def require_adam(self, method: str) -> None:
         """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses.
@@ -152,11 +156,14 @@ class ShardedWeights:
         curvature = self.of(piece, "curvature") if self.config.keeps_elements and not self.state.released else None
         self.health.add_update(self.weights[piece.name], piece, mask, target, curvature, self.correction(piece.name))
 
-    def add_moved(self, piece: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor) -> Tensor:
-        """Account for a piece's new mask; returns the packed bits of what is `kept`. See `Health.add_moved`."""
+    def add_moved(self, piece: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor) -> None:
+        """Account for a piece's new mask, and store what is `kept`. See `Health.add_moved`."""
         if self.config.keeps_elements:
             self.health.add_curvature(self.of(piece, "curvature"), self.correction(piece.name))
-        return self.health.add_moved(self.weights[piece.name], piece, mask, target, kept, disagrees)
+        bits = self.state.own_bytes(piece)
+        self.health.add_moved(self.weights[piece.name], piece, mask, target, kept, disagrees, bits)
+        if bits is None:
+            self.state.write_kept(piece, kept)
 
     @torch.no_grad()
     def account(self) -> None:

@@ -103,7 +103,6 @@ class SoftMask(MaskMethod):
                 mine["mask"].copy_(on.edges.own(piece, wide["mask"]))
             target, kept = on.edges.own(piece, target), on.edges.own(piece, kept)
             on.add_moved(piece, mine["mask"], target, kept, disagrees)
-            on.state.write_kept(piece, kept)
         return self.ranking.report() | on.load.metrics()
 
     @torch.no_grad()
@@ -114,7 +113,7 @@ class SoftMask(MaskMethod):
         for piece in on.pieces():
             kept = on.state.kept_of(piece)
             on.state.write_mask(piece, kept)
-            on.add_update(piece, kept.float(), kept)
+            on.add_update(piece, kept, kept)
         return self.ranking.report()
 
     @torch.no_grad()

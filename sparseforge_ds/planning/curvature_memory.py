@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from sparseforge_ds.mask.curvature import experts_at_once, fisher_sums, rademacher, rademacher_rows, token_fisher
+from sparseforge_ds.mask.curvature import add_fisher_sums, experts_at_once, rademacher, rademacher_rows, token_fisher
 from sparseforge_ds.mask.runs import PIECE
 from sparseforge_ds.planning.architecture import Architecture
 from sparseforge_ds.planning.live import Live
@@ -24,7 +24,8 @@ def heard(model: Architecture, settings: Settings) -> Kinds:
         outputs, inputs = reversed(shape[-2:]) if model.input_first else shape[-2:]
         grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
         input_TI = torch.empty(tokens, inputs, dtype=settings.dtype, device="meta")
-        most = max(most, measured(partial(fisher_sums, grad_TO, input_TI)))
+        sums = [torch.empty(size, dtype=torch.float64, device="meta") for size in (outputs, inputs)]
+        most = max(most, measured(partial(add_fisher_sums, grad_TO, input_TI, 1.0, *sums)))
     return {"row and column sums": 8 * model.rows_and_columns, "squares": most}
 
 

@@ -110,19 +110,21 @@ class Edges:
         """
         if not self.any_cut:
             return {}
-        device = self.layout.device
+        device, home = self.layout.device, self.layout.flats[0].device
         names = self.shards.keys() if names is None else names
         send, receive = (
             [[p for p in pieces if p.name in names] for pieces in plan] for plan in (self.send, self.receive)
         )
-        outgoing = [read(piece).to(device) for pieces in send for piece in pieces]
+        outgoing = [read(piece) for pieces in send for piece in pieces]
         send_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in send]
         receive_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in receive]
-        buffer = torch.cat(outgoing) if outgoing else torch.empty(0, device=device)
+        # With optimizer offload the shards are on the host: one copy there and one back.
+        buffer = torch.cat(outgoing).to(device) if outgoing else torch.empty(0, device=device)
         incoming = torch.empty(sum(receive_sizes), device=device)
         self.layout.all_to_all(incoming, buffer, receive_sizes, send_sizes)
+        incoming = incoming.to(home)
         missing = {
-            name: (torch.empty(self.prefix[name], device=device), torch.empty(self.suffix[name], device=device))
+            name: (torch.empty(self.prefix[name], device=home), torch.empty(self.suffix[name], device=home))
             for name in names
             if self.prefix[name] or self.suffix[name]
         }
@@ -149,9 +151,9 @@ class Edges:
         prefix, suffix = missing[shard.name]
         parts = [mine]
         if shard.start == whole.start and prefix.numel():
-            parts.insert(0, prefix.to(mine.device))
+            parts.insert(0, prefix)
         if shard.stop == whole.stop and suffix.numel():
-            parts.append(suffix.to(mine.device))
+            parts.append(suffix)
         return torch.cat(parts) if len(parts) > 1 else mine
 
     def widened(self, shard: Shard) -> Piece:

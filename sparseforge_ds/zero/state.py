@@ -84,8 +84,9 @@ class ShardState:
         flat = self.layout.flats[index].detach()
         state = {"dense": flat.to(torch.float32, copy=True)}
         state["mask"] = torch.zeros(flat.shape, dtype=self.mask_dtype, device=flat.device)
+        one = stored_as(torch.ones(()), self.mask_dtype).item()
         for shard in self._by_flat[index]:
-            shard.of(state["mask"]).copy_(stored_as(torch.ones((), device=flat.device), self.mask_dtype))
+            shard.of(state["mask"]).fill_(one)
         return state | {key: torch.zeros_like(state["dense"]) for key in self.keys if key not in state}
 
     def reset(self) -> None:
@@ -141,6 +142,12 @@ class ShardState:
             whole[head : head + shard.numel] = kept
             kept = whole
         touched.copy_(pack(kept))
+
+    def own_bytes(self, shard: Shard) -> Tensor | None:
+        """View of the packed `kept` of a shard or a piece of one, None where it shares a byte with others."""
+        if shard.offset % 8 or shard.numel % 8:
+            return None
+        return self.bits(shard.flat)[shard.offset // 8 : (shard.offset + shard.numel) // 8]
 
     def bits(self, index: int) -> Tensor:
         """Packed `kept` of a partition, which begins with nothing."""

@@ -8,6 +8,10 @@ from typing import Any
 ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "projection": 2}
 """Values that the host may wait for, by moment of a run. `start` chooses a first mask; `update` moves masks or reports
 on them; `first` and `ordinary` are steps that do neither."""
+OFFLOADED = {**ALLOWED, "attach": 3, "start": 20, "update": 4}
+"""With shards on the host, factors and scalings come down from the device as well, each in one copy."""
+EXCHANGE = "zero/edges.py:exchange (copy to the host)"
+"""What cut groups lack travels between devices: with shards on the host every exchange ends in one copy."""
 UPLOADS = {"first": 1, "ordinary": 0}
 """Copies from the host in a moment, with the states on the device: the host waits for these as well. The
 first step may be heard, and its numbers of tokens are one."""
@@ -110,24 +114,11 @@ CASES: dict[str, Case] = {
 }
 """By name; weights of two layers are under the mask unless `include` says otherwise."""
 
-_ON_HOST = "Edges.widen copies what cut groups lack to the host piece by piece, 3 times a soft step and 6 an update"
 EXCEEDS: dict[str, str] = {
-    **{
-        f"ours{what}offload": _ON_HOST
-        for what in (", ", ", bf16, ", ", elements, ", ", magnitude, ", ", hutchinson, weights, ")
-    },
-    "ours, offload, training": _ON_HOST,
+    "ours, elements, offload": "a refresh copies the squares of each layer and pass to the host, where their mean lies",
+    "cast, offload": "the fold copies the factors of every layer to the host, once in a run",
     "ours, fp16": "an update waits 3 times: besides, Probe.usable asks whether the passes overflowed",
-    "ours, hutchinson, weights": "an update waits 3 times: Hutchinson._radii, Ranking.scored and Health.report",
-    "maskllm, offload": _ON_HOST,
     "ours, fused experts, elements": "a bincount and 2 tolist (expert_fisher) for every layer and pass",
-    "sr_ste, offload": _ON_HOST,
-    "ast, offload": _ON_HOST,
-    "cast": "a step waits once: Cast.after_step asks for a number",
-    "cast, scaling": "a step waits once: Cast.after_step asks for a number",
-    "cast, offload": _ON_HOST,
-    "maskllm": "a step uploads 4 tables of the patterns of a group: sampling.logit_gradient, MaskLLM._sample",
-    "maskllm, wanda": "a step uploads 4 tables of the patterns of a group: sampling.logit_gradient, MaskLLM._sample",
 }
 """Where today's code waits more often than it may. Whoever mends it must take the entry out."""
 

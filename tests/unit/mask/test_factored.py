@@ -22,6 +22,11 @@ def sums_of(full_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return full_RC.double().sum(1), full_RC.double().sum(0)
 
 
+def factors(row_R: torch.Tensor, column_C: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    extents = torch.tensor([[len(row_R), len(column_C)]])
+    return shares(torch.cat([row_R, column_C]), extents).split(extents.view(-1).tolist())
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, R * C), max_size=4))
 def test_sums_of_any_split_add_up(cuts: list[int]) -> None:
@@ -38,8 +43,8 @@ def test_sums_of_any_split_add_up(cuts: list[int]) -> None:
 @given(st.integers(0, R * C), st.integers(0, R * C))
 def test_runs_are_those_of_the_whole(a: int, b: int) -> None:
     start, stop = min(a, b), max(a, b)
-    whole = rank_one(*shares(*sums_of(matrix())), 0, R * C)
-    assert torch.equal(rank_one(*shares(*sums_of(matrix())), start, stop), whole[start:stop])
+    whole = rank_one(*factors(*sums_of(matrix())), 0, R * C)
+    assert torch.equal(rank_one(*factors(*sums_of(matrix())), start, stop), whole[start:stop])
 
 
 def test_rank_one_is_the_literal_product() -> None:
@@ -47,16 +52,16 @@ def test_rank_one_is_the_literal_product() -> None:
         full = matrix(seed)
         assert (sums_of(full)[0] < 0).any() or (sums_of(full)[1] < 0).any() or seed
         expected = torch.tensor(scored_curvature(full.view(-1).tolist(), (R, C), BLOCK))
-        torch.testing.assert_close(rank_one(*shares(*sums_of(full)), 0, R * C), expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(rank_one(*factors(*sums_of(full)), 0, R * C), expected, rtol=1e-6, atol=1e-9)
 
 
 def test_a_product_stays_what_it_is() -> None:
     product = torch.outer(torch.rand(R) + 0.1, torch.rand(C) + 0.1)
-    torch.testing.assert_close(rank_one(*shares(*sums_of(product)), 0, R * C).view(R, C), product)
+    torch.testing.assert_close(rank_one(*factors(*sums_of(product)), 0, R * C).view(R, C), product)
 
 
 def test_nothing_positive_is_no_curvature() -> None:
-    assert rank_one(*shares(*sums_of(-matrix().abs())), 0, R * C).tolist() == [0.0] * (R * C)
+    assert rank_one(*factors(*sums_of(-matrix().abs())), 0, R * C).tolist() == [0.0] * (R * C)
 
 
 def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
@@ -66,6 +71,19 @@ def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
     for lost in (by_columns, by_columns.t().contiguous(), -matrix().abs()):
         row, column = sums_of(lost)
         assert vanishes(row, column)
-        assert not rank_one(*shares(row, column), 0, lost.numel()).any()
+        assert not rank_one(*factors(row, column), 0, lost.numel()).any()
     for kept in (matrix(), torch.zeros(R, C), torch.full((R, C), torch.nan), torch.full((R, C), -torch.inf)):
         assert not vanishes(*sums_of(kept))
+
+
+def test_matrices_that_lie_end_to_end_are_those_that_lie_alone() -> None:
+    """One of them nothing but negative sums, and one a billion times another."""
+    alone = [
+        sums_of(matrix()),
+        sums_of(-matrix().abs()),
+        sums_of(matrix(1)[:3] * 1e9),
+        sums_of(matrix(2)[:, :4] * 1e-9),
+    ]
+    extents = torch.tensor([[len(row), len(column)] for row, column in alone])
+    found = shares(torch.cat([part for pair in alone for part in pair]), extents)
+    assert torch.equal(found, torch.cat([part for pair in alone for part in factors(*pair)]))

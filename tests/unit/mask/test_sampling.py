@@ -40,7 +40,7 @@ def test_gradient_is_that_of_autograd() -> None:
     logit.requires_grad_()
     mixed = choice(logit, noise, 3.0, 0.7) @ patterns(2, 4).double()
     (expected,) = torch.autograd.grad((mixed * grad).sum(), logit)
-    found = logit_gradient(choice(logit, noise, 3.0, 0.7).detach().float(), grad.float(), 2, 3.0, 0.7)
+    found = logit_gradient(choice(logit, noise, 3.0, 0.7).detach().float(), grad.float(), patterns(2, 4), 3.0, 0.7)
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
 
 

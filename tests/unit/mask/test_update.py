@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,12 @@ from sparseforge_ds.mask import fusing
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.bits import count_bits, pack, unpack
 from sparseforge_ds.mask.codes import CODE, decode, stored_as, values_of
+from sparseforge_ds.mask.curvature import sum_squares, token_squares, weighted_squares
 from sparseforge_ds.mask.factored import shares
-from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_moments
+from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_moments, standardized_score
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
-from sparseforge_ds.mask.quench import masked_gradient, soft_step
-from sparseforge_ds.mask.update import Chosen, Tally, move_groups, tally
+from sparseforge_ds.mask.quench import masked_gradient, soft_publish, soft_step
+from sparseforge_ds.mask.update import Chosen, move_groups, tally
 from tests.reference import updated_mask
 
 DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0, phase="heating")
@@ -35,19 +37,21 @@ def problem(
     if ties:
         dense, mask, h = ((value * 3).floor() / 3 for value in (dense, mask, h))
     h_RC = h.view(shape).double()
-    curvature = {"none": None, "elements": h, "product": RankOne(*shares(h_RC.sum(1), h_RC.sum(0)), 0)}[kind]
+    factors = shares(torch.cat([h_RC.sum(1), h_RC.sum(0)]), torch.tensor([shape]))
+    curvature = {"none": None, "elements": h, "product": RankOne(*factors.split(shape), 0)}[kind]
     return dense - 0.5, stored_as(mask, dtype), curvature  # type: ignore[return-value]
 
 
 def update(
     shape: tuple[int, int], axis: int, pattern: Pattern, kind: str, dtype: torch.dtype, ties: bool, dials: Dials = DIALS
-) -> tuple[Tensor, Chosen, Tally, Tensor]:
-    """New mask, choices, tally and moments."""
+) -> tuple[Tensor, Chosen, list[Tensor], Tensor]:
+    """New mask, choices, the bits and sums of a tally, and moments."""
     dense, mask, curvature = problem(shape, kind, dtype, ties)
     scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
     chosen = move_groups(dense, mask, curvature, scaling, dials, pattern, shape, axis)
-    before = pack(chosen.kept)
-    return mask, chosen, tally(mask, chosen.target, chosen.kept, before), score_moments(dense, curvature)
+    found = tally(mask, chosen.target, chosen.kept, pack(chosen.kept))
+    assert found.kept is not None
+    return mask, chosen, [found.target, found.kept, torch.stack(found.sums)], score_moments(dense, curvature)
 
 
 LITERAL = [
@@ -88,9 +92,9 @@ def test_an_update_is_the_literal_loop(
     assert chosen.disagrees.numel() == len(index_GM) and torch.equal(chosen.disagrees.flatten(), disagrees)
     m = values_of(mask).double()
     sums = [(m * (1 - m)).sum(), m.sum(), (chosen.target != chosen.kept).sum().double()]
-    torch.testing.assert_close(found.sums, torch.stack(sums), rtol=1e-12, atol=1e-12)
-    assert torch.equal(unpack(found.target, mask.numel()), chosen.target)
-    assert torch.equal(unpack(found.kept, mask.numel()), chosen.kept)
+    torch.testing.assert_close(found[2], torch.stack(sums), rtol=1e-12, atol=1e-12)
+    assert torch.equal(unpack(found[0], mask.numel()), chosen.target)
+    assert torch.equal(unpack(found[1], mask.numel()), chosen.kept)
 
 
 def test_ends_of_the_schedule_are_exact() -> None:
@@ -125,7 +129,7 @@ def test_an_update_in_runs_is_one_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert all(
             torch.equal(a, b) for a, b in zip((*whole[1], *whole[2][:2]), (*pieces[1], *pieces[2][:2]), strict=True)
         )
-        torch.testing.assert_close(pieces[2].sums, whole[2].sums, rtol=1e-12, atol=0)
+        torch.testing.assert_close(pieces[2][2], whole[2][2], rtol=1e-12, atol=0)
         torch.testing.assert_close(pieces[3], whole[3], rtol=1e-12, atol=0)
 
 
@@ -189,7 +193,7 @@ def test_compiled_is_step_by_step() -> None:
             assert torch.equal(one[0], plain[0]), (shape, pattern, kind)
             for a, b in zip((*one[1], *one[2][:2]), (*plain[1], *plain[2][:2]), strict=True):
                 assert torch.equal(a, b), (shape, pattern, kind)
-            torch.testing.assert_close(one[2].sums, plain[2].sums, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(one[2][2], plain[2][2], rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(one[3], plain[3], rtol=1e-12, atol=0)
     assert graphs[0] == graphs[3], "another size or rate made another graph"
     for arguments in ((1003, CODE, torch.float32), (64, CODE, torch.float32), (333, torch.float32, torch.bfloat16)):
@@ -198,20 +202,36 @@ def test_compiled_is_step_by_step() -> None:
             with fusing.compiled(True):
                 one_step = step_of(*arguments, 0.7, 0.6, aliased)
             assert all(torch.equal(a, b) for a, b in zip(one_step, plain_step, strict=True))
+
+
+def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
+    """A device's cost is counted by `KERNELS`, which are what the compiler makes of every fused function."""
     dense, mask, curvature = problem((16, 24), "product", CODE, ties=False, seed=3)
+    assert isinstance(curvature, RankOne)
     scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    bits, given = pack(mask.int() > 0), torch.randn(12, 24, dtype=torch.bfloat16)
+    functions: dict[str, Callable[[], object]] = {
+        "move_mask": lambda: move_groups(dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1),
+        "sum_moments": lambda: score_moments(dense, curvature),
+        "score_run": lambda: standardized_score(dense, curvature, scaling),
+        "tally": lambda: tally(mask, dense > 0, dense > 0, bits),
+        "soft_step": lambda: soft_step(dense, dense.clone(), mask, bits, 0.7, 0.6, torch.empty_like(dense)),
+        "soft_publish": lambda: soft_publish(dense, mask, bits, 0.6, torch.empty_like(dense)),
+        "masked_gradient": lambda: masked_gradient(dense.clone(), bits),
+        "token_squares": lambda: token_squares(given),
+        "sum_squares": lambda: sum_squares(given, torch.rand(12)),
+        "weighted_squares": lambda: weighted_squares(given, torch.rand(12)),
+    }
+    assert functions.keys() == fusing.KERNELS.keys()
     torch._dynamo.reset()
     torch._inductor.codecache.FxGraphCache.clear()
+    made = {}
     with fusing.compiled(True):
-        metrics.reset()
-        move_groups(dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1)
-        assert metrics.generated_kernel_count == 1
-        metrics.reset()
-        score_moments(dense, curvature)
-        assert metrics.generated_kernel_count == 1
-        metrics.reset()
-        soft_step(dense, dense.clone(), mask, pack(mask.int() > 0), 0.7, 0.6, torch.empty_like(dense))
-        assert metrics.generated_kernel_count == 1
+        for name, call in functions.items():
+            metrics.reset()
+            call()
+            made[name] = metrics.generated_kernel_count
+    assert made == fusing.KERNELS
 
 
 def test_codes_are_rounded_once_at_the_end_of_an_update() -> None:

@@ -1,0 +1,43 @@
+"""Histograms of masks and curvatures, for TensorBoard."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
+
+CURVATURE_DECADES = (-20.0, 5.0)
+"""Range of the curvature histograms, in log10 of |H|."""
+
+
+def histograms(on: ShardedWeights, ranking: Ranking, bins: int) -> dict[str, tuple[list[int], list[float]]]:
+    """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
+    table = torch.zeros(len(on.shards), 2 * bins, dtype=torch.float64, device=on.layout.device)
+    row_of = {name: row for row, name in enumerate(on.shards)}
+    for piece, curvature in ranking.curvatures():
+        corrected = None if curvature is None else curvature / on.correction(piece.name)
+        of_piece = histogram_counts(on.state.mask(piece), corrected, bins)
+        table[row_of[piece.name]] += of_piece.to(table.device)
+    counts = on.matrices.reduce(table).long().tolist()
+    low, high = CURVATURE_DECADES
+    mask_edges = [i / bins for i in range(bins + 1)]
+    curvature_edges = [low + (high - low) * i / bins for i in range(bins + 1)]
+    result = {}
+    for name, row_counts in zip(on.shards, counts, strict=True):
+        result[f"mask/{name}"] = (row_counts[:bins], mask_edges)
+        if ranking.measures:
+            result[f"curvature_log10/{name}"] = (row_counts[bins:], curvature_edges)
+    return result
+
+
+def histogram_counts(mask: Tensor, curvature: Tensor | None, bins: int) -> Tensor:
+    """(2 * bins,) fp64 counts of one shard: its mask over [0, 1], and log10 |H| over CURVATURE_DECADES."""
+    counts = torch.zeros(2 * bins, dtype=torch.float64, device=mask.device)
+    counts[:bins] = torch.histc(mask, bins, 0.0, 1.0)
+    if curvature is not None:
+        low, high = CURVATURE_DECADES
+        decades = curvature.abs().clamp(min=10.0**low).log10().clamp(low, high)
+        counts[bins:] = torch.histc(decades, bins, low, high)
+    return counts
