@@ -559,3 +559,9 @@ def _signs_of_outputs(key: int, first: int, tokens: int, outputs: int) -> Tensor
         for o in range(outputs):
             sign[t, o] = 1.0 if row[o // 64] >> (o % 64) & 1 else -1.0
     return sign
+
+
+def branch_start(removed_OI: Tensor, k: int) -> Tensor:
+    """(out, in) what a mask removes -> (out, in / k) B that stands in for it: its mean over each run of k inputs."""
+    outputs, inputs = removed_OI.shape
+    return removed_OI.reshape(outputs, inputs // k, k).mean(-1)

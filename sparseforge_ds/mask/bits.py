@@ -67,14 +67,6 @@ def bits_of(packed: Tensor, count: int) -> Tensor:
     return ((packed[:, None] >> shift) & 1).view(-1)[:count] > 0
 
 
-def count_bits(packed: Tensor) -> Tensor:
-    """() fp64: bits that are set."""
-    total = torch.zeros((), dtype=torch.float64, device=packed.device)
-    for run in runs(packed):
-        total += set_bits(packed[run]).sum(dtype=torch.float64)
-    return total
-
-
 def set_bits(packed: Tensor) -> Tensor:
     """(...) uint8 -> (...) uint8: bits that are set in each byte, 0 to 8."""
     # Pairs, nibbles and bytes of bits are added inside their byte.

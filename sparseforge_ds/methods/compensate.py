@@ -27,6 +27,14 @@ from sparseforge_ds.zero.shard import Layout, Shard
 def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
     """Set the master of every B to the mean of the weights that the mask removes over each run of inputs. Collective.
 
+    With R the removed part, the branch's error is R x - B P x, and (B P)_oi = B_oj for every input i of run j. Let the
+    inputs have variance s^2, correlation c >= 0 inside a run and none between runs. Then, with d_oi = R_oi - B_oj,
+
+        E |R x - B P x|^2 = s^2 * sum over o, j of ( (1 - c) * sum_i d_oi^2 + c * (sum_i d_oi)^2 )
+
+    and both sums are least where sum_i d_oi = 0: B_oj = mean_i R_oi, whatever c is. At c = 1 (equal inputs in a run)
+    the error is then exactly zero.
+
     W and B are sharded differently, so each B is summed whole, one at a time: 1/k of its weight on the wire, once in a
     run. `Layout.push` afterwards makes it visible.
     """

@@ -34,19 +34,6 @@ from sparseforge_ds.model.rules import (
 )
 from sparseforge_ds.model.uncovered import Uncovered
 
-__all__ = [
-    "FAMILIES",
-    "LOW_RANK",
-    "Coverage",
-    "Family",
-    "PrunableWeight",
-    "coverage",
-    "full_shape",
-    "prunable_names",
-    "prunable_weights",
-    "uncovered_weights",
-]
-
 
 @dataclass(frozen=True)
 class PrunableWeight:

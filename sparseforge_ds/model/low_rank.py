@@ -4,7 +4,7 @@
 
 P is a fixed sum over runs of `k` neighbouring inputs: no parameters and no matmul, a reshape and a sum. B, of shape
 (out, in / k), is learned. It is zero and switched off until the forge starts it (`compensate`): before the first step
-from a shift of the weights, or as published by the rule of `low_rank_start` from what a mask removes.
+from a shift of the weights, or as published from what a mask removes (`methods.compensate`).
 
 The layers here reuse the weight and bias `Parameter` objects of the layers they replace: parameter names, ZeRO-3
 partitions and masks do not notice. Shape suffixes: O outputs, I inputs, K runs of inputs.
@@ -131,30 +131,6 @@ def branches(model: nn.Module) -> dict[str, Branch]:
         for name, module in model.named_modules()
         if isinstance(module, (LowRankLinear, LowRankConv1D))
     }
-
-
-def low_rank_start(removed_OI: Tensor, k: int) -> Tensor:
-    """B that best stands in for what the mask removes: its mean over each run of `k` inputs.
-
-    With R the removed part, the branch's error is R x - B P x, and (B P)_oi = B_oj for every input i of run j. Let the
-    inputs have variance s^2, correlation c >= 0 inside a run and none between runs. Then, with d_oi = R_oi - B_oj,
-
-        E |R x - B P x|^2 = s^2 * sum over o, j of ( (1 - c) * sum_i d_oi^2 + c * (sum_i d_oi)^2 )
-
-    and both sums are least where sum_i d_oi = 0: B_oj = mean_i R_oi, whatever c is. At c = 1 (equal inputs in a run)
-    the error is then exactly zero.
-
-    Args:
-        removed_OI: (out, in), (1 - m_eff) * W; transpose a Conv1D's weight first.
-        k: length of a run, a divisor of the inputs.
-
-    Returns:
-        (out, in / k), in the dtype of `removed_OI`.
-    """
-    outputs, inputs = removed_OI.shape
-    if inputs % k:
-        raise ValueError(f"low_rank.k = {k} does not divide the {inputs} inputs; choose a divisor of {inputs}")
-    return removed_OI.reshape(outputs, inputs // k, k).mean(-1)
 
 
 def low_rank_share(model: nn.Module, weights: Iterable[PrunableWeight]) -> tuple[float, float]:

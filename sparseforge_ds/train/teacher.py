@@ -17,7 +17,6 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.distill import same_vocabulary
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
@@ -90,10 +89,6 @@ class Teacher:
             except ValueError as error:
                 raise ValueError(f"teacher {path}: cannot be loaded ({reason(error)})") from None
         return cls(model, config, ds_config)
-
-    def check_student(self, student: PreTrainedModel) -> None:
-        """Raise a ValueError now, rather than at the first loss, if `student` has another vocabulary."""
-        same_vocabulary(int(student.config.get_text_config().vocab_size), self.vocabulary)
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

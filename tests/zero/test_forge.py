@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import sparseforge_ds as sf
-from sparseforge_ds.model.low_rank import branches, low_rank_start
+from sparseforge_ds.model.low_rank import branches
 from tests.distributed import run_distributed
-from tests.reference import groups_of, kept_of
+from tests.reference import branch_start, groups_of, kept_of
 from tests.zero.case import (
     MODELS,
     Case,
@@ -323,7 +323,7 @@ def switch_on(case: Case) -> list[str]:
                 removed = dense[weight.name].view(weight.shape) - weights[weight.name].float()
                 if weight.input_axis == -2:
                     removed = removed.t()
-                expected = low_rank_start(removed, case.sparseforge.low_rank.k)
+                expected = branch_start(removed, case.sparseforge.low_rank.k)
                 low_rank = layers[weight.name].low_rank_b
                 with deepspeed.zero.GatheredParameters([low_rank]):
                     close = torch.allclose(low_rank.float(), expected, atol=1e-6 if case.dtype == "fp32" else 2e-3)

@@ -99,7 +99,6 @@ def _distil(stage: int, config: DistillationConfig, folder: Path, dtype: dict[st
     teacher = Teacher.from_pretrained(folder / "teacher", config, ds_config)
     assert is_deepspeed_zero3_enabled() == (stage == 3), "loading the teacher changed how the next model loads"
     del alive
-    teacher.check_student(student)
     engine, *_ = deepspeed.initialize(model=student, model_parameters=student.parameters(), config=ds_config)
     losses = []
     for step in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseforge_ds.mask.bits import count_bits, pack, unpack
+from sparseforge_ds.mask.bits import pack, set_bits, unpack
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 13, 300_001])
@@ -16,7 +16,7 @@ def test_bits_are_packed_counted_and_unpacked(count: int) -> None:
     one_by_one = [int(packed[i // 8]) >> i % 8 & 1 for i in range(min(count, 1000))]
     assert one_by_one == bits[:1000].int().tolist()
     assert torch.equal(unpack(packed, count), bits)
-    assert count_bits(packed).item() == bits.sum().item()
+    assert set_bits(packed).sum().item() == bits.sum().item()
 
 
 def test_the_rest_of_the_last_byte_is_empty() -> None:

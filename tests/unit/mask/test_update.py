@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from sparseforge_ds.mask import fusing
 from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.mask.bits import count_bits, pack, unpack
+from sparseforge_ds.mask.bits import pack, unpack
 from sparseforge_ds.mask.codes import CODE, decode, stored_as, values_of
 from sparseforge_ds.mask.curvature import sum_squares, token_squares, weighted_squares
 from sparseforge_ds.mask.factored import shares
@@ -239,4 +239,4 @@ def test_codes_are_rounded_once_at_the_end_of_an_update() -> None:
     _, old, _ = problem((12, 40), "product", torch.float32, False)
     coded = update((12, 40), -1, NM(2, 4), "product", CODE, False)[0]
     assert coded.dtype == CODE and (decode(coded) - exact).abs().max() <= 1 / 65535
-    assert count_bits(pack(decode(coded) > 0.5)) > 0 and old.dtype == torch.float32
+    assert (decode(coded) > 0.5).any() and old.dtype == torch.float32
