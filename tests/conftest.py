@@ -1,4 +1,4 @@
-"""What every test shares: real assets, deterministic seeds, and the `gpu` marker."""
+"""What every test shares: real assets, deterministic seeds, and the `gpu` and `fast` markers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+FAST = ("mask", "config", "curvature", "checkpoint", "model", "data", "test_imports.py")
+"""What of tests/unit has the `fast` marker; single tests elsewhere have it at their definition."""
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no failure
@@ -23,8 +25,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Mark what is fast, and skip what needs a GPU where there is none."""
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").parts[:2] in [("unit", name) for name in FAST]:
+            item.add_marker("fast")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -11,6 +11,7 @@ Results and arguments travel through files. A failure on any rank ends all of th
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import multiprocessing
@@ -34,6 +35,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 1200.0
+"""Seconds that a test waits for what comes in seconds: they end what would hang, and fail no slow machine."""
 _EXIT_FAILED = 17
 
 
@@ -45,7 +48,7 @@ def run_distributed(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 240,
+    timeout: float = PATIENCE,
     device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -80,7 +83,7 @@ def run_distributed(
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         processes: list[BaseProcess] = []
         try:
@@ -232,7 +235,7 @@ def _stack(process: BaseProcess, folder: Path, rank: int) -> str:
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, signal.SIGUSR1)
     path = folder / f"{rank}.stack"
-    for _ in range(20):
+    for _ in range(200):
         if path.exists() and path.stat().st_size:
             break
         time.sleep(0.05)
@@ -255,7 +258,10 @@ def _echo(folder: Path, rank: int) -> None:
         print(f"--- output of rank {rank} ---\n{text}", end="" if text.endswith("\n") else "\n")
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free, and that the kernel gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

@@ -28,6 +28,9 @@ from transformers import (  # noqa: F401
     Qwen3ForCausalLM,
 )
 
+import sparseforge_ds.train.run  # noqa: F401
+import tests.zero.case  # noqa: F401
+
 torch.set_num_threads(1)
 
 # On a CPU, DeepSpeed would compile and load its shared-memory op in every rank. Only inference_all_reduce uses it, and

@@ -67,7 +67,7 @@ class Inputs:
         return ["--deepspeed", str(path), *(f"--{name}={value}" for name, value in self.flags.items()), *switches]
 
     def train(self, *switches: str, ranks: int = 2) -> list[tuple[int, str]]:
-        return run_distributed(_main, ranks, self.command_line(*switches), timeout=180)
+        return run_distributed(_main, ranks, self.command_line(*switches))
 
     def refused(self, *switches: str, ranks: int = 2) -> str:
         """The one message of a run that ends with code 1 everywhere."""
@@ -228,7 +228,7 @@ def test_what_a_flag_or_the_json_shows_is_said_before_the_ranks_meet(inputs):
         (_with(inputs, "negative", train_batch_size=-8), ["train_batch_size = -8 is not valid"]),
         (_with(inputs, "micro", train_micro_batch_size_per_gpu=3), ["train_batch_size = 8", "use 6 or 12"]),
     ]
-    first, second = run_distributed(_mains, 2, [line for line, _ in cases], timeout=180)
+    first, second = run_distributed(_mains, 2, [line for line, _ in cases])
     for (line, words), (code, said) in zip(cases, first, strict=True):
         assert code == 1 and said.startswith("error: ") and said.count("\n") == 1, (line, said)
         assert [word for word in words if word not in said] == [], said
@@ -401,6 +401,6 @@ def test_a_full_disk(inputs):
     from tests.distributed import RankFailure
 
     with pytest.raises(RankFailure, match="exit code 1"):
-        run_distributed(_main, 2, inputs.command_line(), largest_file=20_000, timeout=180)
+        run_distributed(_main, 2, inputs.command_line(), largest_file=20_000)
     assert not (inputs.run / "checkpoints" / "latest").exists()
     assert not list((inputs.run / "checkpoints").glob("step_*"))

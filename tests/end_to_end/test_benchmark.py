@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +11,15 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed import PATIENCE, ROOT, free_port
+
 TINY = ["--hidden=64", "--layers=1", "--seq=8", "--vocabulary=64", "--accumulation=2", "--update_every=2", "--steps=4"]
 
 
 def measure(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     """Run the command on two ranks of this machine's processors; (what it printed, what it wrote)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [str(launcher), "--num_gpus", "2", "--master_port", str(port), "benchmarks/step_cost.py"]
+    command = [str(launcher), "--num_gpus", "2", "--master_port", str(free_port()), "benchmarks/step_cost.py"]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -35,7 +32,7 @@ def measure(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, json.loads((folder / "cost.json").read_text())

@@ -16,7 +16,7 @@ import torch
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.mask.codes import values_of
-from tests.distributed import ROOT, run_distributed
+from tests.distributed import PATIENCE, ROOT, run_distributed
 from tests.fuzz.inputs import RUNS, train_all, write_model_and_text
 
 COMMANDS = {"module": [sys.executable, "-m", "sparseforge_ds"]}
@@ -42,7 +42,7 @@ def damaged(run_folder: Path, tmp_path: Path) -> Path:
 
 def call(*arguments: str | Path, command: str = "module", **kwargs: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # type: ignore[call-overload,no-any-return]
-        [*COMMANDS[command], *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120, **kwargs
+        [*COMMANDS[command], *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, **kwargs
     )
 
 
@@ -164,7 +164,7 @@ def test_a_reader_that_has_seen_enough(run_folder: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=PATIENCE) == 141
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, heard = process.communicate(timeout=60)
+    _, heard = process.communicate(timeout=PATIENCE)
     assert (process.returncode, heard) == (130, "error: interrupted\n")
 
 

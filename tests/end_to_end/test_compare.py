@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from tests.distributed import ROOT
+from tests.distributed import PATIENCE, ROOT
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.unit.compare.test_figures import distinct_colours
 
@@ -73,7 +73,7 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
 def kill_in_the_middle(config: Path, out: Path) -> tuple[str, str]:
     """Start it, and kill -9 it when one run is done and the next is at work; the names of both."""
     process = subprocess.Popen(command(config, out, 1), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    until = time.monotonic() + 200
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         assert process.poll() is None, process.stdout.read().decode() if process.stdout else ""
         known = records(out) if out.exists() else {}
@@ -94,7 +94,7 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     done, unfinished = kill_in_the_middle(config, out)
     before = (out / "runs" / f"{done}.log").stat().st_mtime_ns, (out / "records" / f"{done}.json").read_text()
 
-    finished = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert finished.returncode == 0, finished.stderr
     after = json.loads((out / "records" / f"{done}.json").read_text())
     assert (out / "runs" / f"{done}.log").stat().st_mtime_ns == before[0], "a finished run is not made again"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed import PATIENCE, ROOT
 
 
 @pytest.mark.parametrize("cache", ["warm", "cold"])
@@ -23,7 +23,7 @@ def test_every_number_is_there(tmp_path: Path, cache: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads((tmp_path / "report.json").read_text())

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks.curvature import main
+from tests.distributed import PATIENCE, ROOT
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import tiny_llama
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE = ["--seq=16", "--batch=2", "--batches=2", "--heldout_windows=4", "--reference_probes=40", "--refreshes=2"]
 
 
@@ -31,7 +31,7 @@ def study(folder: Path, *only: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
 
 

@@ -9,7 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed import PATIENCE, ROOT
+
 PIP = [sys.executable, "-m", "pip"]
 
 
@@ -24,7 +25,7 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     expected = {str(path.relative_to(source)) for path in (source / "sparseforge_ds").rglob("*") if path.is_file()}
     expected |= {f"sparseforge_ds/ds_configs/{path.name}" for path in (ROOT / "ds_configs").iterdir()}
 
-    subprocess.run([*PIP, "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)], check=True, timeout=300)
+    subprocess.run([*PIP, "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)], check=True, timeout=PATIENCE)
 
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -39,7 +40,7 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert trained.returncode == 0, trained.stderr
     assert "ZeRO-3" in trained.stdout

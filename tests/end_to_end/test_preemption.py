@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,17 +17,11 @@ import psutil
 import pytest
 from torch.utils.cpp_extension import get_default_build_root
 
-from tests.distributed import ROOT
+from tests.distributed import PATIENCE, ROOT, free_port
 from tests.end_to_end.test_train import differences, flags_of, states, train
 from tests.tiny_folders import deepspeed_json, write_text
 
 STEPS = 400
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 BIN = Path(sys.executable).parent
@@ -36,11 +29,11 @@ ALONE = [sys.executable, "-m", "sparseforge_ds", "train"]
 
 
 def deepspeed() -> list[str]:
-    return [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", free_port(), "launch/train.py"]
+    return [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()), "launch/train.py"]
 
 
 def torchrun() -> list[str]:
-    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", free_port()]
+    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())]
     return [*command, "-m", "sparseforge_ds.train"]
 
 
@@ -100,7 +93,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def until(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
     """Wait for something that a process does."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
@@ -151,8 +144,8 @@ def stopped(
         ranks = descendants(process.pid)
         send(process)
         rest = process.stdout.read()
-        code = process.wait(timeout=60)
-        gone, alive = psutil.wait_procs(ranks, timeout=60)
+        code = process.wait(timeout=PATIENCE)
+        gone, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
         assert not alive, "no rank trains on"
         (line,) = [line for line in rest.splitlines() if line.startswith("stopped by ")]
         assert line.endswith("; continue with --resume")
@@ -212,7 +205,7 @@ def test_ctrl_c_while_the_program_is_read_is_quiet(tmp_path):
         ctrl_c(process)
         assert process.stdout is not None
         assert "Traceback" not in process.stdout.read()
-        assert process.wait(timeout=60) in (-signal.SIGINT, 130)  # shells say 130 of both
+        assert process.wait(timeout=PATIENCE) in (-signal.SIGINT, 130)  # shells say 130 of both
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -227,8 +220,8 @@ def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_pa
         launcher, ranks = family(process)
         until(process, lambda: all(ready(each.pid) for each in ranks))
         process.terminate()
-        assert process.wait(timeout=60) == -signal.SIGTERM
-        _, alive = psutil.wait_procs([launcher, *ranks], timeout=100)
+        assert process.wait(timeout=PATIENCE) == -signal.SIGTERM
+        _, alive = psutil.wait_procs([launcher, *ranks], timeout=PATIENCE)
         assert not alive
         assert process.stdout is not None
         rest = process.stdout.read()
@@ -250,7 +243,7 @@ def test_a_start_removes_the_lock_of_a_compiler_that_was_killed(tmp_path):
     with launched(deepspeed(), *flags, TORCH_EXTENSIONS_DIR=str(own)) as process:
         assert process.stdout is not None
         output = process.stdout.read()
-        assert process.wait(timeout=60) == 0, output
+        assert process.wait(timeout=PATIENCE) == 0, output
     assert (
         output.count("set-up: removed") == 1 and f"removed {folder}/lock, left by a process that was killed" in output
     )
@@ -277,7 +270,7 @@ def test_before_training_a_rank_ends_at_once(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "launch/train.py", *flags],
         cwd=ROOT,
-        env={**os.environ, **environment, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
     )
     try:
         while not listens(process.pid):
@@ -286,8 +279,8 @@ def test_before_training_a_rank_ends_at_once(tmp_path):
         time.sleep(3)
         began = time.monotonic()
         process.terminate()
-        assert process.wait(timeout=60) == 143
-        assert time.monotonic() - began < 15
+        assert process.wait(timeout=PATIENCE) == 143
+        assert time.monotonic() - began < 150  # the other rank would be waited for half an hour
     finally:
         process.kill()
     assert not (tmp_path / "run" / "checkpoints").exists()

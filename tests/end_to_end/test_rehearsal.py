@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import rehearsal, rehearsal_model
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed import PATIENCE, ROOT
 
 
 def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +25,7 @@ def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
 
 

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distributed import PATIENCE, ROOT
 from tests.planted_code import YES, plant_model
 from tests.tiny_folders import write_model, write_text
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_yes_runs_no_planted_code(tmp_path: Path) -> None:
@@ -36,7 +35,7 @@ def test_yes_runs_no_planted_code(tmp_path: Path) -> None:
         for command in commands
     ]
     for process in started:
-        told, _ = process.communicate(YES, timeout=300)
+        told, _ = process.communicate(YES, timeout=PATIENCE)
         assert process.returncode in (1, 2), told
         assert "needs Python code of its own (auto_map" in told and "custom code? [y/N]" not in told, told
     assert not mark.exists()

@@ -42,7 +42,7 @@ def main_on_small_chunks(command_line, dies_at):
 
 
 def train(*flags, dies_at=None, exit_code=0):
-    assert run_distributed(main_on_small_chunks, 2, list(flags), dies_at, timeout=300) == [exit_code] * 2
+    assert run_distributed(main_on_small_chunks, 2, list(flags), dies_at) == [exit_code] * 2
 
 
 def write_texts(folder):

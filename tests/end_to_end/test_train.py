@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,26 +15,24 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.distributed import run_distributed
+from tests.distributed import PATIENCE, free_port, run_distributed
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "ds_configs"
 
 
-def launch(*flags: str, ranks: int = 2, timeout: float = 420) -> subprocess.CompletedProcess[str]:
+def launch(*flags: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """`deepspeed --num_gpus RANKS launch/train.py FLAGS`, as a user types it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(port)]
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(ranks)]
+    command += ["--master_port", str(free_port())]
     return subprocess.run(
         [*command, "launch/train.py", *flags],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=PATIENCE,
     )
 
 
@@ -47,7 +44,7 @@ def _main(command_line: list[str]) -> int:
 
 def train(*flags: str, ranks: int = 2) -> None:
     """The same without the launcher's seconds."""
-    assert run_distributed(_main, ranks, list(flags), timeout=300) == [0] * ranks
+    assert run_distributed(_main, ranks, list(flags)) == [0] * ranks
 
 
 def flags_of(folder: Path, content: dict[str, Any], **more: Any) -> list[str]:
@@ -121,7 +118,7 @@ def test_the_shipped_command(tmp_path):
 
 def test_an_error_ends_the_launcher(tmp_path):
     """Real processes: a non-zero exit code and one message."""
-    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--model", str(tmp_path / "none"), timeout=240)
+    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--model", str(tmp_path / "none"))
     assert outcome.returncode != 0
     assert outcome.stderr.count("error: --model") == 1
     assert "Traceback" not in outcome.stderr

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_cuda import shim
+from tests.distributed import PATIENCE, ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +33,11 @@ def counted(folder: Path) -> tuple[dict[str, Any], str]:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     command = [sys.executable, "benchmarks/device_cost.py", "--model", str(folder), "--ranks", "4", "--tokens", "64"]
     done = subprocess.run(
-        [*command, "--json", str(folder / "counts.json")], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
+        [*command, "--json", str(folder / "counts.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "counts.json").read_text(encoding="utf-8")), done.stdout

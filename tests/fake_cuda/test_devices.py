@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.fake_cuda import shim
+from tests.distributed import PATIENCE, ROOT
 from tests.fake_cuda.cases import ALLOWED, CASES, EXCEEDS, EXCHANGE, FAULTS, OFFLOADED, UPLOADS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PROCESSES = 2
 
 pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(shim.missing_compiler()))
@@ -31,7 +30,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     workers = [
         subprocess.Popen(
             [*command, str(number), str(PROCESSES), str(output)],
-            cwd=REPOSITORY,
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -40,7 +39,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     try:
         for worker in workers:
-            _, errors = worker.communicate(timeout=1200)
+            _, errors = worker.communicate(timeout=PATIENCE)
             if worker.returncode:
                 raise RuntimeError(f"a worker failed:\n{errors[-4000:]}")
     finally:

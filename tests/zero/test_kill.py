@@ -118,13 +118,13 @@ class Killed:
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(distributed._free_port()),
+            "MASTER_PORT": str(distributed.free_port()),
         }
         target = (train_and_save.__module__, train_and_save.__qualname__)
         processes = [
             context.Process(
                 target=distributed._rank_main,
-                args=(rank, environment, "cpu", target, 60, folder / "ranks"),
+                args=(rank, environment, "cpu", target, distributed.PATIENCE, folder / "ranks"),
                 daemon=True,
             )
             for rank in range(2)
@@ -135,7 +135,7 @@ class Killed:
             moment(folder)
             for victim in victims:
                 os.kill(processes[victim].pid, signal.SIGKILL)
-            wait([processes[victim].sentinel for victim in victims], timeout=10)
+            wait([processes[victim].sentinel for victim in victims], timeout=distributed.PATIENCE)
             time.sleep(0.05)  # what a survivor still does must do no harm
         finally:
             distributed._kill(processes)
@@ -148,7 +148,7 @@ def events(folder: Path) -> list[tuple[float, str]]:
 
 
 def wait_for(folder: Path, line: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + distributed.PATIENCE
     while not any(event == line for _, event in events(folder)):
         assert time.monotonic() < deadline, f"no {line!r} in {events(folder)}"
         time.sleep(0.001)

@@ -97,7 +97,7 @@ def groups_of_all() -> list[str]:
 
 
 def test_every_optimizer_has_its_layout_and_all_tensors_move_on_one_communicator() -> None:
-    assert run_distributed(groups_of_all, 2, timeout=900) == [[], []]  # the first start compiles FusedAdam
+    assert run_distributed(groups_of_all, 2) == [[], []]
 
 
 class Asynchronous:

@@ -42,7 +42,7 @@ def train_all() -> dict[str, Any]:
 
 
 def test_masks_and_weights_are_those_of_torch_adamw() -> None:
-    for name, (own, torch_adam) in run_distributed(train_all, 2, timeout=900)[0].items():
+    for name, (own, torch_adam) in run_distributed(train_all, 2)[0].items():
         assert own[0] == PAIRS[name][0] and torch_adam[0] == "AdamW"
         for weight, mask in torch_adam[1].items():
             assert set(own[1][weight].unique().tolist()) == {0.0, 1.0}, (name, weight)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import parse_arguments
-
-ROOT = Path(__file__).parents[3]
+from tests.distributed import PATIENCE, ROOT
 
 PINNED = {
     "deepspeed": dataclasses.MISSING,
@@ -190,7 +188,7 @@ def test_a_wrong_command_line_is_one_line(line, message, capsys):
 
 def test_help_reads_well():
     run = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "train.py"), "--help"], capture_output=True, text=True, timeout=120
+        [sys.executable, str(ROOT / "launch" / "train.py"), "--help"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert run.returncode == 0, run.stderr
     for name in set(PINNED) - {"local_rank"}:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.distributed import PATIENCE, ROOT
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def _source(checkout: Path, **environment: str) -> subprocess.CompletedProcess[s
         env={**inherited, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

@@ -14,8 +14,8 @@ import pytest
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.train.run import main
+from tests.distributed import PATIENCE, ROOT
 
-ROOT = Path(__file__).parents[3]
 LAUNCH = ROOT / "launch"
 
 RECIPES = {
@@ -58,7 +58,7 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             env={**clean, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         ran = commands.read_text().splitlines() if commands.exists() else []
         return done.returncode, [entry.rstrip("\0").split("\0") for entry in ran], done.stderr

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from sparseforge_ds.train.preemption import Preemption, Stopped
+from tests.distributed import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +71,11 @@ with Preemption():
         Path(sys.argv[1]).unlink()
 """
 # What holds the interpreter's main thread in C, where no handler of Python's runs until it is done.
-STUCK = "import ctypes; libc = ctypes.CDLL(None); [libc.sleep(60) for _ in range(2)]"
+STUCK = "import ctypes; libc = ctypes.CDLL(None); [libc.sleep(600) for _ in range(2)]"
 
 
 @SIGNALS
-@pytest.mark.parametrize(("wait", "cleaned", "seconds"), [("time.sleep(60)", True, 3), (STUCK, None, 10)])
+@pytest.mark.parametrize(("wait", "cleaned", "seconds"), [("time.sleep(600)", True, 30), (STUCK, None, 100)])
 def test_before_training_it_ends_the_process_at_once(tmp_path, number, code, wait, cleaned, seconds):
     leftover = tmp_path / "half-written"
     leftover.touch()
@@ -85,7 +86,7 @@ def test_before_training_it_ends_the_process_at_once(tmp_path, number, code, wai
     time.sleep(0.2)
     began = time.monotonic()
     process.send_signal(number)
-    assert process.wait(timeout=60) == code
+    assert process.wait(timeout=PATIENCE) == code
     assert time.monotonic() - began < seconds
     said = f"stopped by {signal.Signals(number).name} before training: there is nothing to save\n"
     assert process.stdout.read() == said
@@ -114,7 +115,7 @@ def test_it_ends_where_nobody_reads_what_it_says():
     time.sleep(3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=PATIENCE) == 130
 
 
 @pytest.mark.parametrize(("environment", "last"), [({}, signal.SIGINT), ({"TORCHELASTIC_RUN_ID": "x"}, signal.SIGTERM)])
@@ -130,5 +131,5 @@ def test_the_second_ctrl_c_ends_a_step_that_takes_long(environment, last):
     time.sleep(3)
     assert process.poll() is None
     process.send_signal(last)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=PATIENCE) == 130
     assert process.stdout.read() == "ended at once by SIGINT; --resume continues from the newest checkpoint\n"
