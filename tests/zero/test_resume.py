@@ -96,8 +96,10 @@ def compare(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
         inside = str(Path(folder, name))
         seen, state = unbroken(case, inside)
         problems = result[name] = []
-        for save in SAVES:
-            for how, restore in (("engine.load_checkpoint", False), ("forge.restore", True)):
+        plain = name == f"{case.stage}-{case.dtype}"
+        for number, save in enumerate(SAVES):
+            ways = (("engine.load_checkpoint", False), ("forge.restore", True))
+            for how, restore in ways if plain else ways[number % 2 :: 2]:
                 seen_again, state_again = resumed(case, inside, save, restore)
                 where = f"{how} after {save}"
                 if seen_again != seen[save:]:
@@ -109,6 +111,7 @@ def compare(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resume_is_bit_for_bit(stage: int, tmp_path: Path) -> None:
+    """From every save and in both ways, which take turns where a case is about something else."""
     cases = {name: case for name, case in CASES.items() if case.stage == stage}
     for rank in run_distributed(compare, 2, cases, str(tmp_path)):
         assert rank == {name: [] for name in cases}
