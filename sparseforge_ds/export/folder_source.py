@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,17 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
-from sparseforge_ds.export.adapter import TENSORS, adapter_folder
-from sparseforge_ds.export.packed24 import is_packed
+from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.source import (
     DTYPES,
-    Prunable,
     Source,
     check_config,
     choose_dtype,
     read_model_config,
     require_finite,
 )
-from sparseforge_ds.export.stored import StoredWeights, reads_as
+from sparseforge_ds.export.stored import StoredWeights, is_packed, reads_as
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
 
 _HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
@@ -72,23 +70,13 @@ class FolderSource(Source):
                     f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
                 )
             self.specs[name] = TensorSpec(spec.shape, self.dtype if spec.dtype == DTYPES[stored] else spec.dtype)
-        self.prunable = {}
-        for name, entry in weights.items():
-            if entry.get("input_axis") not in (-1, -2):
-                raise ValueError(f"{self.folder / 'sparsity.json'}: weights is damaged; export again")
-            self.prunable[name] = Prunable(name, self.specs[name].shape, entry["input_axis"])
-        self.known_as = {name: str(row["known_as"]) for name, row in self._listed.items() if "known_as" in row}
+        where = str(self.folder / "sparsity.json")
+        self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
+        self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
         self._adapter = None
         self.branches = {}
         if self._sparsity.get("adapter"):
-            self._adapter = self._open_adapter(adapter_folder(self.folder))
-        self.identity = {
-            "version": importlib.metadata.version("sparseforge_ds"),
-            "record": self.record,
-            "model_config": self.model_config,
-            "hashes": {name: entry.get("sha256") for name, entry in self._listed.items()},
-            "adapter": self._sparsity.get("adapter_sha256"),
-        }
+            self._adapter = self._open_adapter(self.folder)
 
     def read(self, name: str) -> Tensor:
         """See `Source.read`."""
@@ -127,11 +115,12 @@ class FolderSource(Source):
         expected = self._sparsity.get("adapter_sha256")
         if expected is None:
             return
-        path = adapter_folder(self.folder) / TENSORS
+        path = self.folder / TENSORS
         if hash_file(path) != expected:
             raise ValueError(f"{path}: has not the sha256 that sparsity.json gives; export again")
 
     def _open_adapter(self, folder: Path) -> TensorFolder:
+        require_adapter(folder)
         adapter = TensorFolder(folder, "adapter_model")
         for key, spec in adapter.specs.items():
             name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
