@@ -8,6 +8,7 @@ complete checkpoint in place, and whatever has a final name is whole.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -24,6 +25,7 @@ from sparseforge_ds.train.ranks import AgreedError, Ranks
 from sparseforge_ds.train.run_folder import write_json
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -223,4 +225,4 @@ def _sweep(leftover: Path) -> None:
     try:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     except OSError as error:
-        print(f"note: {leftover} cannot be removed now ({error}); the next start tries again", flush=True)
+        _LOG.warning("%s cannot be removed now (%s); the next start tries again", leftover, error)

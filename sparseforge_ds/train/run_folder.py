@@ -19,6 +19,7 @@ import errno
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -38,6 +39,7 @@ from sparseforge_ds.planning.duration import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.plan import Outline, Plan
 
+_LOG = logging.getLogger(__name__)
 _PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
 
 
@@ -139,7 +141,7 @@ def lock_folder(folder: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
-        print(f"note: {folder} is on a file system without locks: do not start a second run in it", flush=True)
+        _LOG.warning("%s is on a file system without locks: do not start a second run in it", folder)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return lock

@@ -203,7 +203,7 @@ def test_a_gap_in_the_past_costs_no_good_checkpoint(checkpoints, gone):
     assert prune(checkpoints, "step_000400", 3) == ["step_000100", "step_000300", "step_000400"]
 
 
-def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, capsys):
+def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, caplog):
     """As on a network file system while someone reads it."""
 
     def busy(path):
@@ -211,7 +211,7 @@ def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, ca
 
     monkeypatch.setattr(shutil, "rmtree", busy)
     assert prune(checkpoints, "step_000200", 1) == ["step_000100.old.tmp", "step_000200"]
-    assert "step_000100.old.tmp cannot be removed now" in capsys.readouterr().out
+    assert "step_000100.old.tmp cannot be removed now" in caplog.text
     checkpoints.recover()
     monkeypatch.undo()
     checkpoints.recover()
