@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from sparseforge_ds.export.source import (
     read_model_config,
     require_finite,
 )
-from sparseforge_ds.export.stored import StoredWeights, is_packed, reads_as
+from sparseforge_ds.export.stored import StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
 
 _HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
@@ -42,7 +41,9 @@ class FolderSource(Source):
         self.folder = Path(path)
         self.opened = (self.folder, None if model is None else Path(model), dtype)
         self._sparsity = read_json(self.folder / "sparsity.json")
-        self.record = {key: self._entry(key) for key in _HEAD}
+        if missing := [key for key in (*_HEAD, "weights", "dense") if key not in self._sparsity]:
+            raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
+        self.record = {key: self._sparsity[key] for key in _HEAD}
         self.pattern = parse_pattern(str(self.record["pattern"]))
         self.model_folder = self.folder if model is None else Path(model)
         stored_config = read_json(self.folder / "config.json")
@@ -58,7 +59,7 @@ class FolderSource(Source):
         self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
         self._weights = StoredWeights(self.folder, stored_config)
-        weights, dense = self._section("weights"), self._section("dense")
+        weights, dense = listed_weights(self.folder, self._sparsity)
         self._listed = weights | dense
         if set(self._listed) != set(self._weights.specs):
             odd = sorted(set(self._listed) ^ set(self._weights.specs))[0]
@@ -129,17 +130,6 @@ class FolderSource(Source):
                     raise ValueError(f"{folder}: {key} belongs to no weight of sparsity.json; export again")
                 self.branches[name] = (spec.shape[0], spec.shape[1])
         return adapter
-
-    def _entry(self, key: str) -> Any:
-        if key not in self._sparsity:
-            raise ValueError(f"{self.folder / 'sparsity.json'}: has no {key}; it was not written by consolidate")
-        return self._sparsity[key]
-
-    def _section(self, key: str) -> dict[str, dict[str, Any]]:
-        section = self._entry(key)
-        if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
-            raise ValueError(f"{self.folder / 'sparsity.json'}: {key} is damaged; export again")
-        return section
 
 
 def _branch_key(name: str) -> str:

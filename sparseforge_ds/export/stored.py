@@ -64,6 +64,21 @@ class StoredWeights:
         return TensorSpec(tuple(shape), spec.dtype)
 
 
+def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of `weights` and of `dense` in a sparsity.json, by name; none where it has none.
+
+    Raises:
+        ValueError: one is not a JSON object of objects, or a sparse weight has no input axis.
+    """
+    weights, dense = sections = [sparsity.get(key, {}) for key in ("weights", "dense")]
+    for key, section in zip(("weights", "dense"), sections, strict=True):
+        if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+            raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
+    if any(entry.get("input_axis") not in (-1, -2) for entry in weights.values()):
+        raise ValueError(f"{folder / 'sparsity.json'}: weights is damaged; export again")
+    return weights, dense
+
+
 def reads_as(spec: TensorSpec, entry: dict[str, Any]) -> bool:
     """Whether a tensor has the shape and dtype of its entry in `sparsity.json`: other ones give the same bytes."""
     dtype = str(spec.dtype).removeprefix("torch.")

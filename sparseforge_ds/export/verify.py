@@ -29,7 +29,7 @@ from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.bits import chunk_size
 from sparseforge_ds.export.patterns_found import layer_matrices
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.export.stored import StoredWeights, reads_as
+from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.weight_report import WeightReport
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
@@ -100,7 +100,8 @@ def check_folder(
             raise ValueError(f"{folder}: has no sparsity.json with a pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity["pattern"])
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
-    listed = {**_section(folder, sparsity, "weights"), **_section(folder, sparsity, "dense")}
+    sparse, dense = listed_weights(folder, sparsity)
+    listed = sparse | dense
     weights, misfits = _prunable(folder, config, sparsity, shapes, pattern)
     names = [name for name in tensors.specs if name in weights or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
@@ -157,14 +158,14 @@ def _prunable(
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """The weights to check, with the axes along which their groups may lie; and those that the pattern does not fit."""
     found: dict[str, tuple[int, ...]] = {}
+    sparse, dense = listed_weights(folder, sparsity)
     misfits: list[str] = []
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
         block = {"pattern": str(pattern), **{key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}}
-        listed = _section(folder, sparsity, "weights") | _section(folder, sparsity, "dense")
-        fused_name = {name: str(row["fused_name"]) for name, row in listed.items() if "fused_name" in row}
+        fused_name = {name: str(row["fused_name"]) for name, row in (sparse | dense).items() if "fused_name" in row}
         try:
             chosen = SparseForgeConfig.from_dict(block)
             found = {w.name: (w.input_axis,) for w in prunable_names(config["model_type"], shapes, chosen, fused_name)}
@@ -176,7 +177,7 @@ def _prunable(
         found = {name: tuple(axes) for name in matrices} if axes else {}
         if not axes:
             misfits = [f"{name} ({why})" for name in matrices if (why := pattern.misfit(shapes[name], -1)) is not None]
-    for name, entry in _section(folder, sparsity, "weights").items():
+    for name, entry in sparse.items():
         if name not in shapes or name in found:
             continue
         if (why := pattern.misfit(shapes[name], entry["input_axis"])) is not None:
@@ -184,11 +185,3 @@ def _prunable(
         else:
             found[name] = (entry["input_axis"],)
     return found, misfits
-
-
-def _section(folder: Path, sparsity: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    section: dict[str, dict[str, Any]] = sparsity.get(key, {})
-    whole = isinstance(section, dict) and all(isinstance(entry, dict) for entry in section.values())
-    if not whole or (key == "weights" and any(entry.get("input_axis") not in (-1, -2) for entry in section.values())):
-        raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
-    return section

@@ -143,7 +143,7 @@ def test_folders_that_do_not_fit_together(folder: Path) -> None:
         "has no step; it was not written by consolidate": lambda c: c.pop("step"),
         f"{DOWN} is not in both": lambda c: c["weights"].pop(DOWN),
         f"{DOWN} has not the shape": lambda c: c["weights"][DOWN].update(shape=[32, 65]),
-        "sparsity.json lists a damaged weight": lambda c: c["weights"][DOWN].update(input_axis=0),
+        "weights is damaged": lambda c: c["weights"][DOWN].update(input_axis=0),
         "dense is damaged": lambda c: c.update(dense=[1]),
         "unknown pattern": lambda c: c.update(pattern="two of four"),
         "dtype": lambda c: c.update(dtype=["float32"]),
