@@ -139,7 +139,7 @@ class Checkpoints:
         except ValueError as error:
             others = [other.name for other in list_checkpoints(self.folder) if other != folder and self._whole(other)]
             found = f"complete: {', '.join(others)}" if others else "no other one is complete"
-            raise ValueError(f"--resume: {error}. To go back, remove {folder} ({found})") from None
+            raise ValueError(f"--resume: {error}. To go back, move {folder} elsewhere ({found})") from None
 
     def _check_written(self, temporary: Path) -> dict[str, tuple[int, str]]:
         """Size and fingerprint of every file, each forced to disk and read back by one of the ranks."""

@@ -56,7 +56,7 @@ def test_the_newest_complete_checkpoint_is_found(checkpoints):
     checkpoints.check(found)
 
 
-def test_a_user_goes_back_by_removing_the_newer_ones(checkpoints):
+def test_a_user_goes_back_by_moving_the_newer_ones_away(checkpoints):
     (checkpoints.folder / "latest").write_text("step_000200")  # for DeepSpeed's own tools
     shutil.rmtree(checkpoints.folder / "step_000200")
     assert checkpoints.find().step == 100
@@ -100,7 +100,7 @@ def damage(name, change):
         (lambda c: (c.folder / "step_000200" / "checkpoint.json").write_text("[]"), "not written by this trainer"),
         (
             lambda c: (c.folder / "step_000200" / "a.pt").unlink(),
-            r"a\.pt is missing.*remove .*_000200 \(complete: step_000100\)",
+            r"a\.pt is missing.*move .*_000200 elsewhere \(complete: step_000100\)",
         ),
         (damage("a.pt", lambda content: content[:300]), r"a\.pt has 300 bytes instead of \d+"),
         (lambda c: (c.folder / "step_000200" / "b.pt").touch(), r"b\.pt: does not belong"),
