@@ -267,7 +267,7 @@ class SparseForge:
 
     def _check_saved(self, state: object, where: str) -> dict[str, Any]:
         """A saved state, which is of a run like this one."""
-        if unlike := RunState.parse(state, where).differences(RunState.of(self.config, self.weights)):
+        if unlike := RunState.parse(state, where).changes(RunState.of(self.config, self.weights)):
             raise ValueError(
                 f"{where} is of a run with other settings: {'; '.join(unlike[:8])}; resume with the saved settings, or "
                 "start a fresh run in another output_dir"

@@ -108,7 +108,7 @@ class RunState:
         numbers = {"step": self.step, "refreshes": self.refreshes}
         return {"version": STATE_VERSION, "config": self.config.to_dict(), "weights": weights, **numbers}
 
-    def differences(self, now: RunState) -> list[str]:
+    def changes(self, now: RunState) -> list[str]:
         """What was otherwise in this saved run than `now`; empty for the same run, wherever the two stand.
 
         What is only monitored may differ (`SparseForgeConfig.comparable`).

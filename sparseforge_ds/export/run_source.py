@@ -42,8 +42,8 @@ class RunSource(Source):
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.checkpoint = checkpoint = Checkpoint(path)
-        state = checkpoint.client_state.get("sparseforge", {})
-        saved = RunState.parse(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
+        state = checkpoint.client_state.get("sparseforge")
+        saved = RunState.parse(state, str(checkpoint.folder))
         saved.check_shapes(checkpoint.shapes, str(checkpoint.folder))
         self.config = saved.config
         self.pattern = self.config.parsed_pattern
@@ -105,7 +105,7 @@ class RunSource(Source):
             "coverage": described.get("coverage") or {},
             "config": self.config.to_dict(),
         }
-        if (experts := _experts(checkpoint, state)) is not None:
+        if (experts := _experts(checkpoint, state or {})) is not None:
             self.record["experts"] = experts
 
     def read(self, name: str) -> Tensor:

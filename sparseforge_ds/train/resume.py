@@ -109,7 +109,7 @@ def _open(plan: Plan, manifest: Manifest) -> Resumption:
         raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
     if saved.step != manifest.step:
         raise ValueError(f"--resume: {folder}: checkpoint.json says step {manifest.step}, the files {saved.step}")
-    if unlike := saved.differences(RunState.of(plan.config, plan.weights)):
+    if unlike := saved.changes(RunState.of(plan.config, plan.weights)):
         raise ValueError(
             f"--resume: {folder} is of a run with other settings: {'; '.join(unlike[:8])}; use a checkpoint of this run"
         )

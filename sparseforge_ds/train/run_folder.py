@@ -226,7 +226,7 @@ def _check_same_run(plan: Outline) -> None:
     now = RunState.of(plan.config, plan.weights)
     if saved.config.max_steps != plan.config.max_steps:
         raise ValueError(_other_length(plan, saved.config.max_steps))
-    if unlike := saved.differences(now):
+    if unlike := saved.changes(now):
         raise ValueError(
             f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:8])}; "
             "resume with the same --model, JSON and --max_steps, or start in a new --output_dir"

@@ -26,12 +26,12 @@ def saved(**block: Any) -> dict[str, Any]:
 def test_a_state_is_read_as_it_was_written(block: dict[str, Any]) -> None:
     run, found = run_of(**block), RunState.parse(saved(**block), "here")
     assert found == RunState(run.config, tuple(WEIGHTS), 3, 1)
-    assert found.differences(run) == []
+    assert found.changes(run) == []
 
 
 def test_all_that_differs_is_named() -> None:
     block = {"curvature": {"factored": False}, "schedule": {"straight_through": True, "update_every": 5}}
-    assert RunState.parse(saved(**block), "here").differences(run_of()) == [
+    assert RunState.parse(saved(**block), "here").changes(run_of()) == [
         "sparseforge.curvature.factored was false, is true",
         "sparseforge.schedule.straight_through was true, is false",
         "sparseforge.schedule.update_every was 5, is 1",
@@ -42,19 +42,17 @@ def test_what_has_no_effect_may_differ() -> None:
     block: dict[str, Any] = {"importance": "magnitude", "schedule": {"hardening": [0, 0]}}
     found = RunState.parse(saved(**block, curvature={"factored": False}), "here")
     block["schedule"] = {**block["schedule"], "straight_through": True}
-    assert found.differences(run_of(**block)) == []
+    assert found.changes(run_of(**block)) == []
 
 
 def test_monitoring_may_differ() -> None:
-    assert RunState.parse(saved(), "here").differences(run_of(monitor={"gap_every": 5})) == []
+    assert RunState.parse(saved(), "here").changes(run_of(monitor={"gap_every": 5})) == []
 
 
 def test_other_weights_are_another_run() -> None:
     now = RunState(run_of().config, (WEIGHTS[0], SparseWeight("b.weight", (16, 4), -1)))
-    assert run_of().differences(now) == ["weights.b.weight was [[16, 4], -2], is [[16, 4], -1]"]
-    assert run_of().differences(RunState(now.config, now.weights[:1])) == [
-        "weights.b.weight was [[16, 4], -2], is null"
-    ]
+    assert run_of().changes(now) == ["weights.b.weight was [[16, 4], -2], is [[16, 4], -1]"]
+    assert run_of().changes(RunState(now.config, now.weights[:1])) == ["weights.b.weight was [[16, 4], -2], is null"]
 
 
 @pytest.mark.parametrize(
