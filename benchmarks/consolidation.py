@@ -133,10 +133,10 @@ def contestant(kind: str, source: Path, out: Path, workers: int) -> Callable[[],
     if kind == "read":
         return partial(read_folder, source)
     if kind == "consolidate":
-        from sparseforge_ds.export.consolidate import consolidate
+        from sparseforge_ds.export.formats import export
         from sparseforge_ds.export.open import open_source
 
-        return lambda: consolidate(open_source(source), out, workers=workers)
+        return lambda: export(open_source(source), out, workers=workers, skip_proof=True)
     from sparseforge_ds.export.verify import check_folder
 
     return partial(check_folder, source, workers=workers)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import sparseforge_ds
-from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
+from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.model.deepseek_moe import register
 from sparseforge_ds.planning.model_config import read_model_config
 
@@ -87,8 +88,11 @@ def write_model(folder: Path, config: PretrainedConfig, seed: int) -> int:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     specs = {name: TensorSpec(shape, torch.bfloat16) for name, shape in _published_shapes(model)}
     std = float(getattr(config, "initializer_range", 0.02))
-    tensors = ((name, _random(name, spec.shape, seed, std)) for name, spec in specs.items())
-    write_tensors(folder, "model", specs, tensors, max_shard_bytes=5_000_000_000)
+
+    def make(name: str) -> dict[str, Tensor]:
+        return {name: _random(name, specs[name].shape, seed, std)}
+
+    write_tensors(folder, "model", specs, make, max_shard_bytes=5_000_000_000)
     return sum(spec.nbytes for spec in specs.values())
 
 

@@ -70,7 +70,6 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
             _optimizer_file(groups, shapes, deepspeed, rank, ranks, seed),
             checkpoint / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
         )
-    (folder / "checkpoints" / "latest").write_text(checkpoint.name)
     return checkpoint
 
 

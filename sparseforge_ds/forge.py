@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.config.saved_state import STATE_VERSION, check_saved_state
+from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.methods import ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
@@ -195,8 +195,8 @@ class SparseForge:
         """
         if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
             self._layout.push()
-        state = {"version": STATE_VERSION, "config": self.config.to_dict(), "weights": self._sharded.described()}
-        state |= {"groups": self._layout.groups, "step": self.step_count, "refreshes": self.refreshes}
+        run = RunState.of(self.config, self.weights, self.step_count, self.refreshes)
+        state = {**run.to_dict(), "groups": self._layout.groups}
         if self._load.names:
             state["experts"] = self._load.state_dict()
         if self._ranking.running is not None:
@@ -214,16 +214,7 @@ class SparseForge:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
                 ranks raise it, and nothing was changed.
         """
-        state = checkpoint.client_state.get("sparseforge")
-        if state is None:
-            raise ValueError(
-                f"{checkpoint.folder}: was not saved by SparseForge; "
-                'save with client_state={"sparseforge": forge.state_dict()}'
-            )
-        try:
-            self._check_saved(state)
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.folder}: {error}") from None
+        state = self._check_saved(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
         restore(self._layout, self._state, checkpoint, self._masks_of(state))
         self._continue(state)
 
@@ -233,7 +224,7 @@ class SparseForge:
         Raises:
             ValueError: the checkpoint was made with another configuration or for other weights.
         """
-        self._check_saved(state)
+        self._check_saved(state, "the checkpoint")
         if self._masks_of(state) == "moving" and not self._state.complete:
             raise ValueError(
                 "the checkpoint, or what was loaded of its optimizer states, holds no dense, mask: call "
@@ -242,13 +233,22 @@ class SparseForge:
             )
         self._continue(state)
 
-    def _check_saved(self, state: dict[str, Any]) -> None:
-        """Whether a saved state is of a run like this one."""
-        check_saved_state(state, self.config, self._sharded.described())
-        if self._load.names:
-            self._load.check(state.get("experts"))
-        if self._ranking.running is not None:
-            self._ranking.running.check(state.get("curvature_sums"))
+    def _check_saved(self, state: object, where: str) -> dict[str, Any]:
+        """A saved state, which is of a run like this one."""
+        if unlike := RunState.parse(state, where).changes(RunState.of(self.config, self.weights)):
+            raise ValueError(
+                f"{where} is of a run with other settings: {'; '.join(unlike[:8])}; resume with the saved settings, or "
+                "start a fresh run in another output_dir"
+            )
+        assert isinstance(state, dict)
+        try:
+            if self._load.names:
+                self._load.check(state.get("experts"))
+            if self._ranking.running is not None:
+                self._ranking.running.check(state.get("curvature_sums"))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return state
 
     def _masks_of(self, state: dict[str, Any]) -> Masks:
         """How far masks were when a state was saved."""

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.consolidate import consolidate
-from sparseforge_ds.export.published_names import pieces
-from sparseforge_ds.export.source import Prunable, Source
+from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.published_names import published_tensors
+from sparseforge_ds.export.source import Source
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import prunable_weights
 from tests.tiny_models import BUILDERS, tiny_llama
@@ -34,15 +35,15 @@ class ModelSource(Source):
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
         self.pattern, self.dtype = config.parsed_pattern, dtype
         state = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
-        places = pieces(model.config.model_type, {name: tuple(value.shape) for name, value in state.items()})
+        places = published_tensors(model.config.model_type, {name: tuple(value.shape) for name, value in state.items()})
         self._dense = {n: state[p.of].view(-1)[p.start : p.stop].view(p.shape) for n, p in places.items()}
         self.specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._dense.items()}
-        self.known_as = {name: place.of for name, place in places.items() if place.of != name}
+        self.fused_name = {name: place.of for name, place in places.items() if place.of != name}
         axes = {weight.name: weight.input_axis for weight in prunable_weights(model, config)}
-        self.prunable = {n: Prunable(n, p.shape, axes[p.of]) for n, p in places.items() if p.of in axes}
+        self.prunable = {n: SparseWeight(n, p.shape, axes[p.of]) for n, p in places.items() if p.of in axes}
         self.model_folder, self.opened = folder, (folder, None, "auto")
         self.model_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-        self.branches, self.identity = {}, {"model": id(model)}
+        self.branches = {}
         self.record = {
             "format": 1,
             "pattern": str(self.pattern),
@@ -81,7 +82,7 @@ def write_dense(folder: Path, family: str, dtype: str = "float32", **how: Any) -
 def write_sparse(folder: Path, dense: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
     """The sparse model of `write_dense`, as `consolidate` writes it. `how`: pattern, max_shard_size."""
     source = ModelSource(MODELS[family](), dense, DTYPES[dtype], how.pop("pattern", "2:4"))
-    consolidate(source, folder, **how)
+    export(source, folder, skip_proof=True, **how)
     return folder
 
 

@@ -12,7 +12,7 @@ Number = int | float
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One weight, or one persistent buffer of the module."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Group:
     """One param group of the optimizer."""
 
     names: tuple[str, ...]
-    """Its weights. At stage 0 only those whose names the client state has."""
+    """Its weights. At stage 0 none where the client state has no names."""
     settings: dict[str, Any]
     """Hyperparameters and other keys of the group, without the parameters."""
 
@@ -57,7 +57,7 @@ class Contents:
     """Sequences trained on."""
     skipped: int
     """Steps that an fp16 overflow skipped."""
-    entries: dict[str, Entry]
+    entries: dict[str, StoredTensor]
     """In the order of the module."""
     buffers: frozenset[str]
     """Names of entries that are persistent buffers, not parameters."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-PORTABLE = "portable.json"
-"""What describes a checkpoint that `sparseforge reshard` wrote."""
+_STEP = re.compile(r"step_(\d{6,18})")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -25,8 +24,36 @@ class CheckpointFiles:
     """One per rank; none at stage 0."""
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The `step_*` folders of a run's `checkpoints`, the newest last.
+
+    A checkpoint gets such a name when all of it is on the disk.
+    """
+    children = folder.iterdir() if folder.is_dir() else ()
+    found = {child: int(match[1]) for child in children if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
+    return sorted(found, key=lambda child: (found[child], child.name))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names.
+
+    Raises:
+        ValueError: `latest` names nothing.
+    """
+    if steps := list_checkpoints(folder):
+        return steps[-1]
+    latest = folder / "latest"
+    if not latest.is_file():
+        return None
+    tag = latest.read_text(errors="replace").strip()
+    plain = tag not in ("", "..") and Path(tag).name == tag and len(tag) < 256
+    if not plain or not (folder / tag).is_dir():
+        raise ValueError(f"{latest}: names {tag[:100]!r}, which is no folder beside it")
+    return folder / tag
+
+
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the one that `latest` names in it or in its `checkpoints` folder.
+    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder.
 
     Raises:
         ValueError: nothing there, or `latest` points nowhere.
@@ -35,21 +62,11 @@ def find_checkpoint(path: str | Path) -> Path:
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
     for parent in (path, path / "checkpoints"):
-        latest = parent / "latest"
-        if latest.is_file():
-            tag = latest.read_text(errors="replace").strip()
-            plain = tag not in ("", "..") and Path(tag).name == tag and len(tag) < 256
-            if not plain or not (parent / tag).is_dir():
-                raise ValueError(f"{latest}: names {tag[:100]!r}, which is no folder beside it")
-            return parent / tag
-    if not is_portable(path) and not any(path.glob("*_model_states.pt")):
-        raise ValueError(f"{path}: holds no checkpoint (no latest file, no *_model_states.pt, no {PORTABLE})")
+        if (newest := newest_checkpoint(parent)) is not None:
+            return newest
+    if not any(path.glob("*_model_states.pt")):
+        raise ValueError(f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt)")
     return path
-
-
-def is_portable(folder: Path) -> bool:
-    """Whether a checkpoint is one that `sparseforge reshard` wrote."""
-    return (folder / PORTABLE).is_file()
 
 
 def find_run(path: str | Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""What lies in a `checkpoints` folder: which checkpoints are whole, what `latest` names, what a crash left behind.
+"""What lies in a `checkpoints` folder: which checkpoints are whole, which is the newest, what a crash left behind.
 
 Reads names, sizes and manifests, and opens no `.pt` file.
 """
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparseforge_ds.checkpoint.folder import is_portable, list_files
+from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files, newest_checkpoint
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
 
@@ -17,7 +17,7 @@ _STEP = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
-class Entry:
+class SavedCheckpoint:
     """One checkpoint of a run."""
 
     name: str
@@ -38,25 +38,19 @@ class Inventory:
     """A `checkpoints` folder."""
 
     folder: Path
-    latest: str | None
-    """What the file `latest` names, if there is one."""
-    latest_problem: str | None
-    """Why that is no checkpoint."""
-    entries: list[Entry]
+    entries: list[SavedCheckpoint]
     """By step."""
     leftovers: list[str]
     """What interrupted saves left behind; the next start of the run removes it."""
-
-    @property
-    def current(self) -> Entry | None:
-        """The checkpoint that `latest` names, or else the newest."""
-        named = next((entry for entry in self.entries if entry.name == self.latest), None)
-        return named or (self.entries[-1] if self.entries else None)
+    current: SavedCheckpoint | None
+    """The newest checkpoint, from which a run goes on and which is exported."""
+    problem: str | None
+    """Why nobody can tell which one that is."""
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is, or was meant to be, one checkpoint."""
-    return (folder / MANIFEST).exists() or is_portable(folder) or any(folder.glob("*_states.pt"))
+    return (folder / MANIFEST).exists() or any(folder.glob("*_states.pt"))
 
 
 def take_inventory(folder: Path) -> Inventory:
@@ -65,25 +59,26 @@ def take_inventory(folder: Path) -> Inventory:
     Raises:
         ValueError: the folder or its `latest` cannot be read.
     """
+    current, problem = None, None
     try:
         children = sorted(folder.iterdir()) if folder.is_dir() else []
-        latest_file = folder / "latest"
-        latest = latest_file.read_text(errors="replace").strip()[:200] if latest_file.is_file() else None
-        leftovers = [child.name for child in children if child.suffix in (".tmp", ".next")]
-        folders = [child for child in children if child.is_dir() and child.name not in leftovers]
-        entries = [take_entry(child) for child in folders if is_checkpoint(child)]
+        leftovers = [child.name for child in children if child.suffix == ".tmp"]
+        found = [child for child in children if child.is_dir() and child.suffix != ".tmp" and is_checkpoint(child)]
+        entries = [take_entry(child) for child in {*list_checkpoints(folder), *found}]
+        entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
+        newest = newest_checkpoint(folder)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be read ({error})") from None
-    entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
-    problem = None
-    if latest is None:
-        problem = f"{latest_file}: no such file" if entries else None
-    elif latest not in [entry.name for entry in entries]:
-        problem = f"{latest_file}: names {latest[:80]!r}, which is no checkpoint beside it"
-    return Inventory(folder, latest, problem, entries, leftovers)
+    except ValueError as error:
+        newest, problem = None, str(error)
+    if newest is not None:
+        current = take_entry(newest)
+    elif entries:
+        current, problem = entries[-1], problem or f"{folder / 'latest'}: no such file"
+    return Inventory(folder, entries, leftovers, current, problem)
 
 
-def take_entry(folder: Path) -> Entry:
+def take_entry(folder: Path) -> SavedCheckpoint:
     """One checkpoint: its files against its manifest, or against each other where DeepSpeed alone saved it.
 
     Raises:
@@ -97,8 +92,8 @@ def take_entry(folder: Path) -> Entry:
             manifest = Manifest.read(folder)
             step = manifest.step
             manifest.check_sizes()
-        elif not is_portable(folder):
+        else:
             list_files(folder)
     except ValueError as error:
-        return Entry(folder.name, step, size, str(error))
-    return Entry(folder.name, step, size, None)
+        return SavedCheckpoint(folder.name, step, size, str(error))
+    return SavedCheckpoint(folder.name, step, size, None)

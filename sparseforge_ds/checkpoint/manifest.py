@@ -1,6 +1,6 @@
 """`checkpoint.json`: what a checkpoint folder holds, byte for byte, so that damage is named before anything is loaded.
 
-    {"format": 2, "step": 400, "world_size": 8, "zero_stage": 3, "previous": "step_000200",
+    {"format": 2, "step": 400, "world_size": 8, "zero_stage": 3,
      "files": {name: bytes}, "fingerprints": {name: hex}}
 
 The fingerprint of a `.pt` file covers the names, sizes and checksums of its records, which is a few kB to read; the
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.archive import Archive
-from sparseforge_ds.checkpoint.folder import PORTABLE, read_json
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.pt_file import PtFile
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -30,10 +30,8 @@ class Manifest:
     folder: Path
     step: int
     world_size: int
-    stage: int | None
-    """ZeRO stage of the engine that saved it, or None where it fits every stage and number of ranks."""
-    previous: str | None
-    """Name of the checkpoint that the run saved, or went on from, before this one."""
+    stage: int
+    """ZeRO stage of the engine that saved it."""
     files: dict[str, int]
     """Name of every file -> bytes."""
     fingerprints: dict[str, str]
@@ -60,8 +58,7 @@ class Manifest:
                 folder=folder,
                 step=_typed(int, record["step"]),
                 world_size=_typed(int, record["world_size"]),
-                stage=None if record["zero_stage"] is None else _typed(int, record["zero_stage"]),
-                previous=None if record["previous"] is None else _typed(str, record["previous"]),
+                stage=_typed(int, record["zero_stage"]),
                 files={_plain(name): _typed(int, size) for name, size in record["files"].items()},
                 fingerprints={_plain(name): _typed(str, print) for name, print in record["fingerprints"].items()},
             )
@@ -80,7 +77,6 @@ class Manifest:
             "step": self.step,
             "world_size": self.world_size,
             "zero_stage": self.stage,
-            "previous": self.previous,
             "files": self.files,
             "fingerprints": self.fingerprints,
         }
@@ -101,14 +97,14 @@ class Manifest:
             raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
 
     def check_shards(self) -> None:
-        """The `.pt` files, or the one that describes a copy by reshard, are those that were saved.
+        """The `.pt` files are those that were saved.
 
-        Of a `.pt` file it reads the directory only, so not every damaged byte shows.
+        It reads their directories only, so not every damaged byte shows.
 
         Raises:
             ValueError: one is missing, cut off, or of another step, rank or run.
         """
-        for name in (name for name in self.files if name.endswith(".pt") or name == PORTABLE):
+        for name in (name for name in self.files if name.endswith(".pt")):
             if fingerprint(self.folder / name) != self.fingerprints[name]:
                 raise ValueError(f"{self.folder / name}: damaged, or of another step or run: not the file in {NAME}")
 
@@ -133,7 +129,7 @@ def check_content(path: Path) -> None:
         ValueError: a byte was changed or is missing, or the file holds something else.
     """
     if path.suffix == ".pt":
-        archive = Archive(path)
+        archive = PtFile(path)
         archive.check_bytes()
         _ = archive.content
 

@@ -6,8 +6,8 @@
         if "mask" in checkpoint.states(name):
             mask = checkpoint.state(name, "mask")
 
-The files are DeepSpeed's (`sharded.py`: ZeRO stages 0 to 3, any world size) or those of `sparseforge reshard`
-(`portable.py`); what is read is the same. Any number of threads may read at once.
+The files are DeepSpeed's (`deepspeed_files.py`): ZeRO stages 0 to 3, any world size. Any number of threads may read at
+once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.contents import Number
-from sparseforge_ds.checkpoint.folder import find_checkpoint, is_portable
+from sparseforge_ds.checkpoint.deepspeed_files import DeepSpeedFiles
+from sparseforge_ds.checkpoint.folder import find_checkpoint
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
-from sparseforge_ds.checkpoint.portable import PortableFiles
-from sparseforge_ds.checkpoint.sharded import ShardedFiles
 
 
 class Checkpoint:
@@ -39,12 +38,11 @@ class Checkpoint:
         self.folder = find_checkpoint(path)
         if (self.folder / MANIFEST).exists():
             Manifest.read(self.folder).check_shards()
-        self._files: ShardedFiles | PortableFiles
-        self._files = PortableFiles(self.folder) if is_portable(self.folder) else ShardedFiles(self.folder)
+        self._files = DeepSpeedFiles(self.folder)
         self.contents = contents = self._files.contents
         """All that is known of it besides the elements."""
-        self.stage = None if is_portable(self.folder) else contents.stage
-        """The ZeRO stage that its files fit; None: any, with any number of ranks."""
+        self.stage = contents.stage
+        """The ZeRO stage of the run that saved it."""
         self.step = contents.step
         """Steps as DeepSpeed counts them, skipped ones included."""
         self.world_size = contents.world_size

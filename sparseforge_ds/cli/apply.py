@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from sparseforge_ds.cli.export import proof_line
+from sparseforge_ds.cli.export import add_out, write
 
 _EPILOG = """\
 example:
@@ -26,23 +25,15 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("mask", metavar="MASK", help="a folder that `sparseforge export --format mask` wrote")
     parser.add_argument("dense", metavar="DENSE", help="the dense model: a folder of safetensors, of any float type")
-    parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
-    parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
+    add_out(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Apply, and say what was made."""
-    from sparseforge_ds.export.formats import export
     from sparseforge_ds.export.mask_only import MaskedSource
 
-    source = MaskedSource(args.mask, args.dense)
-    progress = sys.stderr.isatty()
-    record = export(source, args.out, "hf", args.max_shard_size, progress=progress, skip_proof=args.skip_proof)
-    print(f"{args.out}: {len(record['weights'])} weights in {record['pattern']}, verified")
-    print(proof_line("hf", record["proof"]))
-    return 0
+    return write(MaskedSource(args.mask, args.dense), args)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparseforge_ds.export.source import Source
 
 FORMATS = ("hf", "packed24", "mask", "adapter")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -13,7 +16,7 @@ _EPILOG = """\
 formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes; transformers loads it after `import sparseforge_ds`
-  mask      the mask alone, 0.65 bits a weight for 2:4; `sparseforge apply` puts it on the dense model
+  mask      the mask alone, one bit a weight; `sparseforge apply` puts it on the dense model
   adapter   the low-rank branch as a PEFT LoRA adapter
 
 Each is proved in fresh processes before it reports success: hf and packed24 are loaded and give the source's logits
@@ -31,57 +34,60 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="a run or an exported folder as hf, packed24, mask or adapter, each proved",
-        description="Write a model in one of four formats, offline and one weight at a time. OUT is there whole and "
-        "proved, or not at all.",
+        description="Write a model in one of four formats, offline and one weight at a time. OUT appears only when it "
+        "is complete and proved.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="a run folder (its newest checkpoint), one checkpoint, or an exported folder"
     )
-    parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
+    add_out(parser)
+    add_source_options(parser)
     parser.add_argument("--format", default="hf", choices=FORMATS, help="see below (default: hf)")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
-    parser.add_argument("--workers", type=int, help="threads for hf (default: one per processor, at most 8)")
-    parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
     parser.add_argument("--base", metavar="DIR", help="with --format mask: the dense model, on which it is proved")
-    parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
     parser.set_defaults(run=run)
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """What every command has that writes a model."""
+    parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
+    parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """How a run or an exported folder is read."""
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
+    parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was made and how it was proved."""
-    from sparseforge_ds.export.formats import export
     from sparseforge_ds.export.open import open_source
+
+    return write(open_source(args.source, args.model, args.dtype), args, args.format, args.base)
+
+
+def write(source: Source, args: argparse.Namespace, format: str = "hf", base: str | None = None) -> int:
+    """Export with the options of `add_out`, and say what was made and how it was proved."""
+    from sparseforge_ds.export.formats import export
     from sparseforge_ds.export.workers import default_workers
 
-    record = export(
-        open_source(args.source, args.model, args.dtype),
-        args.out,
-        args.format,
-        args.max_shard_size,
-        default_workers() if args.workers is None else args.workers,
-        sys.stderr.isatty(),
-        lambda text: print(f"note: {text}"),
-        base=args.base,
-        skip_proof=args.skip_proof,
-    )
+    workers = default_workers() if args.workers is None else args.workers
+    progress = sys.stderr.isatty()
+    record = export(source, args.out, format, args.max_shard_size, workers, progress, base, args.skip_proof)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
-    print(f"{args.out}: {_what(args.format, record)}")
-    if args.format in ("hf", "packed24") and record["adapter"]:
-        print(adapter_line(args.out))
-    print(proof_line(args.format, record.get("proof")))
+    print(f"{args.out}: {_what(format, record)}")
+    if format in ("hf", "packed24") and record["adapter"]:
+        print(
+            f"{args.out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where "
+            "peft is installed, and without it the weights compute nonsense"
+        )
+    print(_proof_line(format, record["proof"]))
     return 0
-
-
-def adapter_line(out: str) -> str:
-    """What whoever loads an export with a low-rank branch has to know."""
-    return (
-        f"{out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where peft is "
-        "installed, and without it the weights compute nonsense"
-    )
 
 
 def _what(format: str, record: dict[str, Any]) -> str:
@@ -89,11 +95,7 @@ def _what(format: str, record: dict[str, Any]) -> str:
         return "low-rank branch, a PEFT LoRA adapter"
     weights = len(record["weights"])
     if format == "mask":
-        size = record["size"]
-        return (
-            f"masks of {weights} weights in {record['pattern']}, {size['bytes']:,} bytes, "
-            f"{size['bits_per_weight']:.4f} bits a weight"
-        )
+        return f"masks of {weights} weights in {record['pattern']}, {record['size']['bytes']:,} bytes"
     if format == "packed24":
         sparse, model = record["storage"]["sparse_weights"], record["storage"]["model"]
         return (
@@ -104,7 +106,7 @@ def _what(format: str, record: dict[str, Any]) -> str:
     return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified"
 
 
-def proof_line(format: str, proof: dict[str, Any] | None) -> str:
+def _proof_line(format: str, proof: dict[str, Any] | None) -> str:
     """How an export was proved, in words."""
     if proof is None:
         return "not proved: --skip_proof"

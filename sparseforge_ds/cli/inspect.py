@@ -11,8 +11,8 @@ from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.model.coverage import percent, said
 
 if TYPE_CHECKING:
-    from sparseforge_ds.checkpoint.inventory import Entry
-    from sparseforge_ds.export.inspection import Contents, Inspection
+    from sparseforge_ds.checkpoint.inventory import SavedCheckpoint
+    from sparseforge_ds.export.inspection import Inspection, RunStatus
 
 _EPILOG = """\
 exit code: 0 all in order; 1 the newest checkpoint is incomplete or damaged, or there is none; 2 RUN cannot be read
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
     lines = [("path", str(found.path))]
-    if found.contents is not None:
-        lines += _contents(found.contents, found.run or {})
+    if found.status is not None:
+        lines += _status(found.status, found.run or {})
     if found.result is not None:
         shown = {key: found.result.get(key) for key in ("steps", "tokens", "seconds")}
         lines.append(("result", ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)))
@@ -64,7 +64,6 @@ def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
     if isinstance(versions, dict):
         lines.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     if found.inventory is not None:
-        lines.append(("latest", found.inventory.latest or "(none)"))
         lines += [("checkpoint", _entry(entry)) for entry in found.inventory.entries]
         lines += [("leftover", f"{name}, of an interrupted save") for name in found.inventory.leftovers]
     elif found.current is not None:
@@ -74,35 +73,34 @@ def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
     return lines
 
 
-def _contents(contents: Contents, run: dict[str, Any]) -> list[tuple[str, str]]:
-    of = f" of {contents.max_steps}" if contents.max_steps is not None else ""
-    phase = f", {contents.phase}" if contents.phase else ""
-    window = "" if contents.hardening is None else " (hardening {}-{})".format(*contents.hardening)
-    seen = f", {contents.tokens:,} tokens" if contents.tokens is not None else ""
-    ranks = f"{contents.world_size} rank{'s' if contents.world_size != 1 else ''}"
-    stage = "in files for any layout" if contents.zero_stage is None else f"ZeRO-{contents.zero_stage}"
+def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
+    of = f" of {status.max_steps}" if status.max_steps is not None else ""
+    phase = f", {status.phase}" if status.phase else ""
+    window = "" if status.hardening is None else " (hardening {}-{})".format(*status.hardening)
+    seen = f", {status.tokens:,} tokens" if status.tokens is not None else ""
+    ranks = f"{status.world_size} rank{'s' if status.world_size != 1 else ''}"
     lines = [
-        ("step", f"{contents.step}{of}{phase}{window}{seen}"),
-        ("layout", f"{ranks}, {stage}, {contents.precision}"),
+        ("step", f"{status.step}{of}{phase}{window}{seen}"),
+        ("layout", f"{ranks}, ZeRO-{status.zero_stage}, {status.precision}"),
     ]
-    if contents.pattern is None:
-        lines.append(("weights", f"{contents.parameters:,} parameters; not saved by SparseForge, so without masks"))
+    if status.pattern is None:
+        lines.append(("weights", f"{status.parameters:,} parameters; not saved by SparseForge, so without masks"))
         return lines
     coverage = run.get("coverage")
     linear = coverage.get("linear") if isinstance(coverage, dict) else None
-    masked, total = contents.masked_parameters, max(1, contents.parameters)
+    masked, total = status.masked_parameters, max(1, status.parameters)
     if type(linear) is int and linear >= masked and linear > 0:
         share = said(masked, linear, total)
     else:
         share = f"{percent(masked, total)} of all weights under a mask"
-    lines.append(("coverage", f"{contents.pattern} in {contents.masked_weights} weights: {share} ({total:,} in all)"))
-    return lines + (_masks(contents) if contents.masks else [])
+    lines.append(("coverage", f"{status.pattern} in {status.masked_weights} weights: {share} ({total:,} in all)"))
+    return lines + (_masks(status) if status.masks else [])
 
 
-def _masks(contents: Contents) -> list[tuple[str, str]]:
+def _masks(status: RunStatus) -> list[tuple[str, str]]:
     from sparseforge_ds.export.inspection import UNDECIDED, whole
 
-    total = whole(contents.masks)
+    total = whole(status.masks)
     low, high = UNDECIDED
     lines = [
         ("mask", f"{total.binary:.2%} exactly 0 or 1, {total.undecided:.2%} undecided ({low} to {high})"),
@@ -111,7 +109,7 @@ def _masks(contents: Contents) -> list[tuple[str, str]]:
             f"hard mask: density {total.density:.2%}, agrees with the largest |W| in {total.magnitude_agreement:.2%}",
         ),
     ]
-    worst = [mask for mask in contents.masks if mask.undecided or mask.strange][:_WORST]
+    worst = [mask for mask in status.masks if mask.undecided or mask.strange][:_WORST]
     for mask in worst:
         lines.append(
             (
@@ -123,7 +121,7 @@ def _masks(contents: Contents) -> list[tuple[str, str]]:
     return lines
 
 
-def _entry(entry: Entry) -> str:
+def _entry(entry: SavedCheckpoint) -> str:
     step = "?" if entry.step is None else str(entry.step)
     return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {'complete' if entry.complete else 'INCOMPLETE'}"
 

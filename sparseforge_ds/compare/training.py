@@ -152,7 +152,7 @@ def current_step(folder: Path) -> int:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run folder has something to continue from."""
-    return (folder / "checkpoints" / "latest").exists() or (folder / "checkpoints" / "latest.next").exists()
+    return any((folder / "checkpoints").glob("step_*[0-9]"))
 
 
 def _wait_for(lock: Path, seconds: float) -> None:

@@ -9,35 +9,28 @@ by itself, wherever the folder is moved to, if peft is installed.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, write_tensors
+from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file
 from sparseforge_ds.export.source import Source
+from sparseforge_ds.export.writer import write_json, write_tensors
 
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 
-def adapter_folder(folder: Path) -> Path:
-    """Where the adapter of an exported folder is: beside the weights, or in `adapter`, where it once was.
-
-    Raises:
-        ValueError: it is in neither place.
-    """
-    for place in (folder, folder / "adapter"):
-        if (place / CONFIG).is_file() and (place / TENSORS).is_file():
-            return place
-    raise ValueError(
-        f"{folder}: its low-rank adapter is missing ({CONFIG}, {TENSORS}), without which the weights compute nonsense; "
-        "copy it there, or export again"
-    )
+def require_adapter(folder: Path) -> None:
+    """Raise where the adapter of an exported folder is not beside its weights."""
+    if not ((folder / CONFIG).is_file() and (folder / TENSORS).is_file()):
+        raise ValueError(
+            f"{folder}: its low-rank adapter is missing ({CONFIG}, {TENSORS}), without which the weights compute "
+            "nonsense; copy it there, or export again"
+        )
 
 
 def block_sum(inputs: int, rank: int, dtype: torch.dtype) -> Tensor:
@@ -52,32 +45,11 @@ def adapter_record(source: Source, folder: Path) -> dict[str, Any]:
     return {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
 
 
-def write_branches(source: Source, folder: Path) -> None:
-    """`write_adapter` for all branches of a source, which has some."""
+def write_adapter(source: Source, folder: Path) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` of a source that has branches."""
     weights = {name: source.prunable[f"{name}.weight"] for name in source.branches}
     inputs = {name: weight.shape[weight.input_axis] for name, weight in weights.items()}
-    transposed = next(iter(weights.values())).input_axis == -2
-    write_adapter(folder, source.branches, inputs, source.read_branch, transposed, source.dtype)
-
-
-def write_adapter(
-    folder: Path,
-    branches: Mapping[str, tuple[int, int]],
-    inputs: Mapping[str, int],
-    read: Callable[[str], Tensor],
-    transposed: bool,
-    dtype: torch.dtype,
-) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`.
-
-    Args:
-        branches: module name -> shape of its B, (out, in/k).
-        inputs: module name -> in.
-        read: module name -> B.
-        transposed: the layers are GPT-2's Conv1D, whose weight is (in, out).
-        dtype: of the stored tensors.
-    """
-    folder.mkdir(exist_ok=True)
+    branches, dtype = source.branches, source.dtype
     ranks = {name: shape[1] for name, shape in branches.items()}
     usual = Counter(ranks.values()).most_common(1)[0][0]
     unusual = {name: rank for name, rank in ranks.items() if rank != usual}
@@ -92,7 +64,7 @@ def write_adapter(
         "alpha_pattern": unusual,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": transposed,
+        "fan_in_fan_out": next(iter(weights.values())).input_axis == -2,  # GPT-2's Conv1D
         "target_modules": sorted(branches),
         "use_rslora": False,
         "use_dora": False,
@@ -102,10 +74,11 @@ def write_adapter(
         specs[f"base_model.model.{name}.lora_A.weight"] = TensorSpec((ranks[name], inputs[name]), dtype)
         specs[f"base_model.model.{name}.lora_B.weight"] = TensorSpec(shape, dtype)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in branches:
-            yield f"base_model.model.{name}.lora_A.weight", block_sum(inputs[name], ranks[name], dtype)
-            yield f"base_model.model.{name}.lora_B.weight", read(name).to(dtype)
+    def make(name: str) -> dict[str, Tensor]:
+        return {
+            f"base_model.model.{name}.lora_A.weight": block_sum(inputs[name], ranks[name], dtype),
+            f"base_model.model.{name}.lora_B.weight": source.read_branch(name),
+        }
 
-    write_tensors(folder, "adapter_model", specs, tensors(), max_shard_bytes=1 << 62)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_tensors(folder, "adapter_model", specs, make, list(branches))
+    write_json(folder / CONFIG, config)

@@ -1,4 +1,4 @@
-"""Counting in weights, in pieces that stay in the processor's cache and on their integer bits, which is several times
+"""Counting in weights, in chunks that stay in the processor's cache and on their integer bits, which is several times
 faster than on floating-point values.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.pattern import NM, Pattern
 
-PIECE = 1 << 18
+CHUNK = 1 << 18
 """Elements that are looked at together."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,14 +28,14 @@ _NOT_FINITE = {
 _ROWS = {2: (torch.int16, 0x0101, 8), 4: (torch.int32, 0x01010101, 24), 8: (torch.int64, 0x0101010101010101, 56)}
 
 
-def piece_size(span: int) -> int:
-    """About `PIECE` elements, of whole spans."""
-    return max(span, PIECE // max(1, span) * span)
+def chunk_size(span: int) -> int:
+    """About `CHUNK` elements, of whole spans."""
+    return max(span, CHUNK // max(1, span) * span)
 
 
-def pieces(numel: int, span: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of runs of `piece_size` elements."""
-    size = piece_size(span)
+def chunks(numel: int, span: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of chunks of `chunk_size` elements."""
+    size = chunk_size(span)
     for start in range(0, numel, size):
         yield start, min(start + size, numel)
 
@@ -46,7 +46,7 @@ def count_not_finite(tensor: Tensor) -> int:
         return 0
     bits, first = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]), _NOT_FINITE[tensor.dtype]
     total = 0
-    for start, stop in pieces(bits.numel(), 1):
+    for start, stop in chunks(bits.numel(), 1):
         magnitude = bits[start:stop] & torch.iinfo(bits.dtype).max
         if int(magnitude.max()) >= first:
             total += int((magnitude >= first).sum())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.source import Source
 
 _CARD = """\
@@ -36,11 +35,9 @@ _LEARNED = "Both were trained together: alone, the weights are a worse model."
 
 def write_card(source: Source, folder: Path, packed: bool) -> None:
     """Write it, for a source that has branches."""
-    config = source.record.get("config")
-    shifted = isinstance(config, dict) and SparseForgeConfig.from_dict(config).shifts
     text = _CARD.format(
         pattern=source.pattern,
-        why=_SHIFTED if shifted else _LEARNED,
+        why=_SHIFTED if source.shifted else _LEARNED,
         packed="import sparseforge_ds  # knows the packed24 format\n" if packed else "",
         rank=max(shape[1] for shape in source.branches.values()),
     )

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
-from sparseforge_ds.export.adapter import TENSORS, adapter_folder
-from sparseforge_ds.export.packed24 import is_packed
+from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.source import (
     DTYPES,
-    Prunable,
     Source,
     check_config,
     choose_dtype,
     read_model_config,
     require_finite,
 )
-from sparseforge_ds.export.stored import StoredWeights, reads_as
+from sparseforge_ds.export.stored import StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
 
 _HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
@@ -44,7 +41,9 @@ class FolderSource(Source):
         self.folder = Path(path)
         self.opened = (self.folder, None if model is None else Path(model), dtype)
         self._sparsity = read_json(self.folder / "sparsity.json")
-        self.record = {key: self._entry(key) for key in _HEAD}
+        if missing := [key for key in (*_HEAD, "weights", "dense") if key not in self._sparsity]:
+            raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
+        self.record = {key: self._sparsity[key] for key in _HEAD}
         self.pattern = parse_pattern(str(self.record["pattern"]))
         self.model_folder = self.folder if model is None else Path(model)
         stored_config = read_json(self.folder / "config.json")
@@ -60,7 +59,7 @@ class FolderSource(Source):
         self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
         self._weights = StoredWeights(self.folder, stored_config)
-        weights, dense = self._section("weights"), self._section("dense")
+        weights, dense = listed_weights(self.folder, self._sparsity)
         self._listed = weights | dense
         if set(self._listed) != set(self._weights.specs):
             odd = sorted(set(self._listed) ^ set(self._weights.specs))[0]
@@ -72,23 +71,13 @@ class FolderSource(Source):
                     f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
                 )
             self.specs[name] = TensorSpec(spec.shape, self.dtype if spec.dtype == DTYPES[stored] else spec.dtype)
-        self.prunable = {}
-        for name, entry in weights.items():
-            if entry.get("input_axis") not in (-1, -2):
-                raise ValueError(f"{self.folder / 'sparsity.json'}: weights is damaged; export again")
-            self.prunable[name] = Prunable(name, self.specs[name].shape, entry["input_axis"])
-        self.known_as = {name: str(row["known_as"]) for name, row in self._listed.items() if "known_as" in row}
+        where = str(self.folder / "sparsity.json")
+        self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
+        self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
         self._adapter = None
         self.branches = {}
         if self._sparsity.get("adapter"):
-            self._adapter = self._open_adapter(adapter_folder(self.folder))
-        self.identity = {
-            "version": importlib.metadata.version("sparseforge_ds"),
-            "record": self.record,
-            "model_config": self.model_config,
-            "hashes": {name: entry.get("sha256") for name, entry in self._listed.items()},
-            "adapter": self._sparsity.get("adapter_sha256"),
-        }
+            self._adapter = self._open_adapter(self.folder)
 
     def read(self, name: str) -> Tensor:
         """See `Source.read`."""
@@ -127,11 +116,12 @@ class FolderSource(Source):
         expected = self._sparsity.get("adapter_sha256")
         if expected is None:
             return
-        path = adapter_folder(self.folder) / TENSORS
+        path = self.folder / TENSORS
         if hash_file(path) != expected:
             raise ValueError(f"{path}: has not the sha256 that sparsity.json gives; export again")
 
     def _open_adapter(self, folder: Path) -> TensorFolder:
+        require_adapter(folder)
         adapter = TensorFolder(folder, "adapter_model")
         for key, spec in adapter.specs.items():
             name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
@@ -140,17 +130,6 @@ class FolderSource(Source):
                     raise ValueError(f"{folder}: {key} belongs to no weight of sparsity.json; export again")
                 self.branches[name] = (spec.shape[0], spec.shape[1])
         return adapter
-
-    def _entry(self, key: str) -> Any:
-        if key not in self._sparsity:
-            raise ValueError(f"{self.folder / 'sparsity.json'}: has no {key}; it was not written by consolidate")
-        return self._sparsity[key]
-
-    def _section(self, key: str) -> dict[str, dict[str, Any]]:
-        section = self._entry(key)
-        if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
-            raise ValueError(f"{self.folder / 'sparsity.json'}: {key} is damaged; export again")
-        return section
 
 
 def _branch_key(name: str) -> str:

@@ -17,11 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import find_run, read_json
-from sparseforge_ds.checkpoint.inventory import Entry, Inventory, is_checkpoint, take_entry, take_inventory
+from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.mask.quench import is_kept
@@ -50,13 +51,13 @@ class MaskReport:
 
 
 @dataclass(frozen=True)
-class Contents:
+class RunStatus:
     """What a checkpoint says about itself."""
 
     step: int
     """Applied optimizer steps, as the forge counts them; DeepSpeed's own count in a foreign checkpoint."""
     world_size: int
-    zero_stage: int | None
+    zero_stage: int
     precision: str
     parameters: int
     tokens: int | None = None
@@ -82,16 +83,16 @@ class Inspection:
     """`result.json` of a finished run."""
     inventory: Inventory | None
     """All checkpoints, unless the path is a single one."""
-    current: Entry | None
+    current: SavedCheckpoint | None
     """The checkpoint that is looked into."""
-    contents: Contents | None
+    status: RunStatus | None
     problems: list[str]
     """Why the checkpoint cannot be resumed or exported, or what else is not in order."""
 
     @property
     def ok(self) -> bool:
         """There is a checkpoint, and it is complete."""
-        return self.contents is not None and not self.problems
+        return self.status is not None and not self.problems
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -101,12 +102,11 @@ class Inspection:
             "path": str(self.path),
             "run": self.run,
             "result": self.result,
-            "latest": inventory.latest if inventory else None,
             "leftovers": inventory.leftovers if inventory else [],
             "checkpoints": [_plain_entry(entry) for entry in inventory.entries] if inventory else [],
             "checkpoint": _plain_entry(self.current) if self.current else None,
-            "contents": asdict(self.contents) if self.contents else None,
-            "mask": asdict(whole(self.contents.masks)) if self.contents and self.contents.masks else None,
+            "status": asdict(self.status) if self.status else None,
+            "mask": asdict(whole(self.status.masks)) if self.status and self.status.masks else None,
             "problems": self.problems,
         }
 
@@ -137,8 +137,8 @@ def inspect(
     inventory = None
     if checkpoints is not None:
         inventory = take_inventory(checkpoints)
-        if inventory.latest_problem:
-            problems.append(inventory.latest_problem)
+        if inventory.problem:
+            problems.append(inventory.problem)
         if inventory.current is None:
             problems.append(f"{checkpoints}: no checkpoint yet")
         current = inventory.current
@@ -148,20 +148,20 @@ def inspect(
         current = take_entry(single)
     if current is not None and current.problem is not None:
         problems.append(current.problem)
-    contents = None
+    status = None
     if single is not None:
         try:
-            contents = _read(single, quick, checksums, progress)
+            status = _read(single, quick, checksums, progress)
         except ValueError as error:
             if str(error) not in problems:
                 problems.append(str(error))
-    if contents is not None:
+    if status is not None:
         problems += [
             f"{single}: the mask of {mask.name} has {mask.strange} values that are not in [0, 1]; use another one"
-            for mask in contents.masks
+            for mask in status.masks
             if mask.strange
         ]
-    return Inspection(path, description, result, inventory, current, contents, problems)
+    return Inspection(path, description, result, inventory, current, status, problems)
 
 
 def phase(config: SparseForgeConfig, step: int) -> str:
@@ -228,7 +228,7 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
     return read_json(run / name) if run is not None and (run / name).exists() else None
 
 
-def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> Contents:
+def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStatus:
     """Look into one checkpoint.
 
     Raises:
@@ -247,7 +247,9 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> Content
     dtypes = {str(checkpoint.trained_dtype(name)).removeprefix("torch.") for name in trained}
     known: dict[str, Any] = {}
     if state is not None:
-        config, listed, step = _forge_state(checkpoint, state)
+        saved = RunState.parse(state, str(folder))
+        saved.check_shapes(checkpoint.shapes, str(folder))
+        config, step = saved.config, saved.step
         schedule = config.resolved_schedule
         known = {
             "step": step,
@@ -255,15 +257,15 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> Content
             "max_steps": config.max_steps,
             "phase": phase(config, step),
             "hardening": schedule.hardening,
-            "masked_weights": len(listed),
-            "masked_parameters": sum(math.prod(checkpoint.shapes[name]) for name in listed),
+            "masked_weights": len(saved.weights),
+            "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),
         }
         if not quick:
-            bar = tqdm(listed.items(), unit=" weights", disable=not progress, file=sys.stderr)
+            bar = tqdm(saved.weights, unit=" weights", disable=not progress, file=sys.stderr)
             released = step >= config.release_step
-            masks = [_read_mask(checkpoint, name, axis, config.parsed_pattern, released) for name, axis in bar]
+            masks = [_read_mask(checkpoint, weight, config.parsed_pattern, released) for weight in bar]
             known["masks"] = sorted(masks, key=lambda mask: (-mask.strange, -mask.undecided, mask.binary))
-    return Contents(
+    return RunStatus(
         **{"step": checkpoint.step, **known},
         world_size=checkpoint.world_size,
         zero_stage=checkpoint.stage,
@@ -273,29 +275,8 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> Content
     )
 
 
-def _forge_state(checkpoint: Checkpoint, state: dict[str, Any]) -> tuple[SparseForgeConfig, dict[str, int], int]:
-    """Config, input axis by name of weight, and step of our own client state."""
-    block, listed, step = state.get("config"), state.get("weights"), state.get("step", checkpoint.step)
-    if not isinstance(block, dict) or not isinstance(listed, list) or type(step) is not int or step < 0:
-        raise ValueError(f"{checkpoint.folder}: its client state is damaged (config, weights or step); use another one")
-    try:
-        config = SparseForgeConfig.from_dict(block)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
-    axes: dict[str, int] = {}
-    for entry in listed:
-        name, axis = (entry.get("name"), entry.get("input_axis")) if isinstance(entry, dict) else (None, None)
-        shape = checkpoint.shapes.get(name, ()) if isinstance(name, str) else ()
-        if len(shape) < 2 or axis not in (-1, -2):
-            raise ValueError(f"{checkpoint.folder}: the client state lists a damaged weight, {str(entry)[:200]}")
-        if (why := config.parsed_pattern.misfit(shape, axis)) is not None:
-            raise ValueError(f"{checkpoint.folder}: {name} cannot be {config.pattern}: {why}")
-        axes[str(name)] = axis
-    return config, axes, step
-
-
-def _read_mask(checkpoint: Checkpoint, name: str, axis: int, pattern: Pattern, released: bool) -> MaskReport:
-    shape = checkpoint.shapes[name]
+def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
+    name, shape, axis = weight.name, weight.shape, weight.input_axis
     states = checkpoint.states(name)
     if released:
         dense = (checkpoint.state(name, "dense") if "dense" in states else checkpoint.weight(name)).float().reshape(-1)
@@ -307,5 +288,5 @@ def _read_mask(checkpoint: Checkpoint, name: str, axis: int, pattern: Pattern, r
     return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
 
 
-def _plain_entry(entry: Entry) -> dict[str, Any]:
+def _plain_entry(entry: SavedCheckpoint) -> dict[str, Any]:
     return {**asdict(entry), "complete": entry.complete}

@@ -1,30 +1,30 @@
-"""`mask`: only the mask, 0.65 bits a weight for 2:4, and the dense original that it turns into the sparse model.
+"""`mask`: only the mask, one bit a weight, and the dense original that it turns into the sparse model.
 
-OUT holds `mask.safetensors`, a row of bytes for each weight (see `mask.packing.MaskCode`), and `mask.json`. `apply`
-gives a Hugging Face folder back: mask * dense with exact +0.0, which for a run that only learned its mask is the model
-itself. From a run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer
-than N non-zeros the first zeros count as kept.
+OUT holds `mask.safetensors`, whose bytes begin with the first element in the lowest bit, and `mask.json`. `apply` gives
+a Hugging Face folder back: mask * dense with exact +0.0, which for a run that only learned its mask is the model.
+From a run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N
+non-zeros the first zeros count as kept.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor, tensor_bytes, write_tensors
-from sparseforge_ds.export.published_names import pieces
-from sparseforge_ds.export.source import Prunable, Source, choose_dtype, read_model_config, require_finite
-from sparseforge_ds.mask.packing import MaskCode
-from sparseforge_ds.mask.pattern import Pattern, parse_pattern
+from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor, tensor_bytes
+from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.export.published_names import published_tensors
+from sparseforge_ds.export.source import Source, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.export.writer import write_json, write_tensors
+from sparseforge_ds.mask.pattern import parse_pattern
 
 FORMAT = 1
 """Version of mask.json and of the bytes."""
@@ -32,44 +32,37 @@ FORMAT = 1
 _HEAD = ("pattern", "finished", "step", "source", "coverage", "config")
 
 
-def write_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
-    """Write mask.safetensors.
+def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> dict[str, Any]:
+    """Write mask.safetensors and mask.json.
 
     Returns:
-        What belongs into mask.json.
+        What mask.json holds; its `proof` is null.
     """
-    code, specs, rows = _code(source.pattern), {}, {}
+    specs, rows = {}, {}
     for name, weight in source.prunable.items():
-        groups = math.prod(weight.shape) // source.pattern.members
-        rows[name] = {"shape": list(weight.shape), "input_axis": weight.input_axis, "groups": groups}
-        if name in source.known_as:
-            rows[name]["known_as"] = source.known_as[name]
-        specs[name] = TensorSpec((code.nbytes(groups),), torch.uint8)
+        rows[name] = {"shape": list(weight.shape), "input_axis": weight.input_axis, "sha256": ""}
+        if name in source.fused_name:
+            rows[name]["fused_name"] = source.fused_name[name]
+        specs[name] = TensorSpec((-(-math.prod(weight.shape) // 8),), torch.uint8)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, weight in tqdm(source.prunable.items(), unit=" masks", disable=not progress, file=sys.stderr):
-            mask = source.read_mask(name)
-            mask_GM = source.pattern.to_groups(mask.reshape(-1), weight.shape, weight.input_axis)
-            yield name, code.pack(mask_GM)
+    def make(name: str) -> dict[str, Tensor]:
+        packed = torch.from_numpy(np.packbits(source.read_mask(name).reshape(-1).numpy(), bitorder="little"))
+        rows[name]["sha256"] = hash_tensor(packed)
+        return {name: packed}
 
-    hashes = write_tensors(folder, "mask", specs, tensors(), max_shard_bytes=1 << 62)
-    for name, entry in rows.items():
-        entry["sha256"] = hashes[name]
+    write_tensors(folder, "mask", specs, make, workers=workers, progress=progress)
     packed = sum(spec.nbytes for spec in specs.values())
     dense = sum(source.specs[name].nbytes for name in source.prunable)
-    elements = sum(math.prod(weight.shape) for weight in source.prunable.values())
-    return {
+    record = {
         "format": FORMAT,
         "model_type": source.model_config.get("model_type"),
         **{key: source.record[key] for key in _HEAD},
-        "encoding": {
-            "word": "pattern indices" if code.by_index else "mask bits",
-            "groups_per_word": code.word[0],
-            "bits_per_word": code.word[1],
-        },
-        "size": {"bytes": packed, "bits_per_weight": 8 * packed / elements, "of_dense_bytes": packed / dense},
+        "size": {"bytes": packed, "of_dense_bytes": packed / dense},
         "weights": rows,
+        "proof": None,
     }
+    write_json(folder / "mask.json", record)
+    return record
 
 
 class MaskFolder:
@@ -89,33 +82,31 @@ class MaskFolder:
             raise ValueError(f"{self._path}: is damaged; export the mask again")
         self.pattern = parse_pattern(self.content["pattern"])
         self._tensors = TensorFolder(self.folder, "mask")
-        self.prunable: dict[str, Prunable] = {}
-        self.known_as: dict[str, str] = {}
+        self.prunable: dict[str, SparseWeight] = {}
+        self.fused_name: dict[str, str] = {}
         rows = self.content.get("weights")
         if not isinstance(rows, dict) or not rows or set(rows) != set(self._tensors.specs):
             raise ValueError(f"{self._path}: does not list the weights of mask.safetensors; export the mask again")
         self._rows: dict[str, dict[str, Any]] = rows
         for name, entry in rows.items():
-            shape, axis = (entry.get("shape"), entry.get("input_axis")) if isinstance(entry, dict) else (None, None)
-            if not isinstance(shape, list) or len(shape) < 2 or any(type(n) is not int or n < 1 for n in shape):
-                raise ValueError(f"{self._path}: the shape of {name} is damaged; export the mask again")
-            if type(axis) is not int or axis not in (-1, -2) or self.pattern.misfit(tuple(shape), axis) is not None:
-                raise ValueError(f"{self._path}: the input axis of {name} is damaged; export the mask again")
-            self.prunable[name] = Prunable(name, tuple(shape), axis)
-            if "known_as" in entry:
-                self.known_as[name] = str(entry["known_as"])
+            named = {"name": name, **entry} if isinstance(entry, dict) else entry
+            self.prunable[name] = SparseWeight.parse(named, self.pattern, str(self._path))
+            if "fused_name" in entry:
+                self.fused_name[name] = str(entry["fused_name"])
 
     def read(self, name: str) -> Tensor:
         """The mask of a weight, bool in its shape."""
         weight, packed = self.prunable[name], self._tensors.read(name)
         if hash_tensor(packed) != self._rows[name].get("sha256"):
             raise ValueError(f"{self.folder}: the mask of {name} has not the sha256 that mask.json gives; export again")
-        groups = math.prod(weight.shape) // self.pattern.members
-        try:
-            mask_GM = _code(self.pattern).unpack(packed, groups)
-        except ValueError as error:
-            raise ValueError(f"{self.folder}: {name}: {error}") from None
-        return self.pattern.from_groups(mask_GM, weight.shape, weight.input_axis).view(weight.shape)
+        numel = math.prod(weight.shape)
+        if packed.dtype != torch.uint8 or packed.shape != (-(-numel // 8),):
+            raise ValueError(f"{self.folder}: the mask of {name} is not one bit a weight; export the mask again")
+        mask = torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little")).view(torch.bool)
+        kept_G = self.pattern.to_groups(mask, weight.shape, weight.input_axis).sum(1)
+        if bool((kept_G != self.pattern.kept).any()):
+            raise ValueError(f"{self.folder}: the mask of {name} is not {self.pattern}; export the mask again")
+        return mask.view(weight.shape)
 
 
 class MaskedSource(Source):
@@ -142,37 +133,25 @@ class MaskedSource(Source):
             raise ValueError(f"{model}: is a {held}, the mask in {path} is of a {expected}; give its dense model")
         self._tensors = TensorFolder(self.model_folder)
         self.pattern, self.prunable = self.masks.pattern, self.masks.prunable
-        self.known_as = self.masks.known_as
+        self.fused_name = self.masks.fused_name
         prefix = self._prefix()
-        self._stored = {prefix + name: piece for name, piece in pieces(held, self._tensors.shapes).items()}
+        self._stored = {prefix + name: part for name, part in published_tensors(held, self._tensors.shapes).items()}
         for name, weight in self.prunable.items():
             found = self._stored[name].shape if name in self._stored else None
             if found != weight.shape:
-                cure = "give the dense model that it was learned for"
-                if found is None and len(weight.shape) == 3:
-                    cure = "its experts are one by one there, the mask's are not: export the mask again"
                 raise ValueError(
-                    f"{model}: {name} is {found or 'missing'} there, the mask in {path} is for {weight.shape}; {cure}"
+                    f"{model}: {name} is {found or 'missing'} there, the mask in {path} is for {weight.shape}; give "
+                    "the dense model that it was learned for"
                 )
         chosen = None if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.specs = {}
-        for name, piece in self._stored.items():
-            spec = self._tensors.specs[piece.of]
-            self.specs[name] = TensorSpec(
-                piece.shape, chosen if chosen and spec.dtype.is_floating_point else spec.dtype
-            )
+        for name, part in self._stored.items():
+            spec = self._tensors.specs[part.of]
+            self.specs[name] = TensorSpec(part.shape, chosen if chosen and spec.dtype.is_floating_point else spec.dtype)
         self.dtype = self.specs[next(iter(self.prunable))].dtype
         self.branches = {}
         content = self.masks.content
         self.record = {"format": 1, **{key: content[key] for key in _HEAD}, "dtype": str(self.dtype)[6:]}
-        files = sorted({self._tensors.folder / file for file in self._tensors.files.values()})
-        self.identity = {
-            "version": importlib.metadata.version("sparseforge_ds"),
-            "mask": content,
-            "dtype": dtype,
-            "model_config": self.model_config,
-            "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-        }
 
     def read(self, name: str) -> Tensor:
         """See `Source.read`."""
@@ -184,8 +163,8 @@ class MaskedSource(Source):
 
     def read_dense(self, name: str) -> Tensor:
         """A tensor of the dense model, at its dtype in `specs`."""
-        piece = self._stored[name]
-        value = self._tensors.read_run(piece.of, piece.start, piece.stop).view(piece.shape)
+        part = self._stored[name]
+        value = self._tensors.read_slice(part.of, part.start, part.stop).view(part.shape)
         return value.to(self.specs[name].dtype)
 
     def read_mask(self, name: str) -> Tensor:
@@ -236,7 +215,3 @@ def prove_masks(source: Source, folder: Path, base: str | Path | None, progress:
     if applied is not None:
         proof["applied"] = {"weights": "bit-equal to mask * dense", "equal_to_source": same, "of": len(source.prunable)}
     return proof
-
-
-def _code(pattern: Pattern) -> MaskCode:
-    return MaskCode(pattern.members, pattern.kept)

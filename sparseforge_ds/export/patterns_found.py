@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.export.bits import members_left, nonzero, piece_size
+from sparseforge_ds.export.bits import chunk_size, members_left, nonzero
 from sparseforge_ds.export.stored import StoredWeights
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import NM, Block, Pattern
@@ -125,11 +125,11 @@ def find_patterns(folder: str | Path, workers: int = 1, progress: bool = False) 
         return PatternsFound(each(look, specs, workers))
 
 
-def look_at(pieces: Iterable[Tensor], shape: tuple[int, ...], name: str) -> MatrixFound:
+def look_at(chunks: Iterable[Tensor], shape: tuple[int, ...], name: str) -> MatrixFound:
     """The patterns of one (rows, columns) matrix, or of (experts, rows, columns) together.
 
     Args:
-        pieces: its consecutive elements, in runs of `_band(shape)`. No more are asked for than can change the answer.
+        chunks: its consecutive elements, each of `_band(shape)`. No more are asked for than can change the answer.
     """
     rows, columns = shape[-2:]
     held = [
@@ -139,26 +139,16 @@ def look_at(pieces: Iterable[Tensor], shape: tuple[int, ...], name: str) -> Matr
         if math.prod(shape) and pattern.misfit((rows, columns), axis) is None
     ]
     zero = True
-    for piece in pieces:
-        left, _ = nonzero(piece)
+    for chunk in chunks:
+        left, _ = nonzero(chunk)
         zero = zero and not bool(left.any())
-        fullest = _fullest(left.view(-1, columns), {(one.pattern.members, one.axis) for one in held})
-        held = [one for one in held if fullest[one.pattern.members, one.axis] <= one.pattern.kept]
+        band = tuple(left.view(-1, columns).shape)
+        held = [one for one in held if int(members_left(left, one.pattern, band, one.axis).max()) <= one.pattern.kept]
         if not held and not zero:
             break
     return MatrixFound(name, shape, tuple(held), zero)
 
 
 def _band(shape: tuple[int, ...]) -> int:
-    """About `PIECE` elements: rows that hold whole groups of every pattern, along both axes."""
-    return max(1, piece_size(_ROWS * shape[-1]))
-
-
-def _fullest(left_RC: Tensor, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Most members left in a group, by (members of a group, axis), of whole groups."""
-    fullest = {}
-    for members, axis in wanted:
-        pattern = NM(1, members) if members <= 8 else Block(16)
-        left_G = members_left(left_RC.reshape(-1), pattern, tuple(left_RC.shape), axis)
-        fullest[members, axis] = int(left_G.max())
-    return fullest
+    """About `CHUNK` elements: rows that hold whole groups of every pattern, along both axes."""
+    return max(1, chunk_size(_ROWS * shape[-1]))

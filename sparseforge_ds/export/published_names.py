@@ -14,7 +14,7 @@ from sparseforge_ds.model.families import FAMILIES
 
 
 @dataclass(frozen=True)
-class Piece:
+class PublishedTensor:
     """Where a published tensor is in the model."""
 
     of: str
@@ -29,7 +29,7 @@ class Piece:
         return self.start + math.prod(self.shape)
 
 
-def pieces(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
+def published_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, PublishedTensor]:
     """The published tensors of a model, in its order, by their names.
 
     Args:
@@ -37,24 +37,26 @@ def pieces(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
         shapes: of the model's tensors, by name. Those that have a published name already keep it.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    found: dict[str, Piece] = {}
+    found: dict[str, PublishedTensor] = {}
     for name, shape in shapes.items():
         row = next((row for row in family.published if f".{name}".endswith(f".{row.name}")), None) if family else None
         if row is None:
-            found[name] = Piece(name, 0, tuple(shape))
+            found[name] = PublishedTensor(name, 0, tuple(shape))
         else:
             found |= _divided(name, tuple(shape), name.removesuffix(row.name), row.parts)
     return found
 
 
-def _divided(name: str, shape: tuple[int, ...], before: str, parts: tuple[str, ...]) -> Iterator[tuple[str, Piece]]:
+def _divided(
+    name: str, shape: tuple[int, ...], before: str, parts: tuple[str, ...]
+) -> Iterator[tuple[str, PublishedTensor]]:
     if "*" not in parts[0]:
-        yield before + parts[0], Piece(name, 0, shape)
+        yield before + parts[0], PublishedTensor(name, 0, shape)
         return
     experts, rows, columns = shape
     start = 0
     for expert in range(experts):
         for part in parts:
-            piece = Piece(name, start, (rows // len(parts), columns))
-            yield before + part.replace("*", str(expert)), piece
-            start = piece.stop
+            tensor = PublishedTensor(name, start, (rows // len(parts), columns))
+            yield before + part.replace("*", str(expert)), tensor
+            start = tensor.stop

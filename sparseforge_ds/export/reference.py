@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.checkpoint.tensors import TensorSpec, write_tensors
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.published_names import Piece, pieces
+from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_families
@@ -46,10 +46,12 @@ def filled_model(source: Source) -> Any:
     model.tie_weights()
     state = model.state_dict()
     filled: Counter[int] = Counter()
-    places = pieces(source.model_config.get("model_type"), {name: tuple(value.shape) for name, value in state.items()})
+    places = published_tensors(
+        source.model_config.get("model_type"), {name: tuple(value.shape) for name, value in state.items()}
+    )
     ignored = list(model._keys_to_ignore_on_load_unexpected or ())
     for name, spec in source.specs.items():
-        place = Piece(name, 0, tuple(state[name].shape)) if name in state else places.get(name)
+        place = PublishedTensor(name, 0, tuple(state[name].shape)) if name in state else places.get(name)
         if place is None:
             if any(re.search(glob, name) for glob in ignored):
                 continue
@@ -114,8 +116,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Tensor]:
 
 def _main(request: Path) -> None:
     answer = {name: tensor.contiguous() for name, tensor in _answer(read_json(request)).items()}
-    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in answer.items()}
-    write_tensors(request.parent, "reference", specs, iter(answer.items()), max_shard_bytes=1 << 62)
+    save_file(answer, request.parent / "reference.safetensors")
 
 
 if __name__ == "__main__":

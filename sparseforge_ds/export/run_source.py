@@ -7,7 +7,6 @@ to the lower index. Before the first mask update all members tie, and the N larg
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.folder import find_run, read_json
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
-from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.bits import members_left
-from sparseforge_ds.export.bits import pieces as runs
-from sparseforge_ds.export.published_names import pieces
-from sparseforge_ds.export.source import Prunable, Source, check_config, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.config.run_state import RunState, SparseWeight
+from sparseforge_ds.export.bits import chunks, members_left
+from sparseforge_ds.export.published_names import published_tensors
+from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.pattern import top_n
@@ -44,16 +42,18 @@ class RunSource(Source):
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.checkpoint = checkpoint = Checkpoint(path)
-        state = _forge_state(checkpoint)
-        try:
-            self.config = SparseForgeConfig.from_dict(state["config"])
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.folder}: the config in it is damaged ({str(error)[:300]})") from None
+        state = checkpoint.client_state.get("sparseforge")
+        saved = RunState.parse(state, str(checkpoint.folder))
+        saved.check_shapes(checkpoint.shapes, str(checkpoint.folder))
+        self.config = saved.config
         self.pattern = self.config.parsed_pattern
-        self.step: int = state["step"]
+        self.step = saved.step
         self.released = self.step >= self.config.release_step
         """Whether masks are not stored any more: pruned weights are +0.0."""
-        masked = {weight.name: weight for weight in (self._listed(entry) for entry in state["weights"])}
+        masked = {weight.name: weight for weight in saved.weights}
+        for name in () if self.released else masked:
+            if not {"mask", "dense"} <= set(checkpoint.states(name)):
+                raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; export after the first optimizer step")
         if unlisted := [name for name in checkpoint.shapes if "mask" in checkpoint.states(name) and name not in masked]:
             raise ValueError(
                 f"{checkpoint.folder}: {unlisted[0]} has a mask, but its client state does not list it; it is damaged"
@@ -69,23 +69,23 @@ class RunSource(Source):
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (LOW_RANK, SCALE)}
         if not self.model_config.get("tie_word_embeddings", False):
             self._origin |= {alias: name for alias, name in checkpoint.aliases.items() if name in self._origin}
-        self._pieces = pieces(
+        self._published = published_tensors(
             self.model_config.get("model_type"), {name: shapes[real] for name, real in self._origin.items()}
         )
-        self.known_as = {name: piece.of for name, piece in self._pieces.items() if piece.of != name}
+        self.fused_name = {name: part.of for name, part in self._published.items() if part.of != name}
         self.specs, self.prunable = {}, {}
-        for name, piece in self._pieces.items():
-            real = self._origin[piece.of]
-            self.specs[name] = TensorSpec(piece.shape, self._stored(real))
+        for name, part in self._published.items():
+            real = self._origin[part.of]
+            self.specs[name] = TensorSpec(part.shape, self._stored(real))
             if real in masked:
-                self.prunable[name] = Prunable(name, piece.shape, masked[real].input_axis)
-                if (why := self.pattern.misfit(piece.shape, masked[real].input_axis)) is not None:
+                self.prunable[name] = SparseWeight(name, part.shape, masked[real].input_axis)
+                if (why := self.pattern.misfit(part.shape, masked[real].input_axis)) is not None:
                     raise ValueError(f"{checkpoint.folder}: {name}, a part of {real}, cannot be {self.pattern}: {why}")
         branches = {name.rpartition(".")[0]: s for name, s in shapes.items() if name.rpartition(".")[2] == LOW_RANK}
         self.branches = {name: (shape[0], shape[1]) for name, shape in branches.items()}
         schedule = self.config.resolved_schedule
         self.finished = self.step >= schedule.freeze_step
-        measured = not self.config.keeps_curvature or state.get("refreshes", 0) > 0
+        measured = not self.config.keeps_curvature or saved.refreshes > 0
         self.formed = self.config.method != "sparseforge" or (self.step >= schedule.update_every and measured)
         """Whether masks have moved yet; while all are 1 they say nothing."""
         described = read_json(run / "sparseforge.json") if run else {}
@@ -105,22 +105,15 @@ class RunSource(Source):
             "coverage": described.get("coverage") or {},
             "config": self.config.to_dict(),
         }
-        if (experts := _experts(checkpoint, state)) is not None:
+        if (experts := _experts(checkpoint, state or {})) is not None:
             self.record["experts"] = experts
-        files = [file for file in sorted(checkpoint.folder.iterdir()) if file.is_file()]
-        self.identity = {
-            "version": importlib.metadata.version("sparseforge_ds"),
-            "record": self.record,
-            "model_config": self.model_config,
-            "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-        }
 
     def read(self, name: str) -> Tensor:
         """See `Source.read`."""
         spec, weight = self.specs[name], self.prunable.get(name)
         flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
         span = 1 if weight is None else self.pattern.span(weight.shape, weight.input_axis)
-        for start, stop in runs(flat.numel(), span):
+        for start, stop in chunks(flat.numel(), span):
             if weight is None:
                 flat[start:stop] = self._state(name, None, start, stop)
             else:
@@ -133,7 +126,7 @@ class RunSource(Source):
         """See `Source.read_mask`."""
         weight = self.prunable[name]
         flat = torch.empty(math.prod(weight.shape), dtype=torch.bool)
-        for start, stop in runs(flat.numel(), self.pattern.span(weight.shape, weight.input_axis)):
+        for start, stop in chunks(flat.numel(), self.pattern.span(weight.shape, weight.input_axis)):
             flat[start:stop], _ = self._kept(weight, start, stop)
         return flat.view(weight.shape)
 
@@ -149,14 +142,14 @@ class RunSource(Source):
 
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """Elements start..stop of what is published as `name`, as in `Checkpoint.slice`."""
-        piece = self._pieces[name]
-        return self.checkpoint.slice(self._origin[piece.of], key, piece.start + start, piece.start + stop)
+        part = self._published[name]
+        return self.checkpoint.slice(self._origin[part.of], key, part.start + start, part.start + stop)
 
-    def _kept(self, weight: Prunable, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _kept(self, weight: SparseWeight, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
         pattern, shape, axis = self.pattern, weight.shape, weight.input_axis
         if self.released:
-            key = "dense" if "dense" in self.checkpoint.states(self._origin[self._pieces[weight.name].of]) else None
+            key = "dense" if "dense" in self.checkpoint.states(self._origin[self._published[weight.name].of]) else None
             trained = self._state(weight.name, key, start, stop).float()
             kept = is_kept(trained)
             if not bool((members_left(kept, pattern, shape, axis) == pattern.kept).all()):
@@ -178,7 +171,7 @@ class RunSource(Source):
             )
         return kept, dense
 
-    def _sparse(self, weight: Prunable, start: int, stop: int) -> Tensor:
+    def _sparse(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
         """hard(mask) * dense in fp32 (design eq. 11) of elements start..stop, dead members exactly +0.0."""
         kept, dense = self._kept(weight, start, stop)
         value = torch.where(kept, dense, 0.0)
@@ -192,34 +185,16 @@ class RunSource(Source):
             )
         return value
 
-    def _scale(self, weight: Prunable, start: int, stop: int) -> Tensor:
+    def _scale(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
         """CAST's factors of elements start..stop, folded into the weights when the mask freezes; 1 for none."""
-        piece = self._pieces[weight.name]
-        real = self._origin[piece.of]
+        part = self._published[weight.name]
+        real = self._origin[part.of]
         scale = f"{real.rpartition('.')[0]}.{SCALE}"
         if scale not in self.checkpoint.shapes:
             return torch.ones(())
-        index, shape = torch.arange(piece.start + start, piece.start + stop), self.checkpoint.shapes[real]
+        index, shape = torch.arange(part.start + start, part.start + stop), self.checkpoint.shapes[real]
         output = index // shape[-1] if weight.input_axis == -1 else index % shape[-1]
         return self.checkpoint.weight(scale).float()[output]
-
-    def _listed(self, entry: object) -> Prunable:
-        """One entry of the client state's list of weights, held against the checkpoint."""
-        folder = self.checkpoint.folder
-        if not isinstance(entry, dict):
-            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r:.200}")
-        name, shape, input_axis = entry.get("name"), entry.get("shape"), entry.get("input_axis")
-        if not isinstance(name, str) or not isinstance(shape, (list, tuple)) or input_axis not in (-1, -2):
-            raise ValueError(f"{folder}: the client state lists a damaged weight, {entry!r:.200}")
-        weight = Prunable(name, tuple(shape), int(input_axis))
-        if self.checkpoint.shapes.get(name) != weight.shape:
-            held = self.checkpoint.shapes.get(name, "missing")
-            raise ValueError(f"{folder}: {name} is {held}, its client state says {weight.shape}")
-        if not self.released and not {"mask", "dense"} <= set(self.checkpoint.states(name)):
-            raise ValueError(f"{folder}: {name} has no mask yet; export after the first optimizer step")
-        if (why := self.pattern.misfit(weight.shape, weight.input_axis)) is not None:
-            raise ValueError(f"{folder}: {name} cannot be {self.pattern}: {why}")
-        return weight
 
     def _stored(self, name: str) -> torch.dtype:
         """Parameters are stored in the exported dtype, buffers in their own."""
@@ -244,15 +219,3 @@ def _experts(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any] | 
             for name, tokens in layers.items()
         },
     }
-
-
-def _forge_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Our part of the client state, with a config, a list of weights and a step."""
-    state = checkpoint.client_state.get("sparseforge")
-    kinds = {"config": dict, "weights": list, "step": int}
-    if state is None or not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
-        raise ValueError(
-            f"{checkpoint.folder}: was not saved by SparseForge (its client state has no config, weights and step); "
-            'save with client_state={"sparseforge": forge.state_dict()}'
-        )
-    return dict(state)

@@ -16,7 +16,6 @@ import abc
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +25,8 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.bits import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern
 
@@ -33,23 +34,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 """What a model can be exported in, by the name that config.json uses."""
 
 
-@dataclass(frozen=True)
-class Prunable:
-    """A weight that is in the pattern."""
-
-    name: str
-    shape: tuple[int, ...]
-    input_axis: int
-
-
 class Source(abc.ABC):
     """Where final weights come from."""
 
     specs: dict[str, TensorSpec]
     """Every tensor of the final model, in order, as it is stored, under its published name."""
-    known_as: Mapping[str, str] = MappingProxyType({})
+    fused_name: Mapping[str, str] = MappingProxyType({})
     """Name in the run, of those that had another one there: the fused weight that an expert's is a part of."""
-    prunable: dict[str, Prunable]
+    prunable: dict[str, SparseWeight]
     """Those of them that are in the pattern."""
     pattern: Pattern
     record: dict[str, Any]
@@ -64,8 +56,12 @@ class Source(abc.ABC):
     """SLoRB: name of the module -> shape of its B, (out, in/k). Empty without."""
     opened: tuple[Path, Path | None, str]
     """With these arguments `open_source` opens the same source again, in another process."""
-    identity: dict[str, Any]
-    """Changes whenever the bytes of the source or what is made of them could: plain JSON, compared by value."""
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the weights gave a part of themselves to their branches, without which they are useless."""
+        config = self.record.get("config")
+        return isinstance(config, dict) and SparseForgeConfig.from_dict(config).shifts
 
     @abc.abstractmethod
     def read(self, name: str) -> Tensor:

@@ -9,32 +9,74 @@ from typing import Any
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
-from sparseforge_ds.export.packed24 import is_packed, logical_specs, read_packed
+from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, unpack24
+
+
+def is_packed(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a packed24 folder."""
+    held = config.get("quantization_config")
+    return isinstance(held, dict) and held.get("quant_method") == PACKED24
 
 
 class StoredWeights:
     """A Hugging Face folder of ordinary safetensors, or a packed24 one. Several threads may read.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: (constructor, methods) it is damaged; the message names the weight.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self._tensors = TensorFolder(folder)
+        self.folder = folder
+        self._tensors = tensors = TensorFolder(folder)
         self.packed = is_packed(config)
-        self.specs = logical_specs(self._tensors) if self.packed else self._tensors.specs
+        positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
+        self._packed = {name.removesuffix(POSITIONS) for name in positions}
+        self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in positions}
         """Shape and dtype of every weight, as the network sees it."""
 
     def read(self, name: str) -> Tensor:
         """One weight in its dense shape, in memory of its own."""
-        return read_packed(self._tensors, name) if self.packed else self._tensors.read(name)
+        value = self._tensors.read(name)
+        if name not in self._packed:
+            return value
+        try:
+            return unpack24(value, self._tensors.read(name + POSITIONS))
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {name}: {error}") from None
 
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
-        """One weight as runs of `elements`, (n,) each: a run is used up when the next one comes."""
-        if self.packed:
+        """One weight as chunks of `elements`, (n,) each: a chunk is used up when the next one comes."""
+        if name in self._packed:
             yield from self.read(name).reshape(-1).split(elements)
         else:
             yield from self._tensors.stream(name, elements)
+
+    def _dense_spec(self, name: str) -> TensorSpec:
+        spec = self._tensors.specs[name]
+        if name not in self._packed:
+            return spec
+        try:
+            axis = packed24_axis(spec.shape, self._tensors.specs[name + POSITIONS].shape)
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {name}: {error}") from None
+        shape = list(spec.shape)
+        shape[axis] *= 2
+        return TensorSpec(tuple(shape), spec.dtype)
+
+
+def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of `weights` and of `dense` in a sparsity.json, by name; none where it has none.
+
+    Raises:
+        ValueError: one is not a JSON object of objects, or a sparse weight has no input axis.
+    """
+    weights, dense = sections = [sparsity.get(key, {}) for key in ("weights", "dense")]
+    for key, section in zip(("weights", "dense"), sections, strict=True):
+        if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+            raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
+    if any(entry.get("input_axis") not in (-1, -2) for entry in weights.values()):
+        raise ValueError(f"{folder / 'sparsity.json'}: weights is damaged; export again")
+    return weights, dense
 
 
 def reads_as(spec: TensorSpec, entry: dict[str, Any]) -> bool:

@@ -25,12 +25,12 @@ from tqdm import tqdm
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.adapter import TENSORS, adapter_folder
-from sparseforge_ds.export.bits import piece_size
+from sparseforge_ds.export.adapter import TENSORS, require_adapter
+from sparseforge_ds.export.bits import chunk_size
 from sparseforge_ds.export.patterns_found import layer_matrices
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.export.stored import StoredWeights, reads_as
-from sparseforge_ds.export.weight_report import Counter, WeightReport
+from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
+from sparseforge_ds.export.weight_report import WeightReport
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
@@ -100,7 +100,8 @@ def check_folder(
             raise ValueError(f"{folder}: has no sparsity.json with a pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity["pattern"])
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
-    listed = {**_section(folder, sparsity, "weights"), **_section(folder, sparsity, "dense")}
+    sparse, dense = listed_weights(folder, sparsity)
+    listed = sparse | dense
     weights, misfits = _prunable(folder, config, sparsity, shapes, pattern)
     names = [name for name in tensors.specs if name in weights or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
@@ -109,20 +110,18 @@ def check_folder(
     def check(name: str) -> tuple[list[WeightReport], bool]:
         """The counts along each axis that may be the right one, and whether the bytes are the listed ones."""
         shape, digest, expected = shapes[name], hashlib.sha256(), listed.get(name, {}).get("sha256")
-        counters = [Counter(name, shape, pattern, axis) for axis in weights.get(name, ())]
         known = counted.get(name) if counted is not None and name in listed else None
+        reports = {axis: WeightReport(name, shape) for axis in weights.get(name, ())}
         span = math.lcm(1, *(pattern.span(shape, axis) for axis in weights.get(name, ())))
-        for piece in tensors.stream(name, piece_size(span)):
+        for chunk in tensors.stream(name, chunk_size(span)):
             if name in listed:
-                digest.update(tensor_bytes(piece))
-            for counter in counters if known is None else ():
-                counter.add(piece)
+                digest.update(tensor_bytes(chunk))
+            for axis, report in reports.items() if known is None else ():
+                report.add(chunk, pattern, axis)
         bar.update(tensors.specs[name].nbytes)
         as_listed = name not in listed or digest.hexdigest() == expected
         as_listed &= reads_as(tensors.specs[name], listed.get(name, {}))
-        if known is None:
-            return [counter.report for counter in counters], as_listed
-        return [known], as_listed
+        return [*reports.values()] if known is None else [known], as_listed
 
     with bar:
         results = dict(zip(names, each(check, names, workers), strict=True))
@@ -141,12 +140,12 @@ def check_folder(
         notes.append("config.json is not the exported one: the weights may be those of another model")
     if sparsity.get("adapter"):
         try:
-            adapter = adapter_folder(folder) / TENSORS
+            require_adapter(folder)
         except ValueError as error:
             missing.append(str(error))
         else:
-            if sparsity.get("adapter_sha256", hash_file(adapter)) != hash_file(adapter):
-                changed.append(str(adapter))
+            if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
+                changed.append(str(folder / TENSORS))
     return FolderReport(str(pattern), rows, missing + misfits, changed, notes)
 
 
@@ -159,17 +158,17 @@ def _prunable(
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """The weights to check, with the axes along which their groups may lie; and those that the pattern does not fit."""
     found: dict[str, tuple[int, ...]] = {}
+    sparse, dense = listed_weights(folder, sparsity)
     misfits: list[str] = []
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
         block = {"pattern": str(pattern), **{key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}}
-        listed = _section(folder, sparsity, "weights") | _section(folder, sparsity, "dense")
-        known_as = {name: str(row["known_as"]) for name, row in listed.items() if "known_as" in row}
+        fused_name = {name: str(row["fused_name"]) for name, row in (sparse | dense).items() if "fused_name" in row}
         try:
             chosen = SparseForgeConfig.from_dict(block)
-            found = {w.name: (w.input_axis,) for w in prunable_names(config["model_type"], shapes, chosen, known_as)}
+            found = {w.name: (w.input_axis,) for w in prunable_names(config["model_type"], shapes, chosen, fused_name)}
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
     elif not sparsity:
@@ -178,7 +177,7 @@ def _prunable(
         found = {name: tuple(axes) for name in matrices} if axes else {}
         if not axes:
             misfits = [f"{name} ({why})" for name in matrices if (why := pattern.misfit(shapes[name], -1)) is not None]
-    for name, entry in _section(folder, sparsity, "weights").items():
+    for name, entry in sparse.items():
         if name not in shapes or name in found:
             continue
         if (why := pattern.misfit(shapes[name], entry["input_axis"])) is not None:
@@ -186,11 +185,3 @@ def _prunable(
         else:
             found[name] = (entry["input_axis"],)
     return found, misfits
-
-
-def _section(folder: Path, sparsity: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    section: dict[str, dict[str, Any]] = sparsity.get(key, {})
-    whole = isinstance(section, dict) and all(isinstance(entry, dict) for entry in section.values())
-    if not whole or (key == "weights" and any(entry.get("input_axis") not in (-1, -2) for entry in section.values())):
-        raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
-    return section

@@ -6,53 +6,37 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparseforge_ds.export.bits import count_not_finite, members_left, nonzero, piece_size
+from sparseforge_ds.export.bits import chunk_size, count_not_finite, members_left, nonzero
 from sparseforge_ds.mask.pattern import Pattern
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightReport:
-    """What was found in one weight."""
+    """What was found in one weight so far."""
 
     name: str
     shape: tuple[int, ...]
-    groups: int
-    nonzeros: int
-    violations: int
+    groups: int = 0
+    nonzeros: int = 0
+    violations: int = 0
     """Groups with more than N members that are not zero."""
-    negative_zeros: int
-    nonfinite: int
+    negative_zeros: int = 0
+    nonfinite: int = 0
 
-
-class Counter:
-    """Counts in a weight that comes in pieces, each of whole spans of the pattern, which fits it."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], pattern: Pattern, input_axis: int) -> None:
-        self.report = WeightReport(name, shape, 0, 0, 0, 0, 0)
-        """Of the pieces so far."""
-        self._pattern = pattern
-        self._input_axis = input_axis
-
-    def add(self, piece: Tensor) -> None:
-        """Count (n,) consecutive elements."""
-        old, pattern = self.report, self._pattern
-        left, negative_zeros = nonzero(piece)
-        left_G = members_left(left, pattern, old.shape, self._input_axis)
-        self.report = WeightReport(
-            name=old.name,
-            shape=old.shape,
-            groups=old.groups + left_G.numel(),
-            nonzeros=old.nonzeros + int(left_G.sum()),
-            violations=old.violations + int((left_G > pattern.kept).sum()),
-            negative_zeros=old.negative_zeros + negative_zeros,
-            nonfinite=old.nonfinite + count_not_finite(piece),
-        )
+    def add(self, chunk: Tensor, pattern: Pattern, input_axis: int) -> None:
+        """Count (n,) consecutive elements, whole spans of the pattern, which fits the weight."""
+        left, negative_zeros = nonzero(chunk)
+        left_G = members_left(left, pattern, self.shape, input_axis)
+        self.groups += left_G.numel()
+        self.nonzeros += int(left_G.sum())
+        self.violations += int((left_G > pattern.kept).sum())
+        self.negative_zeros += negative_zeros
+        self.nonfinite += count_not_finite(chunk)
 
 
 def check_weight(weight: Tensor, name: str, pattern: Pattern, input_axis: int) -> WeightReport:
     """Count groups, non-zeros and what is wrong in one weight of the full shape, which the pattern fits."""
-    shape = tuple(weight.shape)
-    counter = Counter(name, shape, pattern, input_axis)
-    for piece in weight.reshape(-1).split(piece_size(pattern.span(shape, input_axis))):
-        counter.add(piece)
-    return counter.report
+    report = WeightReport(name, tuple(weight.shape))
+    for chunk in weight.reshape(-1).split(chunk_size(pattern.span(report.shape, input_axis))):
+        report.add(chunk, pattern, input_axis)
+    return report

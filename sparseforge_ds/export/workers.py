@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -21,7 +21,7 @@ def default_workers() -> int:
 def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> list[Result]:
     """`[function(item) for item in items]`, begun in this order by `workers` threads.
 
-    The first error ends it: what is under way is finished, nothing else is begun, and the error is raised.
+    An error ends it: what is under way is finished, nothing else is begun, and the error is raised.
 
     Raises:
         ValueError: `workers` is not positive.
@@ -30,14 +30,8 @@ def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int
         raise ValueError(f"workers {workers}: use 1 or more")
     threads = torch.get_num_threads()
     # One thread each inside of torch: its own pool would be shared by all workers, and each would wait for it.
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-        finally:
-            torch.set_num_threads(threads)
-    return [future.result() for future in futures]
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(threads)

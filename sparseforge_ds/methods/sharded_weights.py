@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -63,10 +63,6 @@ class ShardedWeights:
         ]
         self.load = ExpertLoad(self.matrices, {w.name: (*w.place, w.experts) for w in self.routed})
         self.health = Health(self.matrices, self.pattern)
-
-    def described(self) -> list[dict[str, Any]]:
-        """The prunable weights as a checkpoint has them: plain JSON types."""
-        return [{"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis} for w in self.weights.values()]
 
     def require_adam(self, method: str) -> None:
         """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses.

@@ -1,16 +1,15 @@
 """Checkpoints of a run: DeepSpeed's own files, complete or absent.
 
 A checkpoint is written as `step_000400.tmp`. When every rank's files are there, they are forced to disk and read back,
-and `checkpoint.json` says what they are. Then, in this order: `latest.next` names the checkpoint, the folder gets its
-final name, `latest.next` becomes `latest`, and old checkpoints are removed. From the first of these moments on the
-checkpoint counts: a start that finds `latest.next` takes the steps that a kill left out. So a kill at any moment leaves
-the newest complete checkpoint in place, and whatever has a final name is whole.
+and `checkpoint.json` says what they are. Then the folder gets its final name, and from this moment on the checkpoint
+counts: a run goes on from the newest. Old checkpoints are removed after that. So a kill at any moment leaves the newest
+complete checkpoint in place, and whatever has a final name is whole.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -19,16 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sparseforge_ds.checkpoint.disk import sync
-from sparseforge_ds.checkpoint.folder import list_files
+from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
 from sparseforge_ds.train.random_state import random_file, random_state
 from sparseforge_ds.train.ranks import AgreedError, Ranks
 from sparseforge_ds.train.run_folder import write_json
 
 T = TypeVar("T")
-
-_TAG = re.compile(r"step_\d{6,}")
-_NEXT = "latest.next"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,17 +54,9 @@ class Checkpoints:
         self.ranks = ranks
         self.stage = stage
         self.keep = keep
-        self.previous: str | None = None
-        """The checkpoint that this run saved or went on from last."""
 
     def recover(self) -> None:
-        """Finish what a kill interrupted, and remove what cannot be finished. Rank 0 only."""
-        if (self.folder / _NEXT).is_file():
-            tag = (self.folder / _NEXT).read_text(errors="replace")
-            if _TAG.fullmatch(tag) and any((self.folder / name).is_dir() for name in (tag, f"{tag}.tmp")):
-                self._move_latest(tag)
-            else:
-                (self.folder / _NEXT).unlink()
+        """Remove what a kill interrupted. Rank 0 only."""
         for leftover in self.folder.glob("*.tmp"):
             _sweep(leftover)
 
@@ -79,7 +68,7 @@ class Checkpoints:
             AgreedError: a file is not on disk as it was written, or cannot be published; the folder was removed.
         """
         began = time.perf_counter()
-        tag = f"step_{step:06d}"
+        tag = _tag(step)
         temporary = self.folder / f"{tag}.tmp"
         generators = random_state()
         try:
@@ -98,43 +87,30 @@ class Checkpoints:
                 step=step,
                 world_size=self.ranks.world_size,
                 stage=self.stage,
-                previous=self.previous,
                 files={name: size for name, (size, _) in found.items()},
                 fingerprints={name: print for name, (_, print) in found.items()},
             )
             self.ranks.on_first(lambda: self._publish(tag, manifest))
         except AgreedError as error:
             if self.ranks.first:
-                (self.folder / _NEXT).unlink(missing_ok=True)
                 shutil.rmtree(temporary, ignore_errors=True)
             raise AgreedError(self._unwritable(tag, error)) from error
-        self.previous = tag
-        self.ranks.on_first(lambda: self._prune(tag))
+        self.ranks.on_first(lambda: self._tidy(tag))
         size = sum(manifest.files.values())
         return Saved(self.folder / tag, size, time.perf_counter() - began, checking)
 
     def find(self) -> Manifest:
-        """The checkpoint to go on from: the one that `latest` names, or the newest where there is no `latest`.
+        """The newest checkpoint, to go on from.
 
         Does not communicate, and looks at names and sizes only; `check` reads.
 
         Raises:
             ValueError: there is none, or it is incomplete or foreign.
         """
-        latest = self.folder / "latest"
-        if latest.is_file():
-            tag = latest.read_text(errors="replace").strip()
-        elif tags := self._tags():
-            tag = tags[-1]
-        else:
+        saved = list_checkpoints(self.folder)
+        if not saved:
             raise ValueError(f"--resume: no checkpoint in {self.folder}; start the run without --resume")
-        if not _TAG.fullmatch(tag) or not (self.folder / tag).is_dir():
-            raise ValueError(
-                f"--resume: {latest} names {tag[:80]!r}, which is no checkpoint there; write the name of one into it "
-                f"({self._complete_ones()})"
-            )
-        self.previous = tag
-        return self._blaming(tag, lambda: self._manifest(tag))
+        return self._blaming(saved[-1], lambda: self._manifest(saved[-1]))
 
     def check(self, manifest: Manifest) -> None:
         """Read this rank's share of the files of a checkpoint; together the ranks read all. Does not communicate.
@@ -143,29 +119,27 @@ class Checkpoints:
             ValueError: a file is damaged, of another step, or holds what no checkpoint holds; nothing was executed.
         """
         for name in _by_size(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
-            self._blaming(manifest.folder.name, lambda name=name: manifest.check_file(name))  # type: ignore[misc]
+            self._blaming(manifest.folder, lambda name=name: manifest.check_file(name))  # type: ignore[misc]
 
-    def _manifest(self, tag: str) -> Manifest:
-        manifest = Manifest.read(self.folder / tag)
-        if manifest.step != _step(tag):
-            raise ValueError(f"{self.folder / tag} holds step {manifest.step}")
+    def _manifest(self, folder: Path) -> Manifest:
+        manifest = Manifest.read(folder)
+        if folder.name != _tag(manifest.step):
+            raise ValueError(f"{folder} holds step {manifest.step}")
         manifest.check_sizes()
         names = {random_file(rank) for rank in range(manifest.world_size)}
         listed = {name for name in manifest.files if name.startswith("random_")}
-        # A copy by `sparseforge reshard` has as many as what it is a copy of; DeepSpeed alone saves none.
-        if odd := sorted(names ^ listed if manifest.stage is not None or listed else ()):
+        if odd := sorted(names ^ listed):
             state = "is missing in" if odd[0] in names else "does not belong in"
-            raise ValueError(f"{self.folder / tag} is incomplete: {odd[0]} {state} {NAME}")
+            raise ValueError(f"{folder} is incomplete: {odd[0]} {state} {NAME}")
         return manifest
 
-    def _blaming(self, tag: str, work: Callable[[], T]) -> T:
+    def _blaming(self, folder: Path, work: Callable[[], T]) -> T:
         try:
             return work()
         except ValueError as error:
-            raise ValueError(
-                f"--resume: {error}. To go back, write the name of another checkpoint into {self.folder / 'latest'} "
-                f"({self._complete_ones(tag)})"
-            ) from None
+            others = [other.name for other in list_checkpoints(self.folder) if other != folder and self._whole(other)]
+            found = f"complete: {', '.join(others)}" if others else "no other one is complete"
+            raise ValueError(f"--resume: {error}. To go back, move {folder} elsewhere ({found})") from None
 
     def _check_written(self, temporary: Path) -> dict[str, tuple[int, str]]:
         """Size and fingerprint of every file, each forced to disk and read back by one of the ranks."""
@@ -200,58 +174,33 @@ class Checkpoints:
     def _publish(self, tag: str, manifest: Manifest) -> None:
         write_json(manifest.folder / NAME, manifest.record())
         sync(manifest.folder)
-        temporary = self.folder / f"{_NEXT}.tmp"
+        os.replace(manifest.folder, self.folder / tag)
+        sync(self.folder)
+
+    def _tidy(self, tag: str) -> None:
+        """Remove all but the newest `keep` whole checkpoints, and tell DeepSpeed's own tools the newest."""
+        temporary = self.folder / "latest.tmp"
         temporary.write_text(tag)
-        sync(temporary)
-        os.replace(temporary, self.folder / _NEXT)
-        sync(self.folder)
-        self._move_latest(tag)
+        os.replace(temporary, self.folder / "latest")
+        saved = list_checkpoints(self.folder)
+        kept = [folder for folder in saved if self._whole(folder)][-self.keep :] if self.keep else saved
+        for folder in saved:
+            if folder not in kept:
+                self._remove(folder)
 
-    def _move_latest(self, tag: str) -> None:
-        """The steps after `latest.next` was written; taking them again does no harm."""
-        temporary, final = self.folder / f"{tag}.tmp", self.folder / tag
-        if temporary.is_dir():
-            if final.is_dir():  # the run was resumed from an older checkpoint and has come here again
-                self._remove(tag)
-            os.replace(temporary, final)
-            sync(self.folder)
-        os.replace(self.folder / _NEXT, self.folder / "latest")
-        sync(self.folder)
-
-    def _prune(self, tag: str) -> None:
-        """Remove what is older than the newest `keep` whole ones of this run's own past, whose newest is `tag`.
-
-        A checkpoint that the run was taken back from is not of its past: it goes when the run has passed it, and as
-        long as it is newer it stays.
-        """
-        if not self.keep:
-            return
-        kept: list[str] = []
-        tags = self._tags()
-        link: str | None = tag
-        while link in tags and link not in kept and len(kept) < self.keep and (link == tag or self._whole(link)):
-            kept.append(link)
-            link = _previous(self.folder / link)
-        if len(kept) < self.keep:  # where the chain ends early, a link was removed or is damaged
-            older = [other for other in reversed(tags) if other not in kept and _step(other) < _step(kept[-1])]
-            kept += [other for other in older if self._whole(other)][: self.keep - len(kept)]
-        for other in tags:
-            if other not in kept and _step(other) <= _step(tag):
-                self._remove(other)
-
-    def _whole(self, tag: str) -> bool:
+    def _whole(self, folder: Path) -> bool:
         try:
-            self._manifest(tag)
+            self._manifest(folder)
         except ValueError:
             return False
         return True
 
-    def _remove(self, tag: str) -> None:
+    def _remove(self, folder: Path) -> None:
         """Take the final name away first: what is half removed must not look like a checkpoint."""
-        grave = self.folder / f"{tag}.old.tmp"
+        grave = folder.with_name(f"{folder.name}.old.tmp")
         if grave.is_dir():
             shutil.rmtree(grave)
-        os.replace(self.folder / tag, grave)
+        os.replace(folder, grave)
         _sweep(grave)
 
     def _unwritable(self, tag: str, error: Exception) -> str:
@@ -261,31 +210,14 @@ class Checkpoints:
             "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
         )
 
-    def _complete_ones(self, but: str | None = None) -> str:
-        found = [tag for tag in self._tags() if tag != but and self._whole(tag)]
-        return f"complete: {', '.join(found)}" if found else "there is no complete one"
-
-    def _tags(self) -> list[str]:
-        if not self.folder.is_dir():
-            return []
-        tags = [path.name for path in self.folder.iterdir() if _TAG.fullmatch(path.name) and path.is_dir()]
-        return sorted(tags, key=_step)
-
 
 def _by_size(files: dict[str, int]) -> list[str]:
     """The largest first, so that every n-th is a fair share."""
     return sorted(files, key=lambda name: (-files[name], name))
 
 
-def _step(tag: str) -> int:
-    return int(tag.removeprefix("step_"))
-
-
-def _previous(folder: Path) -> str | None:
-    try:
-        return Manifest.read(folder).previous
-    except ValueError:  # damaged since, or of another version: nothing is known of what lies before it
-        return None
+def _tag(step: int) -> str:
+    return f"step_{step:06d}"
 
 
 def _sweep(leftover: Path) -> None:
@@ -293,4 +225,4 @@ def _sweep(leftover: Path) -> None:
     try:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     except OSError as error:
-        print(f"note: {leftover} cannot be removed now ({error}); the next start tries again", flush=True)
+        _LOG.warning("%s cannot be removed now (%s); the next start tries again", leftover, error)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import Workshop
@@ -21,7 +21,6 @@ from sparseforge_ds.train.random_state import (
     set_random_state,
 )
 from sparseforge_ds.train.ranks import Ranks
-from sparseforge_ds.train.run_folder import differences
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ def find_resumption(plan: Plan, ranks: Ranks, checkpoints: Checkpoints) -> Resum
         AgreedError: there is none, a file is damaged, missing or foreign, or it belongs to another run.
     """
     ranks.on_first(checkpoints.recover)
-    manifest = ranks.on_first(checkpoints.find)  # a shared file system may show others an older `latest`
-    checkpoints.previous = manifest.folder.name
+    manifest = ranks.on_first(checkpoints.find)  # a shared file system may show others an older one
     ranks.everywhere(lambda: checkpoints.check(manifest))
     return ranks.everywhere(lambda: _open(plan, manifest))
 
@@ -102,29 +100,20 @@ def _open(plan: Plan, manifest: Manifest) -> Resumption:
         ("ranks", manifest.world_size, checkpoint.world_size),
         ("ZeRO stage", manifest.stage, checkpoint.stage),
     ):
-        if recorded != found and recorded is not None:  # a portable checkpoint has no stage
+        if recorded != found:
             raise ValueError(
                 f"--resume: {folder}: checkpoint.json says {what} {recorded}, the files {found}; use another checkpoint"
             )
-    resumption = Resumption(manifest, checkpoint)
-    try:
-        config, weights, step = (resumption.forge_state[key] for key in ("config", "weights", "step"))
-        saved = SparseForgeConfig.from_dict(dict(config)).comparable()
-        names = [(weight["name"], list(weight["shape"])) for weight in weights]
-        _ = resumption.data_state
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"--resume: {folder} was not written by this trainer: its client state cannot be read ({error!r:.200})"
-        ) from None
-    if step != manifest.step:
-        raise ValueError(f"--resume: {folder}: checkpoint.json says step {manifest.step}, the files {step}")
-    if unlike := differences(saved, plan.config.comparable(), "sparseforge"):
+    saved = RunState.parse(checkpoint.client_state.get("sparseforge"), f"--resume: {folder}")
+    if not isinstance(checkpoint.client_state.get("train", {}).get("data"), dict):
+        raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
+    if saved.step != manifest.step:
+        raise ValueError(f"--resume: {folder}: checkpoint.json says step {manifest.step}, the files {saved.step}")
+    if unlike := saved.changes(RunState.of(plan.config, plan.weights)):
         raise ValueError(
             f"--resume: {folder} is of a run with other settings: {'; '.join(unlike[:8])}; use a checkpoint of this run"
         )
-    if names != [(weight.name, list(weight.shape)) for weight in plan.weights]:
-        raise ValueError(f"--resume: {folder} is of another model; use a checkpoint of this run")
-    return resumption
+    return Resumption(manifest, checkpoint)
 
 
 def _named(name: str, work: Callable[[], None]) -> Callable[[], None]:

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -30,14 +31,15 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
+from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.planning.duration import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.plan import Outline, Plan
 
+_LOG = logging.getLogger(__name__)
 _PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
 
 
@@ -45,9 +47,10 @@ def describe(plan: Outline) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
     low_rank = plan.config.low_rank
     parameter_share, flop_share = plan.low_rank_share
+    run = RunState.of(plan.config, plan.weights).to_dict()
+    del run["step"], run["refreshes"]  # the checkpoints have them
     description = {
-        "config": plan.config.to_dict(),
-        "weights": [{"name": w.name, "shape": w.shape, "input_axis": w.input_axis} for w in plan.weights],
+        **run,
         "coverage": asdict(plan.coverage),
         "model_type": plan.model.config.model_type,
         "run": flags(plan.arguments),
@@ -138,7 +141,7 @@ def lock_folder(folder: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
-        print(f"note: {folder} is on a file system without locks: do not start a second run in it", flush=True)
+        _LOG.warning("%s is on a file system without locks: do not start a second run in it", folder)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return lock
@@ -146,7 +149,7 @@ def lock_folder(folder: Path) -> int:
 
 def has_checkpoints(folder: Path) -> bool:
     """Whether a `checkpoints` folder has something that a fresh run would overwrite."""
-    return (folder / "latest").exists() or (folder / "latest.next").exists() or any(folder.glob("step_*[0-9]"))
+    return bool(list_checkpoints(folder))
 
 
 def room_for_checkpoints(plan: Outline) -> int:
@@ -194,14 +197,6 @@ def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> N
         temporary.unlink(missing_ok=True)
 
 
-def differences(before: Any, now: Any, where: str) -> list[str]:
-    """Values of two nested dicts that differ, as lines that name them below `where`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted(set(before) | set(now))
-        return [line for key in keys for line in differences(before.get(key), now.get(key), f"{where}.{key}")]
-    return [] if before == now else [f"{where} was {json.dumps(before):.80}, is {json.dumps(now):.80}"]
-
-
 def _read_if_there(path: Path) -> dict[str, Any]:
     path.stat()  # FileNotFoundError says that there is no run at all
     return read_json(path)
@@ -211,8 +206,7 @@ def _check_same_run(plan: Outline) -> None:
     path = plan.folder / "sparseforge.json"
     try:
         before = _read_if_there(path)
-        config = SparseForgeConfig.from_dict(dict(before["config"])).comparable()
-        weights, model_type = before["weights"], before["model_type"]
+        saved = RunState.parse({"step": 0, "refreshes": 0, **before}, str(path))
         path = plan.folder / "ds_config.json"
         batch = _read_if_there(path)["train_batch_size"]
     except FileNotFoundError:
@@ -229,19 +223,13 @@ def _check_same_run(plan: Outline) -> None:
             f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "
             "start in a new --output_dir"
         ) from None
-    now = describe(plan)
-    if config["max_steps"] != plan.config.max_steps:
-        raise ValueError(_other_length(plan, config["max_steps"]))
-    if unlike := differences(config, plan.config.comparable(), "sparseforge"):
+    now = RunState.of(plan.config, plan.weights)
+    if saved.config.max_steps != plan.config.max_steps:
+        raise ValueError(_other_length(plan, saved.config.max_steps))
+    if unlike := saved.changes(now):
         raise ValueError(
             f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:8])}; "
-            "resume with the same JSON and --max_steps (where another release's defaults make the difference, "
-            "write the former values into it), or start in a new --output_dir"
-        )
-    if model_type != now["model_type"] or weights != now["weights"]:
-        raise ValueError(
-            f"--resume: the run in {plan.folder} trains another model ({model_type}, {len(weights)} pruned weights; "
-            f"here {now['model_type']}, {len(now['weights'])}); resume with the same --model"
+            "resume with the same --model, JSON and --max_steps, or start in a new --output_dir"
         )
     if unlike := differences(_architecture(read_json(plan.folder / "model" / "config.json")), _own(plan), "config"):
         raise ValueError(

@@ -103,7 +103,6 @@ def resumable(finished, tmp_path):
     inputs.folder, inputs.run = tmp_path, tmp_path / "run"
     inputs.content = json.loads(json.dumps(finished.content))
     inputs.flags = {**finished.flags, "output_dir": str(inputs.run)}
-    (inputs.run / "checkpoints" / "latest").write_text("step_000004")
     shutil.rmtree(inputs.run / "checkpoints" / "step_000008")
     return inputs
 
@@ -402,5 +401,4 @@ def test_a_full_disk(inputs):
 
     with pytest.raises(RankFailure, match="exit code 1"):
         run_distributed(_main, 2, inputs.command_line(), largest_file=20_000)
-    assert not (inputs.run / "checkpoints" / "latest").exists()
     assert not list((inputs.run / "checkpoints").glob("step_*"))

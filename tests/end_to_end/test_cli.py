@@ -59,7 +59,6 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
         "hard mask: density 50.00%, agrees with the largest |W| in",
         "result      steps 6, tokens 384, seconds",
         f"torch {torch.__version__}",
-        "latest      step_000006",
         "checkpoint  step_000003  step 3  0.",
         "complete    yes, all checksums agree",
     ):
@@ -69,7 +68,7 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
 def test_inspect_in_the_middle(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = run_folder / "checkpoints" / "step_000003"
     assert main(["inspect", str(checkpoint), "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)["contents"]
+    content = json.loads(capsys.readouterr().out)["status"]
     assert (content["step"], content["max_steps"], content["phase"]) == (3, 6, "hardening")
     assert content["hardening"] == [2, 4] and content["zero_stage"] == 2 and content["world_size"] == 2
     masks = content["masks"]
@@ -101,7 +100,7 @@ def test_quick_reads_no_masks(run_folder: Path, capsys: pytest.CaptureFixture[st
     assert "coverage    2:4 in 7 weights" in text and "undecided" not in text
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "flipped", "other step", "latest"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "flipped", "other step", "empty folder"])
 def test_inspect_damaged_runs(damaged: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     newest = damaged / "checkpoints" / "step_000006"
     file = sorted(newest.glob("*optim_states.pt"))[1]
@@ -116,11 +115,13 @@ def test_inspect_damaged_runs(damaged: Path, capsys: pytest.CaptureFixture[str],
     elif damage == "other step":
         shutil.copy(damaged / "checkpoints" / "step_000003" / file.name, file)
     else:
-        (damaged / "checkpoints" / "latest").write_text("step_000009")
+        (damaged / "checkpoints" / "step_000009").mkdir()
     assert main(["inspect", str(damaged), "--check"]) == 1
     text = capsys.readouterr().out
     assert "complete    NO" in text
-    assert (file.name if damage != "latest" else "latest: names 'step_000009'") in text.split("problem", 1)[1]
+    assert (file.name if damage != "empty folder" else "step_000009: no *_model_states.pt") in text.split("problem", 1)[
+        1
+    ]
 
 
 def test_leftovers_are_listed(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:

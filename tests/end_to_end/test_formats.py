@@ -169,13 +169,6 @@ def test_from_pretrained_alone_loads_the_branch(
     # as a dense model it would bring further layers
     with pytest.raises(ValueError, match="has a PEFT adapter beside its weights .* merge it into the weights"):
         find_model(str(again), "--model")
-    # exports of before: the adapter in a folder of its own
-    (again / "adapter").mkdir()
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        (again / file).rename(again / "adapter" / file)
-    measured = load_model(str(again), adapter=adapter_of(str(again), None))
-    torch.testing.assert_close(logits(measured), expected, rtol=0, atol=1e-5)
-    assert open_source(again).branches and main(["verify", str(again)]) == 0
 
 
 def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(

@@ -87,7 +87,6 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
         if item.name not in ("result.json", "tensorboard"):
             item.rename(again / item.name)
     (again / "checkpoints" / "step_000008").rename(tmp_path / "finished")
-    (again / "checkpoints" / "latest").write_text("step_000004")
     train(*content, "--resume")
     assert differences(states(tmp_path / "finished"), states(again / "checkpoints" / "step_000008")) == []
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == family

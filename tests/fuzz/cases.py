@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from tests.fuzz import damaged_files, damaged_values, hostile_files
-from tests.fuzz.inputs import PORTABLE, RUNS
+from tests.fuzz.inputs import RUNS
 from tests.fuzz.scene import Mutation
 from tests.fuzz.targets import TARGETS, Target
 
@@ -18,8 +18,7 @@ _RUNS = [*_EVERYWHERE, *(mutation for module in _MODULES for mutation in module.
 def mutations_of(subject: str) -> list[Mutation]:
     """The damage that can be done to a folder."""
     if subject not in RUNS:
-        latest = [damaged_files.latest_is_nonsense] if subject in PORTABLE else []
-        return [*_EVERYWHERE, *hostile_files.SAFETENSORS_MUTATIONS, *latest]
+        return [*_EVERYWHERE, *hostile_files.SAFETENSORS_MUTATIONS]
     return _RUNS if RUNS[subject]["stage"] == 0 else [*_RUNS, *damaged_files.SHARDED_MUTATIONS]
 
 

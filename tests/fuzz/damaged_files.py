@@ -215,6 +215,7 @@ def _replace(path: Path, by: Path) -> None:
 
 
 def latest_is_nonsense(scene: Scene) -> None:
+    """It is written for DeepSpeed's own tools and read by none of ours."""
     path = scene.folder / "checkpoints" / "latest"
     if not path.is_file():
         raise NotApplicable
@@ -222,12 +223,9 @@ def latest_is_nonsense(scene: Scene) -> None:
     scene.touch(path).write_text(scene.rng.choice(text))
 
 
-def latest_is_older(scene: Scene) -> None:
-    """A crash between the last two renames of a save; the older checkpoint is whole."""
-    path = scene.folder / "checkpoints" / "latest"
-    if not path.is_file():
-        raise NotApplicable
-    scene.touch(path).unlink()
+def newest_is_gone(scene: Scene) -> None:
+    """As whoever goes back to the checkpoint before removes it."""
+    shutil.rmtree(scene.touch(scene.checkpoint()))
 
 
 MUTATIONS: list[Mutation] = [
@@ -260,7 +258,7 @@ RUN_MUTATIONS: list[Mutation] = [
     file_of_another_run,
     file_of_another_layout,
     latest_is_nonsense,
-    latest_is_older,
+    newest_is_gone,
 ]
 """Of a run."""
 SHARDED_MUTATIONS: list[Mutation] = [

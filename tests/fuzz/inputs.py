@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.checkpoint.reshard import reshard
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from tests.distributed import run_distributed
@@ -34,8 +33,6 @@ DONORS: dict[str, dict[str, Any]] = {
 }
 """Runs of which single files end up in the folders of others; `one_rank_*` come on top."""
 ONE_RANK = {"one_rank_stage2": {"stage": 2}, "one_rank_stage3": {"stage": 3}}
-PORTABLE = {"portable_stage3": "stage3_fp32", "portable_low_rank": "stage2_low_rank"}
-"""Copies by `sparseforge reshard`, and of what."""
 EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hf_whole": ("stage2_fp32", {}),
     "hf_shards": ("stage3_fp32", {"max_shard_size": "10KB"}),
@@ -56,8 +53,6 @@ def write_inputs(folder: Path) -> None:
     flags.mkdir()
     for name in RUNS:
         write_json(flags / f"{name}.json", json.loads((folder / name / "sparseforge.json").read_text())["run"])
-    for name, run in PORTABLE.items():
-        reshard(folder / run, folder / name)
     for name, (run, options) in EXPORTS.items():
         export(open_source(folder / run), folder / name, skip_proof=True, **options)
 

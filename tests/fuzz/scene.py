@@ -46,10 +46,10 @@ class Scene:
 
     def checkpoint(self) -> Path:
         """The folder of the checkpoint that tools look at: the newest one."""
-        latest = self.folder / "checkpoints" / "latest"
-        if not latest.is_file():
+        found = sorted(self.folder.glob("checkpoints/step_*"))
+        if not found:
             raise NotApplicable
-        return self.folder / "checkpoints" / latest.read_text().strip()
+        return found[-1]
 
     def pick_pt(self, pattern: str = "*_states.pt") -> Path:
         """A random `.pt` file of the newest checkpoint."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.checkpoint.reshard import reshard
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
@@ -31,7 +30,7 @@ from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.plan import Plan, make_plan
 from sparseforge_ds.train.resume import find_resumption
 from sparseforge_ds.train.run_folder import check_folder as check_run_folder
-from tests.fuzz.inputs import EXPORTS, PORTABLE, RUNS
+from tests.fuzz.inputs import EXPORTS, RUNS
 
 T = TypeVar("T")
 
@@ -125,12 +124,6 @@ def reader(folder: Path, out: Path, inputs: Path) -> Result:
     return result_of(checkpoint)
 
 
-def resharded(folder: Path, out: Path, inputs: Path) -> Result:
-    """The copy that fits every layout, read back."""
-    reshard(folder, out)
-    return result_of(Checkpoint(out))
-
-
 def exported(format: str) -> Target:
     """An export of a run, or of a folder that was exported before; without the proof, which costs seconds."""
 
@@ -152,8 +145,8 @@ def inspected(folder: Path, out: Path, inputs: Path) -> Result:
     found = inspect(folder, checksums=True)
     content = found.to_dict()
     json.dumps(content)
-    contents = content["contents"] or {}
-    return Result("", _digest([contents]), found.ok)
+    status = content["status"] or {}
+    return Result("", _digest([status]), found.ok)
 
 
 def verified(folder: Path, out: Path, inputs: Path) -> Result:
@@ -197,16 +190,15 @@ def resumed(folder: Path, out: Path, inputs: Path) -> Result:
     return result_of(find_resumption(plan, ranks, checkpoints).checkpoint)
 
 
-_READ = {"reader": reader, "inspect": inspected, "reshard": resharded}
+_READ = {"reader": reader, "inspect": inspected}
 _EXPORT = {"consolidate": exported("hf"), "export mask": exported("mask")}
 TARGETS: dict[str, dict[str, Target]] = {
     **{name: {**_READ, **_EXPORT, "resume": resumed} for name in RUNS},
-    **{name: {**_READ, **_EXPORT} for name in PORTABLE},
     **{name: {"verify": verified, **_EXPORT} for name in EXPORTS},
     "mask": {"apply": applied},
 }
 """By subject, the tools that read such a folder."""
-for _subject in ("stage1_bf16", "portable_stage3", "hf_whole"):
+for _subject in ("stage1_bf16", "hf_whole"):
     TARGETS[_subject]["export packed24"] = exported("packed24")
 for _subject in ("stage3_bf16_low_rank", "hf_low_rank"):
     TARGETS[_subject]["export adapter"] = exported("adapter")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.checkpoint import sharded
+from sparseforge_ds.checkpoint import rank_files
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
 
@@ -80,6 +80,8 @@ def run(case: dict[str, Any], folder: str, tag: str, steps: int = 2) -> dict[str
         {"params": [model.emb.weight], "name": "dense"},
         {"params": small, "name": "small"},
     ]
+    name_of = {id(parameter): name for name, parameter in weights.items()}
+    names = [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
 
     def remember(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -95,7 +97,8 @@ def run(case: dict[str, Any], folder: str, tag: str, steps: int = 2) -> dict[str
     listed = [
         {"name": name, "shape": list(OddModel().get_parameter(name).shape), "input_axis": -1} for name in PRUNABLE
     ]
-    engine.save_checkpoint(folder, tag=tag, client_state={"sparseforge": {"weights": listed, "step": steps}})
+    state = {"weights": listed, "groups": names, "step": steps}
+    engine.save_checkpoint(folder, tag=tag, client_state={"sparseforge": state})
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
 
@@ -157,7 +160,7 @@ def test_masters_are_finer_than_the_trained_weights(saved: Any) -> None:
 
 def test_unmapping_in_between_changes_nothing(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Checkpoint(saved[2][0] / "stage3-fp32")
-    monkeypatch.setattr(sharded, "RESIDENT_BYTES", 64)
+    monkeypatch.setattr(rank_files, "RESIDENT_BYTES", 64)
     pieces = Checkpoint(saved[2][0] / "stage3-fp32")
     for name in whole.shapes:
         assert torch.equal(whole.weight(name), pieces.weight(name))
@@ -168,7 +171,7 @@ def test_threads_read_what_one_reads(saved: Any, name: str, monkeypatch: pytest.
     alone = Checkpoint(saved[2][0] / name)
     wanted = [(key, state) for key in alone.shapes for state in (None, *alone.states(key))]
     expected = [alone.weight(key) if state is None else alone.state(key, state) for key, state in wanted]
-    monkeypatch.setattr(sharded, "RESIDENT_BYTES", 64)  # unmaps at nearly every read
+    monkeypatch.setattr(rank_files, "RESIDENT_BYTES", 64)  # unmaps at nearly every read
     for _ in range(3):
         shared = Checkpoint(saved[2][0] / name)
         with ThreadPoolExecutor(8) as pool:
@@ -192,11 +195,17 @@ def test_damaged_names_of_groups(saved: Any, tmp_path: Path, groups: object) -> 
         Checkpoint(tmp_path / "names")
 
 
-def test_latest_is_followed(saved: Any, tmp_path: Path) -> None:
-    shutil.copytree(saved[2][0] / "stage3-fp32", tmp_path / "run" / "checkpoints" / "step_000002")
-    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_000002\n")
-    for path in ("run", "run/checkpoints", "run/checkpoints/step_000002"):
-        assert Checkpoint(tmp_path / path).folder.name == "step_000002"
+def test_the_newest_is_found(saved: Any, tmp_path: Path) -> None:
+    for step in (2, 1000000):
+        shutil.copytree(saved[2][0] / "stage3-fp32", tmp_path / "run" / "checkpoints" / f"step_{step:06d}")
+    (tmp_path / "run" / "checkpoints" / "step_9000000.tmp").mkdir()
+    for path in ("run", "run/checkpoints", "run/checkpoints/step_1000000"):
+        assert Checkpoint(tmp_path / path).folder.name == "step_1000000"
+    for step in (2, 1000000):
+        folder = tmp_path / "run" / "checkpoints" / f"step_{step:06d}"
+        folder.rename(folder.with_name(f"global_step{step}"))
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step2\n")
+    assert Checkpoint(tmp_path / "run").folder.name == "global_step2"
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step_000004")
     with pytest.raises(ValueError, match="latest: names 'step_000004'"):
         Checkpoint(tmp_path / "run")

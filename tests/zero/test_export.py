@@ -21,7 +21,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.pretrained import load_model
 from sparseforge_ds.export import verify
-from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.reference import filled_model
 from sparseforge_ds.mask.codes import decode, encode
@@ -159,7 +159,7 @@ def test_experts_of_a_list_fill_the_model_that_fuses_them(runs: dict[str, Run], 
     """As the proof of an export does it."""
     name = "stage2-listed"
     source = open_source(runs[name].folder)
-    assert not source.known_as  # the run had the published names
+    assert not source.fused_name  # the run had the published names
     expected = AutoModelForCausalLM.from_pretrained(exported[name]).state_dict()
     found = filled_model(source).state_dict()
     assert "model.layers.0.mlp.experts.gate_up_proj" in found
@@ -189,7 +189,7 @@ def test_an_export_with_branches_is_a_source_too(
     run, folder = open_source(runs[name].folder, dtype="float32"), open_source(exported[name])
     assert run.branches == folder.branches and len(run.branches) == len(run.prunable)
     assert all(torch.equal(run.read_branch(key), folder.read_branch(key)) for key in run.branches)
-    consolidate(folder, tmp_path / "again")
+    export(folder, tmp_path / "again", skip_proof=True)
     for file in ("model.safetensors", "adapter_model.safetensors", "adapter_config.json", "README.md"):
         assert (tmp_path / "again" / file).read_bytes() == (exported[name] / file).read_bytes()
     told, again = (json.loads((out / "sparsity.json").read_text()) for out in (exported[name], tmp_path / "again"))
@@ -199,7 +199,7 @@ def test_an_export_with_branches_is_a_source_too(
     held[-1] ^= 1
     adapter.write_bytes(held)
     with pytest.raises(ValueError, match="adapter_model.safetensors: has not the sha256"):
-        consolidate(open_source(tmp_path / "again"), tmp_path / "third")
+        export(open_source(tmp_path / "again"), tmp_path / "third", skip_proof=True)
 
 
 @pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", "stage2-unfinished", "stage3-one-step"])
@@ -356,7 +356,7 @@ def test_inconsistent_checkpoints_are_refused(
         message = "was not saved by SparseForge"
     else:
         content["sparseforge"]["weights"][0] = ["q_proj"]
-        message = "the client state lists a damaged weight"
+        message = "lists a damaged weight"
     torch.save(content, file)
     assert main(["consolidate", "--skip_proof", str(run), str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err

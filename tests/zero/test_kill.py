@@ -64,7 +64,7 @@ def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> No
     saves = Checkpoints(place / "checkpoints", ranks, stage, keep)
     if ranks.first:
         saves.folder.mkdir(parents=True, exist_ok=True)
-        for part, name in (("checking", "_check_written"), ("publishing", "_publish"), ("pruning", "_prune")):
+        for part, name in (("checking", "_check_written"), ("publishing", "_publish"), ("pruning", "_tidy")):
             setattr(saves, name, watched(place, part, getattr(saves, name)))
     engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
@@ -98,7 +98,6 @@ def newest(folder: Path) -> tuple[int, str]:
     manifest = found.find()
     found.check(manifest)
     assert not list(found.folder.glob("*.tmp"))
-    assert not (found.folder / "latest.next").exists()
     return manifest.step, content_of(manifest.folder)
 
 

@@ -17,10 +17,9 @@ def checkpoints(tmp_path: Path) -> Path:
         folder = tmp_path / f"step_{step:06d}"
         folder.mkdir()
         (folder / "a.pt").write_bytes(b"12345")
-        record = {"format": FORMAT, "step": step, "world_size": 2, "zero_stage": 3, "previous": None}
+        record = {"format": FORMAT, "step": step, "world_size": 2, "zero_stage": 3}
         record |= {"files": {"a.pt": 5}, "fingerprints": {"a.pt": "00"}}
         (folder / "checkpoint.json").write_text(json.dumps(record))
-    (tmp_path / "latest").write_text("step_000200\n")
     return tmp_path
 
 
@@ -30,15 +29,17 @@ def test_all_in_order(checkpoints: Path) -> None:
         ("step_000100", 100, True),
         ("step_000200", 200, True),
     ]
-    assert found.latest == "step_000200" and found.latest_problem is None and found.leftovers == []
-    assert found.current is found.entries[1]
+    assert found.problem is None and found.leftovers == []
+    assert found.current == found.entries[1]
     assert found.current.bytes == sum(f.stat().st_size for f in (checkpoints / "step_000200").iterdir())
 
 
-def test_latest_may_name_an_older_one(checkpoints: Path) -> None:
+def test_the_newest_is_the_current_one_whatever_deepspeed_says(checkpoints: Path) -> None:
     (checkpoints / "latest").write_text("step_000100")
+    (checkpoints / "step_000300").mkdir()
     found = take_inventory(checkpoints)
-    assert found.current is found.entries[0] and found.latest_problem is None
+    assert found.current is not None and found.current.name == "step_000300" and found.problem is None
+    assert "no *_model_states.pt" in (found.current.problem or "")
 
 
 def test_a_file_that_is_cut_off_or_missing(checkpoints: Path) -> None:
@@ -50,11 +51,18 @@ def test_a_file_that_is_cut_off_or_missing(checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize(("named", "shown"), [("step_000300", "'step_000300'"), ("../x", "'../x'"), ("", "''")])
-def test_latest_names_nothing(checkpoints: Path, named: str, shown: str) -> None:
+def test_what_deepspeed_alone_saved(checkpoints: Path, named: str, shown: str) -> None:
+    for step in (100, 200):
+        (checkpoints / f"step_{step:06d}").rename(checkpoints / f"global_step{step}")
+    found = take_inventory(checkpoints)
+    assert found.problem == f"{checkpoints / 'latest'}: no such file"
     (checkpoints / "latest").write_text(named)
     found = take_inventory(checkpoints)
-    assert found.latest_problem == f"{checkpoints / 'latest'}: names {shown}, which is no checkpoint beside it"
-    assert found.current is not None and found.current.name == "step_000200"
+    assert found.problem == f"{checkpoints / 'latest'}: names {shown}, which is no folder beside it"
+    assert found.current is not None and found.current.name == "global_step200"
+    (checkpoints / "latest").write_text("global_step100\n")
+    found = take_inventory(checkpoints)
+    assert found.current == found.entries[0] and found.problem is None
 
 
 def test_leftovers_of_a_crash(checkpoints: Path) -> None:
@@ -77,4 +85,4 @@ def test_without_a_manifest_the_files_must_fit_together(tmp_path: Path) -> None:
 
 def test_nothing_there(tmp_path: Path) -> None:
     found = take_inventory(tmp_path / "checkpoints")
-    assert found.entries == [] and found.current is None and found.latest is None
+    assert found.entries == [] and found.current is None and found.problem is None

@@ -10,7 +10,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.adapter import block_sum, write_adapter
+from sparseforge_ds.export.source import Source
+from tests.sparse_folders import ModelSource
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
 # Name of the module -> (outputs, inputs, rank); ranks differ where one k divides other inputs.
@@ -24,6 +27,18 @@ CASES: dict[str, dict[str, tuple[int, int, int]]] = {
 }
 
 
+def branches_of(branch: dict[str, Tensor], layers: dict[str, Any], input_axis: int, dtype: torch.dtype) -> Source:
+    """A source that has these branches, and of its weights only their shapes."""
+    source = object.__new__(ModelSource)
+    source.branches = {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()}
+    source.prunable, source.dtype = {}, dtype
+    for name, (outputs, inputs, _) in layers.items():
+        shape = (outputs, inputs) if input_axis == -1 else (inputs, outputs)
+        source.prunable[f"{name}.weight"] = SparseWeight(f"{name}.weight", shape, input_axis)
+    source.read_branch = branch.__getitem__  # type: ignore[method-assign]
+    return source
+
+
 def test_block_sum_by_hand() -> None:
     assert block_sum(6, 2, torch.float32).tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
 
@@ -33,14 +48,8 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str) -> N
     """y = x (w^T + P^T B^T), with another rank in every size of layer."""
     layers = CASES[family]
     branch = {name: torch.randn(outputs, rank) for name, (outputs, _, rank) in layers.items()}
-    write_adapter(
-        tmp_path / "adapter",
-        {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()},
-        {name: inputs for name, (_, inputs, _) in layers.items()},
-        branch.__getitem__,
-        transposed=family == "gpt2",
-        dtype=torch.float32,
-    )
+    source = branches_of(branch, layers, -2 if family == "gpt2" else -1, torch.float32)
+    write_adapter(source, tmp_path)
     build: Any = {"llama": tiny_llama, "gpt2": tiny_gpt2}[family]
     ours, ids = build().eval(), torch.arange(16)[None]
     with torch.no_grad():
@@ -48,7 +57,7 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str) -> N
             added: Tensor = branch[name] @ block_sum(inputs, rank, torch.float32)
             layer = ours.get_submodule(name)
             layer.weight += added if isinstance(layer, nn.Linear) else added.T
-        adapted = PeftModel.from_pretrained(build(), tmp_path / "adapter").eval()
+        adapted = PeftModel.from_pretrained(build(), tmp_path).eval()
         found, expected, without = (model(ids).logits for model in (adapted, ours, build().eval()))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     assert (expected - without).abs().max() > 0.1
@@ -56,14 +65,8 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str) -> N
 
 def test_files(tmp_path: Path) -> None:
     layers = CASES["llama"]
-    write_adapter(
-        tmp_path,
-        {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()},
-        {name: inputs for name, (_, inputs, _) in layers.items()},
-        lambda name: torch.zeros(layers[name][0], layers[name][2]),
-        transposed=False,
-        dtype=torch.bfloat16,
-    )
+    zeros = {name: torch.zeros(outputs, rank, dtype=torch.bfloat16) for name, (outputs, _, rank) in layers.items()}
+    write_adapter(branches_of(zeros, layers, -1, torch.bfloat16), tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == 4

@@ -148,7 +148,7 @@ def test_out_is_whole_or_not_there(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(formats, "write_packed" if format == "packed24" else "write_masks", full)
+    monkeypatch.setattr(formats, "write_model" if format == "packed24" else "write_masks", full)
     arguments[2] = str(tmp_path / "two")
     assert main(arguments) == 2
     assert "No space left on device); nothing was left behind" in capsys.readouterr().err

@@ -49,20 +49,21 @@ def test_applied_to_the_dense_model_it_is_the_sparse_one(tmp_path: Path, family:
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
-@pytest.mark.parametrize(
-    ("pattern", "bits_per_weight"), [("2:4", 0.65), ("4:8", 37 / 48), ("1:4", 0.5), ("block16", 1.0)]
-)
-def test_size(tmp_path: Path, pattern: str, bits_per_weight: float) -> None:
-    _, mask = write_mask(tmp_path, "llama", pattern=pattern)
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "block16"])
+def test_one_bit_a_weight(tmp_path: Path, pattern: str) -> None:
+    dense, mask = write_mask(tmp_path, "llama", pattern=pattern)
     content = json.loads((mask / "mask.json").read_text())
     tensors = load_file(mask / "mask.safetensors")
+    source = ModelSource(MODELS["llama"](), dense, torch.float32, pattern)
     assert content["size"]["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
-    assert bits_per_weight <= content["size"]["bits_per_weight"] < bits_per_weight + 0.015  # each row ends in a byte
-    assert content["size"]["of_dense_bytes"] == pytest.approx(content["size"]["bits_per_weight"] / 32)
+    assert content["size"]["of_dense_bytes"] == pytest.approx(1 / 32)
     assert content["proof"] == {"masks": "equal to the source's", "applied": None}
     for name, entry in content["weights"].items():
         assert entry["sha256"] == hash_tensor(tensors[name])
-        assert entry["shape"] == list(MODELS["llama"]().state_dict()[name].shape)
+        expected = source.read_mask(name)
+        assert entry["shape"] == list(expected.shape)
+        held = [tensors[name][at // 8] >> at % 8 & 1 for at in range(64)]
+        assert held == expected.reshape(-1)[:64].int().tolist()
 
 
 def test_sharded_dense_models(tmp_path: Path) -> None:
@@ -92,9 +93,7 @@ def test_from_a_folder_groups_with_fewer_non_zeros_are_filled_up(tmp_path: Path)
     with torch.no_grad():
         model.get_parameter(QUERY)[3, 8:12] = torch.tensor([0.0, 0.0, 0.0, 2.0])
         model.get_parameter(QUERY)[4, 8:12] = 0.0
-    from sparseforge_ds.export.consolidate import consolidate
-
-    consolidate(ModelSource(model, dense, torch.float32), tmp_path / "sparse")
+    export(ModelSource(model, dense, torch.float32), tmp_path / "sparse", skip_proof=True)
     export(open_source(tmp_path / "sparse"), tmp_path / "mask", "mask")
     mask = MaskFolder(tmp_path / "mask").read(QUERY)
     assert mask[3, 8:12].tolist() == [True, False, False, True]
@@ -137,20 +136,6 @@ def test_experts_may_be_fused_in_the_dense_model(tmp_path: Path, family: str) ->
     assert check_folder(out).ok
 
 
-def test_a_mask_of_fused_experts_needs_them_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As earlier releases wrote it."""
-    dense, mask = write_mask(tmp_path, "mixtral")
-    content, masks = json.loads((mask / "mask.json").read_text()), load_file(mask / "mask.safetensors")
-    name = "model.layers.0.mlp.experts.down_proj"
-    parts = [part for part, entry in content["weights"].items() if entry.get("known_as") == name]
-    entry = content["weights"][parts[0]]
-    content["weights"] = {name: {**entry, "shape": [len(parts), *entry["shape"]]}}
-    save_file({name: torch.cat([masks[part] for part in parts])}, mask / "mask.safetensors")
-    (mask / "mask.json").write_text(json.dumps(content))
-    assert main(["apply", str(mask), str(dense), str(tmp_path / "out")]) == 2
-    assert "its experts are one by one there, the mask's are not: export the mask again" in capsys.readouterr().err
-
-
 def change_json(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads((folder / "mask.json").read_text())
     change(content)
@@ -163,11 +148,14 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no pattern": (lambda content: content.pop("pattern"), "is damaged; export the mask again"),
     "weights": (lambda content: content.update(weights=[1]), "does not list the weights"),
     "one weight": (lambda content: content["weights"].pop(QUERY), "does not list the weights"),
-    "shape": (lambda content: content["weights"][QUERY].update(shape=[32, "32"]), f"the shape of {QUERY}"),
-    "axis": (lambda content: content["weights"][QUERY].update(input_axis=0), f"the input axis of {QUERY}"),
+    "shape": (
+        lambda content: content["weights"][QUERY].update(shape=[32, "32"]),
+        f"damaged weight, {{'name': '{QUERY}'",
+    ),
+    "axis": (lambda content: content["weights"][QUERY].update(input_axis=0), "lists a damaged weight"),
     "smaller": (lambda content: content["weights"][QUERY].update(shape=[32, 16]), "is (32, 32) there, the mask"),
     "hash": (lambda content: content["weights"][QUERY].update(sha256="0" * 64), f"the mask of {QUERY} has not"),
-    "other pattern": (lambda content: content.update(pattern="2:8"), "bytes; these are"),
+    "other pattern": (lambda content: content.update(pattern="2:8"), "is not 2:8; export the mask again"),
 }
 
 
@@ -211,12 +199,12 @@ def test_proof_on_the_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_wrong_byte_does_not_pass_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparseforge_ds.mask.packing import MaskCode
+    from sparseforge_ds.export import mask_only
 
     dense = write_dense(tmp_path / "dense", "llama")
     source = ModelSource(MODELS["llama"](), dense, torch.float32)
-    pack = MaskCode.pack
-    monkeypatch.setattr(MaskCode, "pack", lambda self, mask_GM: pack(self, mask_GM.flip(1)))
+    original = mask_only.np.packbits
+    monkeypatch.setattr(mask_only.np, "packbits", lambda bit, bitorder: original(bit[::-1], bitorder=bitorder))
     with pytest.raises(ValueError, match="the proof failed: the mask of"):
         export(source, tmp_path / "mask", "mask")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]

@@ -75,7 +75,7 @@ def test_dense_odd_and_empty_matrices() -> None:
 
 
 def test_one_group_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "PIECE", 256)
+    monkeypatch.setattr(bits, "CHUNK", 256)
     weight = pruned(torch.randn(64, 32), NM(2, 4), -1)
     assert str(look_at(weight, "w")) == "2:4 along axis -1"
     weight[-1, -4:] = 1.0
@@ -127,7 +127,7 @@ def test_one_dense_layer_is_enough_to_fail(tmp_path: Path) -> None:
 def test_a_dense_matrix_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(bits, "PIECE", 512)
+    monkeypatch.setattr(bits, "CHUNK", 512)
     read: list[int] = []
     original = TensorFolder.stream
 

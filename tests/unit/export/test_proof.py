@@ -101,16 +101,16 @@ def test_a_bad_folder_is_found_out(
 def test_nothing_is_left_of_an_export_that_fails_its_proof(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseforge_ds.export import packed24
+    from sparseforge_ds.export import model_folder
 
-    pack = packed24.pack24
+    pack = model_folder.pack24
 
     def wrong(weight: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, positions = pack(weight, axis)
         return values + 1, positions
 
-    monkeypatch.setattr(packed24, "pack24", wrong)
-    with pytest.raises(ValueError, match="does not unpack to the weight that was packed"):
+    monkeypatch.setattr(model_folder, "pack24", wrong)
+    with pytest.raises(ValueError, match="the written folder does not verify"):
         export(source, tmp_path / "out", "packed24")
 
     def spoil(source: Source, folder: Path, plain: bool) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.published_names import Piece, pieces
+from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.verify import check_folder
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_models import BUILDERS, MIXTURES
@@ -25,20 +25,22 @@ def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> 
     saved = load_file(tmp_path / "model.safetensors")
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     state = {name: value for name, value in model.state_dict().items() if name not in tied}
-    found = pieces(family, {name: tuple(value.shape) for name, value in state.items()})
+    found = published_tensors(family, {name: tuple(value.shape) for name, value in state.items()})
     assert found.keys() == saved.keys() and (found.keys() != state.keys()) == (family in MIXTURES)
     for name, piece in found.items():
         value = state[piece.of].view(-1)[piece.start : piece.stop].view(piece.shape)
         assert torch.equal(value, saved[name]), name
-    assert pieces(family, {name: tuple(value.shape) for name, value in saved.items()}) == {
-        name: Piece(name, 0, tuple(value.shape)) for name, value in saved.items()
+    assert published_tensors(family, {name: tuple(value.shape) for name, value in saved.items()}) == {
+        name: PublishedTensor(name, 0, tuple(value.shape)) for name, value in saved.items()
     }
 
 
 def test_names_of_unknown_families_are_what_they_are() -> None:
     shapes = {"model.layers.0.mlp.experts.down_proj": (2, 4, 4)}
     for family in ("bloom", None, 3):
-        assert pieces(family, shapes) == {name: Piece(name, 0, shape) for name, shape in shapes.items()}
+        assert published_tensors(family, shapes) == {
+            name: PublishedTensor(name, 0, shape) for name, shape in shapes.items()
+        }
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -53,15 +55,19 @@ def test_an_exported_mixture_has_the_names_of_the_dense_one(family: str, tmp_pat
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     source = ModelSource(BUILDERS[family](), dense, torch.float32)
     state = model.state_dict()
-    for name, piece in pieces(family, {name: tuple(value.shape) for name, value in state.items()}).items():
+    for name, piece in published_tensors(family, {name: tuple(value.shape) for name, value in state.items()}).items():
         value = state[piece.of].view(-1)[piece.start : piece.stop].view(piece.shape)
         assert torch.equal(value, source.read(name)), name
     opened = open_source(sparse)
-    assert opened.specs == source.specs and opened.prunable == source.prunable and opened.known_as == source.known_as
+    assert (
+        opened.specs == source.specs and opened.prunable == source.prunable and opened.fused_name == source.fused_name
+    )
 
     sparsity = json.loads((sparse / "sparsity.json").read_text())
     fused = {
-        name: entry["known_as"].rpartition(".")[2] for name, entry in sparsity["weights"].items() if "known_as" in entry
+        name: entry["fused_name"].rpartition(".")[2]
+        for name, entry in sparsity["weights"].items()
+        if "fused_name" in entry
     }
     assert set(fused.values()) == {"gate_up_proj", "down_proj"} and all(".experts." in name for name in fused)
     checked = {row.name for row in check_folder(sparse).rows}

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from benchmarks.sharded_checkpoint import write_run
-from sparseforge_ds.export.consolidate import consolidate
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
@@ -47,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "model"
-    consolidate(open_source(run), out, "20KB")
+    export(open_source(run), out, max_shard_size="20KB", skip_proof=True)
     return out
 
 
@@ -109,7 +108,7 @@ def test_threads_read_the_same(run: Path) -> None:
 
 
 def test_an_export_of_an_export_is_the_same(exported: Path, tmp_path: Path) -> None:
-    consolidate(open_source(exported), tmp_path / "again", "20KB", workers=2)
+    export(open_source(exported), tmp_path / "again", max_shard_size="20KB", workers=2, skip_proof=True)
     names = sorted(path.name for path in exported.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
     assert all((exported / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
@@ -122,7 +121,7 @@ def test_a_packed_folder_gives_dense_weights(run: Path, exported: Path, tmp_path
     source = open_source(tmp_path / "packed")
     assert "quantization_config" not in source.model_config
     assert all(torch.equal(source.read(name), open_source(run).read(name)) for name in source.specs)
-    consolidate(source, tmp_path / "dense", "20KB")
+    export(source, tmp_path / "dense", max_shard_size="20KB", skip_proof=True)
     assert (tmp_path / "dense" / "config.json").read_bytes() == (exported / "config.json").read_bytes()
     assert check_folder(tmp_path / "dense").ok
 
@@ -159,10 +158,10 @@ def test_folders_that_do_not_fit_together(folder: Path) -> None:
 def test_runs_that_do_not_fit_together(run: Path, tmp_path: Path) -> None:
     first = sorted((run / "checkpoints").glob("*/*model_states.pt"))[0]
     changes: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "its client state has no config, weights and step": lambda c: c["sparseforge"].pop("step"),
+        "a sparseforge state with a damaged step: None": lambda c: c["sparseforge"].pop("step"),
         "lists a damaged weight": lambda c: c["sparseforge"]["weights"][3].update(input_axis=1),
-        "is missing, its client state says": lambda c: c["sparseforge"]["weights"][3].update(name="a"),
-        r"is \(32, 64\), its client state says \(64, 32\)": lambda c: c["sparseforge"]["weights"][6].update(
+        "is missing, its sparseforge state says": lambda c: c["sparseforge"]["weights"][3].update(name="a"),
+        r"is \(32, 64\), its sparseforge state says \(64, 32\)": lambda c: c["sparseforge"]["weights"][6].update(
             shape=[64, 32]
         ),
         "cannot be 2:10: its input axis": lambda c: c["sparseforge"]["config"].update(pattern="2:10"),
@@ -196,5 +195,5 @@ def test_a_mask_that_should_be_frozen_and_is_not(run: Path, tmp_path: Path) -> N
                 broken.append(name)
         assert len(broken) == 1
         with pytest.raises(ValueError, match="although its mask was frozen"):
-            consolidate(source, tmp_path / "out")
+            export(source, tmp_path / "out", skip_proof=True)
         assert not (tmp_path / "out").exists()

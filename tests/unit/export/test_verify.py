@@ -119,7 +119,7 @@ def test_each_weight_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_weight_in_several_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = check_folder(folder)
-    monkeypatch.setattr(bits, "PIECE", 100)
+    monkeypatch.setattr(bits, "CHUNK", 100)
     assert whole.ok and check_folder(folder) == whole
 
 
@@ -247,5 +247,5 @@ def test_check_weight_against_loops(seed: int, dtype: str) -> None:
 def test_pieces_hold_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(96, 64)
     whole = [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)]
-    monkeypatch.setattr(bits, "PIECE", 100)
+    monkeypatch.setattr(bits, "CHUNK", 100)
     assert [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)] == whole

@@ -1,9 +1,8 @@
-"""Consolidation of a checkpoint that DeepSpeed could have written: workers, kills, damage, memory."""
+"""The model of a checkpoint that DeepSpeed could have written: workers, kills, damage, memory."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -16,10 +15,9 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from benchmarks.sharded_checkpoint import write_run
-from sparseforge_ds.checkpoint import tensors
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import consolidate as module
-from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.export import formats, writer
+from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.source import Source
@@ -55,6 +53,10 @@ def unbroken(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     out = tmp_path_factory.mktemp("unbroken") / "out"
     consolidate(open_source(run), out, "200KB")
     return content(out)
+
+
+def consolidate(source: Source, out: Path, max_shard_size: str = "5GB", workers: int = 1) -> None:
+    export(source, out, "hf", max_shard_size, workers, skip_proof=True)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -133,18 +135,10 @@ def test_workers_must_be_positive(run: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_ctrl_c_and_go_on(run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int) -> None:
-    first = Interrupted(open_source(run), 20, KeyboardInterrupt())
+def test_ctrl_c_leaves_nothing(run: Path, tmp_path: Path, workers: int) -> None:
     with pytest.raises(KeyboardInterrupt):
-        consolidate(first, tmp_path / "out", "200KB", workers)
-    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
-    notes: list[str] = []
-    second = Interrupted(open_source(run), 10**6, KeyboardInterrupt())
-    consolidate(second, tmp_path / "out", "200KB", workers, note=notes.append)
-    assert content(tmp_path / "out") == unbroken and notes == []
-    finished = len(set(first.asked)) - (len(first.asked) - 20)
-    assert finished == 20 and len(second.asked) == len(second.specs) - finished
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        consolidate(Interrupted(open_source(run), 20, KeyboardInterrupt()), tmp_path / "out", "200KB", workers)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_leaves_nothing(run: Path, tmp_path: Path) -> None:
@@ -153,87 +147,48 @@ def test_an_error_leaves_nothing(run: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failing_proof_leaves_nothing(run: Path, tmp_path: Path) -> None:
-    def prove(folder: Path) -> dict[str, Any]:
-        assert check_folder(folder).ok and not (tmp_path / "out").exists()
+def test_a_failing_proof_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
+        assert check_folder(folder).ok and plain and not (tmp_path / "out").exists()
         raise ValueError("not the same logits")
 
+    monkeypatch.setattr(formats, "prove_folder", prove)
     with pytest.raises(ValueError, match="not the same logits"):
-        consolidate(open_source(run), tmp_path / "out", prove=prove)
+        export(open_source(run), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    consolidate(open_source(run), tmp_path / "out", prove=lambda folder: {"logits": "equal"})
+    monkeypatch.setattr(formats, "prove_folder", lambda source, folder, plain: {"logits": "equal"})
+    export(open_source(run), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "sparsity.json").read_text())["proof"] == {"logits": "equal"}
 
 
-@pytest.mark.parametrize("change", ["size", "dtype", "touched"])
-def test_the_work_of_another_source_is_discarded(
-    run: Path, unbroken: dict[str, bytes], tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+def test_of_two_that_write_the_same_folder_one_is_refused(
+    run: Path, unbroken: dict[str, bytes], tmp_path: Path
 ) -> None:
-    size, dtype = ("100KB" if change == "size" else "200KB"), ("float16" if change == "dtype" else "auto")
-    with pytest.raises(KeyboardInterrupt):
-        consolidate(Interrupted(open_source(run, dtype=dtype), 20, KeyboardInterrupt()), tmp_path / "out", size)
-    if change == "touched":
-        os.utime(next((run / "checkpoints").glob("*/*optim_states.pt")))
-    assert main(["consolidate", "--skip_proof", str(run), str(tmp_path / "out"), "--max_shard_size", "200KB"]) == 0
-    assert "was begun from another source or with other settings; starting afresh" in capsys.readouterr().out
-    assert content(tmp_path / "out") == unbroken
-
-
-@pytest.mark.parametrize("damage", ["bytes", "journal", "cut journal", "file", "foreign"])
-def test_damaged_work_is_done_again(run: Path, unbroken: dict[str, bytes], tmp_path: Path, damage: str) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        consolidate(Interrupted(open_source(run), 60, KeyboardInterrupt()), tmp_path / "out", "200KB")
-    journal = tmp_path / ".out.partial" / "journal.jsonl"
-    files = sorted((tmp_path / ".out.partial" / "model").glob("*.safetensors"))
-    if damage == "bytes":
-        for file in files:
-            held = bytearray(file.read_bytes())
-            held[len(held) // 2] ^= 1
-            file.write_bytes(held)
-    elif damage == "journal":
-        journal.write_bytes(b"\x00\xff" + journal.read_bytes())
-    elif damage == "cut journal":
-        journal.write_bytes(journal.read_bytes()[:-9])
-    elif damage == "file":
-        files[0].unlink()
-    else:
-        lines = journal.read_text().splitlines()
-        journal.write_text("\n".join([lines[0], "[1]", *lines[2:]]) + "\n")
-    consolidate(open_source(run), tmp_path / "out", "200KB")
-    assert content(tmp_path / "out") == unbroken
-
-
-def test_a_second_process_is_refused(run: Path, unbroken: dict[str, bytes], tmp_path: Path) -> None:
     seen: list[str] = []
 
     class Slow(Interrupted):
         def read(self, name: str) -> Tensor:
             if not seen:
-                command = [
-                    sys.executable,
-                    "-m",
-                    "sparseforge_ds",
-                    "consolidate",
-                    "--skip_proof",
-                    str(run),
-                    str(tmp_path / "out"),
-                ]
+                command = [sys.executable, "-m", "sparseforge_ds", "consolidate", "--skip_proof", str(run)]
+                command += [str(tmp_path / "out"), "--max_shard_size", "200KB"]
                 done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
                 seen.append(f"{done.returncode} {done.stderr}")
             return super().read(name)
 
-    consolidate(Slow(open_source(run), 10**6, KeyboardInterrupt()), tmp_path / "out", "200KB")
-    assert seen[0].startswith("2 error: ") and "another process is writing it" in seen[0]
+    with pytest.raises(ValueError, match="out: cannot be written .*nothing was left behind"):
+        consolidate(Slow(open_source(run), 10**6, KeyboardInterrupt()), tmp_path / "out", "200KB")
+    assert seen == ["0 "]
     assert content(tmp_path / "out") == unbroken
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_written_wrong_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = tensors.write_at
+    original = writer._write_at
 
     def lie(path: Path, start: int, data: memoryview) -> None:
         original(path, start + (8 if len(data) == 2 * 64 * 128 else 0), data)
 
-    monkeypatch.setattr(module, "write_at", lie)
+    monkeypatch.setattr(writer, "_write_at", lie)
     with pytest.raises(ValueError, match="the written folder does not verify"):
         consolidate(open_source(run), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -256,93 +211,80 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_read(
 
 
 _KILLS = """
-import os, random, signal, sys, time
+import os, sys
 from pathlib import Path
-import sparseforge_ds.export.consolidate as module
+from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.run_source import RunSource
 
-run, out, log, workers = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-random.seed(int(sys.argv[5]))
-original = RunSource.read
+run, out, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+ACTIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.copyfile"}
+KILLED = 9
 
-def read(self, name):
-    with open(log, "a") as file:
-        file.write(name + "\\n")
-    time.sleep(0.002)
-    return original(self, name)
-
-RunSource.read = read
-log.touch()
-
-def child():
+def child(last):
+    "Export in a process that ends before its file-system action number `last`; its exit code."
     pid = os.fork()
     if pid == 0:
-        module.consolidate(open_source(run), out, "200KB", workers)
+        done = 0
+        def hook(event, _):
+            nonlocal done
+            if event in ACTIONS:
+                done += 1
+                if done == last:
+                    os._exit(KILLED)
+        sys.addaudithook(hook)
+        export(open_source(run), out, "hf", "200KB", workers, skip_proof=True)
+        out.with_name("actions").write_text(str(done))
         os._exit(0)
-    return pid
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-def lines():
-    return log.read_text().count("\\n")
-
-kills = 0
-pid = child()
-for number in range(60):
-    # Half of the kills come some tensors later, the others anywhere from the first check to the last rename.
-    begun, moment = lines(), time.monotonic()
-    tensors = random.randint(0, 6) if number % 2 else 10**6
-    seconds = random.uniform(0, 0.25)
-    while lines() - begun < tensors and time.monotonic() - moment < seconds:
-        time.sleep(0.0005)
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    kills += os.WIFSIGNALED(status)
+assert child(0) == 0
+total = int(out.with_name("actions").read_text())
+out.with_name("actions").unlink()
+out.rename(out.with_name("first"))
+killed = begun = 0
+for last in [*range(1, total, total // 10), *range(total - 10, total + 1)]:
+    killed += child(last) == KILLED
+    begun += any(path.suffix == ".tmp" for path in out.parent.iterdir())
     if out.exists():
-        break
-    pid = child()
-else:
-    os.waitpid(pid, 0)
-print(kills, lines())
+        out.rename(out.with_name(f"early{last}"))
+assert child(0) == 0
+out.with_name("actions").unlink()
+print(killed, begun)
 """
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_kill_at_random_moments(run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int) -> None:
-    total = len(open_source(run).specs)
-    kills = 0
-    for seed in range(20):
-        out, log = tmp_path / f"out{seed}", tmp_path / f"log{seed}"
-        arguments = [str(run), str(out), str(log), str(workers), str(seed)]
-        done = subprocess.run([sys.executable, "-c", _KILLS, *arguments], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        killed, reads = map(int, done.stdout.split())
-        # Only what was under way at a kill is read again.
-        assert total <= reads <= total + killed * workers
-        assert content(out) == unbroken
-        kills += killed
-        if kills >= 12 and seed >= 1:
-            break
-    assert kills >= 12
+def test_killed_at_any_moment(run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int) -> None:
+    """Whatever has the final name is whole, and the next one that writes it removes what a kill has left."""
+    arguments = [str(run), str(tmp_path / "out"), str(workers)]
+    done = subprocess.run([sys.executable, "-c", _KILLS, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    killed, begun = map(int, done.stdout.split())
+    assert killed >= 15 and begun >= 10
+    folders = sorted(path for path in tmp_path.iterdir() if path.name != "actions")
+    assert {"out", "first"} <= {folder.name for folder in folders}
+    for folder in folders:
+        assert content(folder) == unbroken, folder.name
 
 
 _PEAK = """
 import sys
 from pathlib import Path
 import torch
-from sparseforge_ds.checkpoint import sharded
-from sparseforge_ds.export.consolidate import consolidate
+from sparseforge_ds.checkpoint import rank_files
+from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 
 torch.set_num_threads(1)
-sharded.RESIDENT_BYTES = 1 << 20  # what stays mapped is a constant; small here, so that the rest shows
+rank_files.RESIDENT_BYTES = 1 << 20  # what stays mapped is a constant; small here, so that the rest shows
 small, medium, out, workers = *map(Path, sys.argv[1:4]), int(sys.argv[4])
 
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
-consolidate(open_source(small), out / "small", workers=workers)
+export(open_source(small), out / "small", workers=workers, skip_proof=True)
 before = peak()
-consolidate(open_source(medium), out / "medium", workers=workers)
+export(open_source(medium), out / "medium", workers=workers, skip_proof=True)
 print(before, peak())
 """
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.archive import Archive
 from sparseforge_ds.checkpoint.contents import Number
+from sparseforge_ds.checkpoint.pt_file import PtFile
 
 
 @dataclass(frozen=True)
-class RankFlats:
+class RankPartitions:
     """What one rank saved."""
 
     masters: list[Tensor] | None
@@ -38,7 +38,7 @@ def _number(step: Any) -> float:
     return float(step)
 
 
-def field(archive: Archive, kind: type, *keys: str) -> Any:
+def field(archive: PtFile, kind: type, *keys: str) -> Any:
     """`content[key][key]...` of a file, of a given type.
 
     Raises:
@@ -54,7 +54,7 @@ def field(archive: Archive, kind: type, *keys: str) -> Any:
     return value
 
 
-def read_stage(model: Archive, optimizer: Archive | None) -> int:
+def read_stage(model: PtFile, optimizer: PtFile | None) -> int:
     """The ZeRO stage that wrote a checkpoint."""
     if optimizer is None:
         field(model, dict, "optimizer")
@@ -69,7 +69,7 @@ def read_stage(model: Archive, optimizer: Archive | None) -> int:
     return 1  # BF16_Optimizer does not write its stage and is only used at stage 1
 
 
-def read_flats(archive: Archive, stage: int) -> RankFlats:
+def read_flats(archive: PtFile, stage: int) -> RankPartitions:
     """Find masters and states in the optimizer file of a rank (stages 1 to 3) or in the model file (stage 0).
 
     Raises:
@@ -99,10 +99,10 @@ def read_flats(archive: Archive, stage: int) -> RankFlats:
     states = [states_by_index.get(index, {}) for index in indices]
     if not all(isinstance(state, dict) for state in states):
         raise ValueError(f"{archive.path}: the state of a parameter is not a dict")
-    return RankFlats(masters, states, groups, group_of_flat)
+    return RankPartitions(masters, states, groups, group_of_flat)
 
 
-def zero12_partitions(archive: Archive, flats: RankFlats) -> list[int]:
+def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
     """Elements of this rank's partition of each group, padding included.
 
     DeepSpeedZeroOptimizer cuts the padding off before it saves, BF16_Optimizer does not.
@@ -115,7 +115,7 @@ def zero12_partitions(archive: Archive, flats: RankFlats) -> list[int]:
     return [master.numel() + (paddings[i] if paddings else 0) for i, master in enumerate(flats.masters)]
 
 
-def zero12_alignment(archive: Archive, groups: list[dict[str, tuple[int, ...]]]) -> list[list[int]]:
+def zero12_alignment(archive: PtFile, groups: list[dict[str, tuple[int, ...]]]) -> list[list[int]]:
     """Elements of alignment after each weight of each group (`parameter_alignment`), mostly 0."""
     gaps = field(archive, dict, "optimizer_state_dict").get("param_alignment_paddings")
     if gaps is None:
@@ -126,13 +126,12 @@ def zero12_alignment(archive: Archive, groups: list[dict[str, tuple[int, ...]]])
 
 
 def stage0_names(
-    archive: Archive, flats: RankFlats, shapes: dict[str, tuple[int, ...]], forge_state: dict[str, Any]
+    archive: PtFile, flats: RankPartitions, shapes: dict[str, tuple[int, ...]], forge_state: dict[str, Any]
 ) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes in each flat of a stage-0 checkpoint.
 
-    DeepSpeed saves no names at stage 0; our client state lists those of every param group, in order. A checkpoint of a
-    version before has the prunable weights only: flats of other groups stay nameless, and their weights are read from
-    the module.
+    DeepSpeed saves no names at stage 0; our client state lists those of every param group, in order. In a checkpoint
+    that was saved without it flats stay nameless, and all weights are read from the module.
     """
     listed = forge_state.get("weights", [])
     if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
@@ -164,14 +163,13 @@ def stage0_names(
     return named
 
 
-def _group_names(archive: Archive, flats: RankFlats, forge_state: dict[str, Any]) -> list[Iterator[str] | None]:
+def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[Iterator[str] | None]:
     """Names of each param group, None where they are not known."""
     prunable = [weight["name"] for weight in forge_state.get("weights", [])]
     marked = [group.get("sparseforge") == "prunable" for group in flats.groups]
+    if not forge_state:
+        return [None] * len(marked)
     groups = forge_state.get("groups")
-    if groups is None:
-        names = iter(prunable)
-        return [names if is_marked else None for is_marked in marked]
     if not isinstance(groups, list) or not all(
         isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
     ):
@@ -187,7 +185,7 @@ def _group_names(archive: Archive, flats: RankFlats, forge_state: dict[str, Any]
     return [iter(group) for group in groups]
 
 
-def _stage0_masters(archive: Archive, outer: dict[str, Any]) -> list[Tensor] | None:
+def _stage0_masters(archive: PtFile, outer: dict[str, Any]) -> list[Tensor] | None:
     if "fp32_groups_flat" in outer:
         return list(field(archive, list, "optimizer", "fp32_groups_flat"))
     if "fp32_groups" in outer:
@@ -215,7 +213,7 @@ def number_states(state: dict[str, Any]) -> dict[str, Number]:
     return numbers
 
 
-def read_loss_scale(archive: Archive, stage: int) -> dict[str, Number] | None:
+def read_loss_scale(archive: PtFile, stage: int) -> dict[str, Number] | None:
     """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.checkpoint.plain import Odd, check_content, check_records
+from sparseforge_ds.checkpoint.untrusted import Refused, check_content, check_records
 
 
 class _Stage(int):
@@ -54,7 +54,7 @@ _OPENING = threading.Lock()
 """The list of classes that torch accepts belongs to the process, so files are opened one at a time."""
 
 
-class Archive:
+class PtFile:
     """A checkpoint file, opened when first needed; any number of threads may ask for its content."""
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class Archive:
             with torch.serialization.safe_globals(_STAND_INS):
                 content = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
             check_content(content)
-        except Odd as error:
+        except Refused as error:
             raise ValueError(f"{self.path}: {error}") from None
         except _UNREADABLE as error:
             raise ValueError(f"{self.path}: {self._cure(error)}") from None

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from sparseforge_ds.checkpoint import plain
-from sparseforge_ds.checkpoint.archive import Archive
+from sparseforge_ds.checkpoint import untrusted
+from sparseforge_ds.checkpoint.pt_file import PtFile
 
 NAME = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
-def save(folder: Path, content: Any) -> Archive:
+def save(folder: Path, content: Any) -> PtFile:
     torch.save(content, folder / NAME)
-    return Archive(folder / NAME)
+    return PtFile(folder / NAME)
 
 
 def test_plain_content_passes(tmp_path: Path) -> None:
@@ -52,9 +52,9 @@ def test_a_list_that_unfolds_without_end(tmp_path: Path) -> None:
 
 def test_deep_nesting(tmp_path: Path) -> None:
     nested: list[Any] = []
-    for _ in range(plain.DEEPEST):
+    for _ in range(untrusted.DEEPEST):
         nested = [nested]
-    with pytest.raises(ValueError, match=rf"{NAME}: refused, it nests more than {plain.DEEPEST} levels"):
+    with pytest.raises(ValueError, match=rf"{NAME}: refused, it nests more than {untrusted.DEEPEST} levels"):
         _ = save(tmp_path, {"x": nested}).content
 
 
@@ -87,4 +87,4 @@ def test_the_file_of_another_rank(tmp_path: Path) -> None:
     other = tmp_path / NAME.replace("rank_0", "rank_1", 1)
     shutil.copy(tmp_path / NAME, other)
     with pytest.raises(ValueError, match=rf"{other.name}: is the file that was saved as {NAME}, under another name"):
-        _ = Archive(other).content
+        _ = PtFile(other).content

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.packed24 import is_packed, logical_specs, read_packed
+from sparseforge_ds.export.stored import StoredWeights
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS
 from tests.conftest import ROOT
 from tests.sparse_folders import bits, write_dense, write_sparse
@@ -163,20 +163,23 @@ def test_another_version_of_the_format_is_refused(tmp_path: Path, change: dict[s
 @pytest.mark.parametrize(("family", "dtype"), [("llama-odd", "float16"), ("gpt2", "bfloat16")])
 def test_read_without_a_model(tmp_path: Path, family: str, dtype: str) -> None:
     sparse, packed = pack(tmp_path, family, dtype)
-    expected, tensors = TensorFolder(sparse), TensorFolder(packed)
-    assert is_packed(json.loads((packed / "config.json").read_text()))
-    assert logical_specs(tensors) == expected.specs
-    assert all(torch.equal(bits(read_packed(tensors, name)), bits(expected.read(name))) for name in expected.specs)
+    expected, stored = TensorFolder(sparse), stored_in(packed)
+    assert stored.packed and stored.specs == expected.specs
+    assert all(torch.equal(bits(stored.read(name)), bits(expected.read(name))) for name in expected.specs)
+
+
+def stored_in(folder: Path) -> StoredWeights:
+    return StoredWeights(folder, json.loads((folder / "config.json").read_text()))
 
 
 def test_reading_a_damaged_weight_names_it(tmp_path: Path) -> None:
     _, packed = pack(tmp_path, "llama", "float32")
     edit(packed, lambda tensors: tensors[QUERY + POSITIONS].fill_(0))
     with pytest.raises(ValueError, match=f"{packed}: {QUERY}: positions of a packed weight are damaged"):
-        read_packed(TensorFolder(packed), QUERY)
+        stored_in(packed).read(QUERY)
     edit(packed, lambda tensors: tensors.update({QUERY: tensors[QUERY][:-2].contiguous()}))
     with pytest.raises(ValueError, match=f"{QUERY}: values of shape"):
-        logical_specs(TensorFolder(packed))
+        stored_in(packed)
 
 
 def test_other_patterns_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ MOST = 50_000_000
 """Values, counted as often as they are reached."""
 
 
-class Odd(ValueError):
+class Refused(ValueError):
     """Why a file is refused, without its path."""
 
 
@@ -30,29 +30,29 @@ def check_records(path: Path) -> None:
     compresses. And it writes the name of the file into the archive, which tells two ranks' files apart.
 
     Raises:
-        Odd: why, without the path.
+        Refused: why, without the path.
         OSError, BadZipFile: it is no readable archive.
     """
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1 for record in records):
-        raise Odd("refused, its records are compressed or encrypted, which torch never does")
+        raise Refused("refused, its records are compressed or encrypted, which torch never does")
     names = {record.filename for record in records}
     if len(names) != len(records):
-        raise Odd("refused, it holds two records of one name")
+        raise Refused("refused, it holds two records of one name")
     saved_as = {name.partition("/")[0] for name in names}
     if len(saved_as) != 1:
-        raise Odd("refused, it holds records of more than one file")
+        raise Refused("refused, it holds records of more than one file")
     (stem,) = saved_as
     if stem.endswith("_states") and stem != path.stem:
-        raise Odd(f"is the file that was saved as {stem[:100]}.pt, under another name; use another checkpoint")
+        raise Refused(f"is the file that was saved as {stem[:100]}.pt, under another name; use another checkpoint")
 
 
 def check_content(content: Any) -> None:
     """Refuse what no checkpoint holds and what would cost more memory or time than the file has bytes.
 
     Raises:
-        Odd: why, without the path.
+        Refused: why, without the path.
     """
     sizes: dict[int, int] = {}
     _measure(content, sizes, 0)
@@ -68,11 +68,11 @@ def _measure(value: Any, sizes: dict[int, int], depth: int) -> int:
     if (known := sizes.get(id(value))) is not None:
         return known
     if depth == DEEPEST:
-        raise Odd(f"refused, it nests more than {DEEPEST} levels deep")
+        raise Refused(f"refused, it nests more than {DEEPEST} levels deep")
     inner = value.values() if isinstance(value, dict) else value
     size = 1 + sum(_measure(item, sizes, depth + 1) for item in inner)
     if size > MOST:
-        raise Odd(f"refused, it unfolds to more than {MOST:,} values")
+        raise Refused(f"refused, it unfolds to more than {MOST:,} values")
     sizes[id(value)] = size
     return size
 
@@ -80,6 +80,6 @@ def _measure(value: Any, sizes: dict[int, int], depth: int) -> int:
 def _check_tensor(tensor: Tensor) -> None:
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
     if not plain or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
-        raise Odd(f"refused, it holds a tensor that is not plain numbers ({tensor.layout}, {tensor.device})")
+        raise Refused(f"refused, it holds a tensor that is not plain numbers ({tensor.layout}, {tensor.device})")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise Odd(f"refused, it holds a tensor of {tensor.numel():,} elements with fewer in the file")
+        raise Refused(f"refused, it holds a tensor of {tensor.numel():,} elements with fewer in the file")

@@ -1,0 +1,100 @@
+"""The files of all ranks of one checkpoint: of one save, mapped, never loaded whole, and unmapped now and then."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.folder import list_files
+from sparseforge_ds.checkpoint.pt_file import PtFile
+from sparseforge_ds.checkpoint.zero_partitions import RankPartitions, field, read_flats, read_stage
+
+RESIDENT_BYTES = 1 << 29
+"""Bytes read from mapped files before they are unmapped."""
+
+
+class RankFiles:
+    """The `.pt` files of a checkpoint folder, in rank order.
+
+    Raises:
+        ValueError: (constructor, methods) a file is missing, damaged, foreign or of another step; the message names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = list_files(folder)
+        self.folder = files.folder
+        self.model = [PtFile(file) for file in files.model]
+        self.optimizer = [PtFile(file) for file in files.optimizer]
+        self._flats: dict[int, RankPartitions] = {}
+        self._bytes_read = 0
+        self._counting = threading.Lock()
+
+    def open(self) -> None:
+        """Read stage, step and number of ranks, and check that every rank has its files, all of the same moment."""
+        first = self.model[0]
+        field(first, dict, "module")
+        self.stage = read_stage(first, self.optimizer[0] if self.optimizer else None)
+        self.step: int = field(first, int, "global_steps")
+        self.world_size: int = field(first, int, "dp_world_size")
+        for kind, archives, expected in (
+            ("optimizer", self.optimizer, self.world_size if self.stage else 0),
+            ("model", self.model, self.world_size if self.stage == 3 else 1),
+        ):
+            if len(archives) != expected:
+                raise ValueError(
+                    f"{self.folder}: has {len(archives)} {kind} files, but it was saved at stage {self.stage} by "
+                    f"{self.world_size} ranks, which makes {expected}; use another checkpoint"
+                )
+        for archive in self.model[1:]:
+            if (step := field(archive, int, "global_steps")) != self.step:
+                raise ValueError(f"{archive.path}: is of step {step}, the file of rank 0 is of step {self.step}")
+        for rank, archive in enumerate(self.optimizer):
+            counts = field(archive, dict, "optimizer_state_dict").get("partition_count")
+            for count in counts if isinstance(counts, (list, tuple)) else [counts]:
+                if count != self.world_size:
+                    raise ValueError(f"{archive.path}: was saved by {count} ranks, the model file by {self.world_size}")
+            if read_stage(first, archive) != self.stage:
+                raise ValueError(f"{archive.path}: was saved at another ZeRO stage than {self.optimizer[0].path.name}")
+            if self._moment(rank) != self._moment(0):
+                raise ValueError(
+                    f"{archive.path}: was saved at another step or by another run than {self.optimizer[0].path.name}; "
+                    "use another checkpoint"
+                )
+
+    def _moment(self, rank: int) -> tuple[object, object]:
+        """What the files of one save have in common: the step of every flat and the hyperparameters of every group."""
+        flats = self.flats(rank)
+        return flats.step(), [{k: v for k, v in group.items() if not isinstance(v, Tensor)} for group in flats.groups]
+
+    def state_file(self, rank: int) -> PtFile:
+        """The file that holds masters and states of a rank: at stage 0 that is the model file."""
+        return self.optimizer[rank] if self.stage else self.model[0]
+
+    def flats(self, rank: int) -> RankPartitions:
+        """Masters and states of a rank."""
+        known = self._flats  # another thread may replace it meanwhile
+        flats = known.get(rank)
+        if flats is None:
+            flats = known[rank] = read_flats(self.state_file(rank), self.stage)
+        return flats
+
+    def count(self, taken: Tensor) -> None:
+        """Count what is read, and unmap the files when it was much. Threads in the midst of a read keep theirs."""
+        with self._counting:
+            self._bytes_read += taken.numel() * taken.element_size()
+            if self._bytes_read > RESIDENT_BYTES:
+                self.release()
+
+    def release(self) -> None:
+        """Unmap the files; the next access opens them again."""
+        self._bytes_read = 0
+        self._flats = {}
+        for archive in (*self.model, *self.optimizer):
+            archive.release()
+
+    def check_bytes(self, part: int, parts: int) -> None:
+        """Compare the checksums of every `parts`-th file."""
+        for archive in (*self.model, *self.optimizer)[part::parts]:
+            archive.check_bytes()

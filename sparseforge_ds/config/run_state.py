@@ -1,0 +1,136 @@
+"""What a run is, as its checkpoints, `sparseforge.json` and its present start say: is this the same run?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.pattern import Pattern
+
+STATE_VERSION = 1
+"""Of what a checkpoint's client state holds under `sparseforge`."""
+
+
+class Weight(Protocol):
+    """Whatever has these attributes, such as `model.families.PrunableWeight`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def input_axis(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class SparseWeight:
+    """A weight that is, or is going to be, in the pattern."""
+
+    name: str
+    shape: tuple[int, ...]
+    input_axis: int
+    """-1 or -2."""
+
+    @classmethod
+    def parse(cls, entry: object, pattern: Pattern, where: str) -> SparseWeight:
+        """From a JSON object with name, shape and input_axis, and whatever else there is beside them.
+
+        Args:
+            where: begins the message of an error.
+
+        Raises:
+            ValueError: one of them is missing or damaged, or the pattern does not fit the shape.
+        """
+        held = entry if isinstance(entry, dict) else {}
+        name, shape, axis = held.get("name"), held.get("shape"), held.get("input_axis")
+        sizes = shape if isinstance(shape, (list, tuple)) and all(type(n) is int and n > 0 for n in shape) else ()
+        if not isinstance(name, str) or len(sizes) < 2 or type(axis) is not int or axis not in (-1, -2):
+            raise ValueError(f"{where} lists a damaged weight, {entry!r:.200}")
+        if (why := pattern.misfit(tuple(sizes), axis)) is not None:
+            raise ValueError(f"{where}: {name} cannot be {pattern}: {why}")
+        return cls(name, tuple(sizes), axis)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The algorithm, the weights under its mask, and how far the run is."""
+
+    config: SparseForgeConfig
+    weights: tuple[SparseWeight, ...]
+    step: int = 0
+    """Applied optimizer steps."""
+    refreshes: int = 0
+    """Measurements of the curvature."""
+
+    @classmethod
+    def of(cls, config: SparseForgeConfig, weights: Iterable[Weight], step: int = 0, refreshes: int = 0) -> RunState:
+        """Of the run that is here."""
+        listed = tuple(SparseWeight(weight.name, tuple(weight.shape), weight.input_axis) for weight in weights)
+        return cls(config, listed, step, refreshes)
+
+    @classmethod
+    def parse(cls, state: object, where: str) -> RunState:
+        """Of a run that was saved, from what `to_dict` made, with whatever else there is beside it.
+
+        Args:
+            where: begins the message of an error.
+
+        Raises:
+            ValueError: something is missing, damaged or of another version.
+        """
+        if not isinstance(state, dict):
+            raise ValueError(
+                f'{where} was not saved by SparseForge; save with client_state={{"sparseforge": forge.state_dict()}}'
+            )
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"{where} has sparseforge state version {state.get('version')!r:.100}, this is {STATE_VERSION}: use "
+                "the release that wrote it"
+            )
+        for key, kind in (("config", dict), ("weights", list), ("step", int), ("refreshes", int)):
+            if type(state.get(key)) is not kind or (kind is int and state[key] < 0):
+                raise ValueError(f"{where} has a sparseforge state with a damaged {key}: {state.get(key)!r:.100}")
+        try:
+            config = SparseForgeConfig.from_dict(state["config"])
+        except ValueError as error:
+            raise ValueError(f"{where} has a sparseforge state with a damaged config: {str(error)[:300]}") from None
+        weights = tuple(SparseWeight.parse(entry, config.parsed_pattern, where) for entry in state["weights"])
+        if len({weight.name for weight in weights}) != len(weights):
+            raise ValueError(f"{where} has a sparseforge state that lists a weight twice")
+        return cls(config, weights, state["step"], state["refreshes"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        weights = [{**asdict(weight), "shape": list(weight.shape)} for weight in self.weights]
+        numbers = {"step": self.step, "refreshes": self.refreshes}
+        return {"version": STATE_VERSION, "config": self.config.to_dict(), "weights": weights, **numbers}
+
+    def changes(self, now: RunState) -> list[str]:
+        """What was otherwise in this saved run than `now`; empty for the same run, wherever the two stand.
+
+        What is only monitored may differ (`SparseForgeConfig.comparable`).
+        """
+        config = differences(self.config.comparable(), now.config.comparable(), "sparseforge")
+        return config or differences(self._described(), now._described(), "weights")
+
+    def _described(self) -> dict[str, Any]:
+        return {weight.name: [list(weight.shape), weight.input_axis] for weight in self.weights}
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+        """Raise where a weight is not among `shapes`, or has another shape there."""
+        for weight in self.weights:
+            if (held := shapes.get(weight.name)) != weight.shape:
+                raise ValueError(
+                    f"{where}: {weight.name} is {held or 'missing'}, its sparseforge state says {weight.shape}"
+                )
+
+
+def differences(before: Any, now: Any, where: str) -> list[str]:
+    """Values of two nested dicts that differ, as lines that name them below `where`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted(set(before) | set(now))
+        return [line for key in keys for line in differences(before.get(key), now.get(key), f"{where}.{key}")]
+    return [] if before == now else [f"{where} was {json.dumps(before):.80}, is {json.dumps(now):.80}"]

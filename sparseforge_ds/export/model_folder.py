@@ -1,0 +1,125 @@
+"""A model as a Hugging Face folder, one weight at a time in each worker, in one of two storages.
+
+- `hf`: safetensors, config and tokenizer that `AutoModelForCausalLM.from_pretrained` loads without this package.
+- `packed24`: a 2:4 weight is its kept values, under its own name with half its inputs, and `<name>_positions`, two bits
+  for each (see `mask.packing.pack24`): 0.5625 of its bf16 bytes. Everything else is stored as it is. `import
+  sparseforge_ds` makes transformers load it; transformers alone raises, as the shapes are not the model's.
+
+Beside the weights lies `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved
+config) and, for a run with a low-rank branch, a PEFT LoRA adapter, which `from_pretrained` loads with them where peft
+is installed, and a README.md that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_tensor
+from sparseforge_ds.export.adapter import adapter_record, write_adapter
+from sparseforge_ds.export.card import write_card
+from sparseforge_ds.export.model_files import copy_model_files
+from sparseforge_ds.export.source import Source, config_sha256
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.weight_report import WeightReport, check_weight
+from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
+from sparseforge_ds.mask.pattern import NM
+
+
+def require_24(source: Source) -> None:
+    """Raise for a pattern that `packed24` does not hold."""
+    if source.pattern != NM(2, 4):
+        raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
+
+
+def write_model(
+    source: Source,
+    folder: Path,
+    packed: bool = False,
+    max_shard_bytes: int = NO_LIMIT,
+    workers: int = 1,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
+
+    Masks, masters and finiteness are checked as a weight is read, its groups and its hash on the very bytes that are
+    written.
+
+    Args:
+        folder: is there already.
+        packed: store 2:4 weights as `packed24`.
+
+    Returns:
+        What `sparsity.json` holds; its `proof` is null. The hashes are those of the weights in their dense shapes.
+
+    Raises:
+        ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    counted: dict[str, WeightReport] = {}
+
+    def make(name: str) -> dict[str, Tensor]:
+        value, weight = source.read(name), source.prunable.get(name)
+        row: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        row["sha256"] = hash_tensor(value)
+        if name in source.fused_name:
+            row["fused_name"] = source.fused_name[name]
+        if weight is not None:
+            found = counted[name] = check_weight(value, name, source.pattern, weight.input_axis)
+            row |= {"input_axis": weight.input_axis, "groups": found.groups, "nonzeros": found.nonzeros}
+        rows[name] = row
+        if weight is None or not packed:
+            return {name: value}
+        values, positions = pack24(value, weight.input_axis)
+        return {name: values, name + POSITIONS: positions}
+
+    specs = _packed_specs(source) if packed else source.specs
+    # The largest first, so that the workers end together; equal ones stay in the order of the files.
+    items = sorted(source.specs, key=lambda name: -source.specs[name].nbytes)
+    write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers, progress)
+    if source.branches:
+        write_adapter(source, folder)
+        write_card(source, folder, packed)
+    copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT} if packed else None)
+    record = {
+        **source.record,
+        **({"storage": _storage(source, specs)} if packed else {}),
+        **adapter_record(source, folder),
+        "config_sha256": config_sha256(source.model_config),
+        "weights": {name: rows[name] for name in source.specs if name in source.prunable},
+        "dense": {name: rows[name] for name in source.specs if name not in source.prunable},
+        "proof": None,
+    }
+    write_json(folder / "sparsity.json", record)
+    report = check_folder(folder, workers=workers, counted=counted)
+    if not report.ok:
+        worst = next(iter([*report.notes, *report.missing, *report.changed]), "")
+        raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {worst})")
+    return record
+
+
+def _packed_specs(source: Source) -> dict[str, TensorSpec]:
+    specs: dict[str, TensorSpec] = {}
+    for name, spec in source.specs.items():
+        specs[name] = spec
+        if name in source.prunable:
+            values, positions = packed24_shapes(spec.shape, source.prunable[name].input_axis)
+            specs[name] = TensorSpec(values, spec.dtype)
+            specs[name + POSITIONS] = TensorSpec(positions, torch.uint8)
+    return specs
+
+
+def _storage(source: Source, packed: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """How much smaller the packed weights are, and the whole model."""
+
+    def ratio(names: list[str]) -> dict[str, Any]:
+        dense = sum(source.specs[name].nbytes for name in names)
+        size = sum(packed[key].nbytes for name in names for key in (name, name + POSITIONS) if key in packed)
+        return {"bytes": size, "dense_bytes": dense, "ratio": size / dense}
+
+    return {"name": "packed24", "sparse_weights": ratio([*source.prunable]), "model": ratio([*source.specs])}

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
+from sparseforge_ds.export.writer import parse_size, unfinished_folder, write_tensors
+
+TENSORS = {
+    "matrix": torch.randn(5, 7),
+    "half": torch.randn(3).bfloat16(),
+    "scalar": torch.tensor(3.5),
+    "count": torch.arange(9),
+    "empty": torch.zeros(0, 4),
+    "flag": torch.tensor([True, False]),
+}
+SPECS = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in TENSORS.items()}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("limit", [1, 60, 10_000])
+def test_safetensors_reads_what_we_write(tmp_path: Path, limit: int, workers: int) -> None:
+    write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, max_shard_bytes=limit, workers=workers)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    read = {name: value for file in files for name, value in load_file(file).items()}
+    assert set(read) == set(TENSORS)
+    for name, value in TENSORS.items():
+        assert read[name].dtype == value.dtype and torch.equal(read[name], value)
+    assert (len(files) == 1) == (limit == 10_000) == (not (tmp_path / "model.safetensors.index.json").exists())
+    folder = TensorFolder(tmp_path)
+    assert folder.shapes == {name: tuple(value.shape) for name, value in TENSORS.items()}
+    assert all(torch.equal(folder.read(name), value) for name, value in TENSORS.items())
+
+
+def test_a_tensor_that_nobody_made(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="half"):
+        write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, [*SPECS.keys() - {"half"}])
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("20KB", 20_000), ("17", 17), ("1 mb", 10**6)])
+def test_parse_size(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "5XB", "-1GB", "GB"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="write a number of bytes"):
+        parse_size(text)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = socket.gethostname()
+    for process in (ended.pid, os.getpid()):  # a container may give out the same id again
+        (tmp_path / f".out.{host}.{process}.tmp").mkdir()
+    others = [f".out.{host}.1.tmp", f".out.{host}.x.tmp", ".out.elsewhere.99999.tmp", f".out2.{host}.99999.tmp"]
+    for other in others:
+        (tmp_path / other).mkdir()
+    with unfinished_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "out"])
+    assert (tmp_path / "out" / "a").read_text() == "a"
+
+
+def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    for error, raised in ((full, ValueError), (KeyboardInterrupt(), KeyboardInterrupt)):
+        with pytest.raises(raised), unfinished_folder(tmp_path / "new" / "out") as folder:
+            (folder / "a").write_text("a")
+            raise error
+    assert list((tmp_path / "new").iterdir()) == []
