@@ -229,7 +229,6 @@ def rehearse(arguments: argparse.Namespace, layers: int) -> dict[str, Any]:
             "consolidate": exported,
             "verify": verified,
             "memory": memory_of(trained, planned),
-            "traffic": {"training": planned.traffic.training, "ours": planned.traffic.ours},
             "losses": trained.losses,
         }
     finally:
