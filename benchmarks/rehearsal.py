@@ -155,7 +155,8 @@ def plan(arguments: argparse.Namespace, config: Any, ranks: int) -> Study:
         tokens=None,
     )
     device = arguments.gpu_memory or int(arguments.memory * GIB / arguments.ranks) - OF_PROCESS
-    machine = Machine(ranks=ranks, device=device, host=None, reserve=0, tflops=1.0, mfu=1.0)
+    on_gpu = bool(arguments.gpu_memory)  # else torch steps in a plain loop
+    machine = Machine(ranks=ranks, device=device, host=None, reserve=0, tflops=1.0, mfu=1.0, fused=on_gpu)
     try:
         return study(str(folder / "deepspeed.json"), request, machine)
     finally:

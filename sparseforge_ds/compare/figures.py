@@ -73,7 +73,7 @@ def _tokens(trained: pd.DataFrame, untrained: pd.DataFrame, styles: Mapping[str,
     axes = figure.subplots()
     known = trained[np.isfinite(trained["test"])]
     far = FAR * known["test"].median() if len(known) else math.inf
-    for method, mine in known.sort_values("tokens").groupby("method"):
+    for method, mine in known.sort_values("tokens", kind="stable").groupby("method", sort=False):
         style = styles[method]
         if mine["test"].min() > far:
             values = ", ".join(f"{value:.4g}" for value in mine["test"])

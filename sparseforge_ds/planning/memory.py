@@ -107,15 +107,19 @@ def _phase(
 
 
 def gathered_weights(model: Architecture, settings: Settings, backward: bool = True) -> int:
-    """The most elements that ZeRO-3 has gathered at a time, without the persistent ones.
+    """The most elements that ZeRO-3 has gathered at a time, without the persistent ones; rather too many than too few.
 
-    With a prefetch bucket DeepSpeed fetches ahead until `max_live` are there, and what it needs besides; without one,
-    weights stay that are used again within `max_reuse`, which reaches back from the middle of forward and backward.
+    There is the module that runs, beside it one of a block that is computed again, and what is used again within
+    `max_reuse`, which reaches back from the turn between forward and backward. With a prefetch bucket DeepSpeed fetches
+    ahead until `max_live` are there, and what is needed besides.
     """
     whole = sum(parameter.numel for parameter in model.parameters if parameter.numel > settings.persistence)
-    if settings.prefetch:
-        return min(whole, max(model.largest_module, settings.max_live + model.largest))
-    return min(whole, max(model.largest_module, settings.max_reuse // 2 if backward else 0))
+    needed = model.largest_module
+    if backward:
+        again = max(parameter.numel for parameter in model.parameters if parameter.masked)
+        needed += settings.max_reuse // 2 + (again if settings.checkpointing else 0)
+    ahead = settings.max_live + model.largest if settings.prefetch else 0
+    return min(whole, max(needed, ahead))
 
 
 def _gathering(model: Architecture, settings: Settings, backward: bool = True) -> Kinds:
@@ -199,7 +203,8 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
         "gradients": 0 if settings.stage == 3 else kept_gradients(model, settings),
         "fp32 gradients": of_gradient * group,
         "weights before the step": 4 * masked if before else 0,
-        "optimizer's temporaries": 0 if settings.fused_optimizer else 4 * group,
+        # A root of the second moment, and its quotient, in torch's plain loop.
+        "optimizer's temporaries": 0 if settings.fused_optimizer else 8 * group,
         "mask's temporaries": scratch,
     }
 

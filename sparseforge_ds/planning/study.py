@@ -39,6 +39,8 @@ class Machine:
     """Peak of a GPU."""
     mfu: float
     bf16: bool = True
+    fused: bool = True
+    """Whether an optimizer's step is one kernel where the JSON leaves that open, as on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         hidden_size=int(text.hidden_size),
         supports_bf16=machine.bf16,
         supports_fp16=True,
-        fuses_optimizer=True,
+        fuses_optimizer=machine.fused,
     )
     check_estimable(resolved)
     laid_out = settings(

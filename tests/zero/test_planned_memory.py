@@ -144,14 +144,18 @@ def test_memory_of_a_real_run(bytes_by_rank: list[list[dict[str, Any]]], index: 
 # -- gathered weights -------------------------------------------------------------------------------------------------
 
 GATHERING = [
-    (Case(stage=3, zero={**SMALL, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": prefetch}), again)
+    (
+        Case(
+            stage=3,
+            zero={**SMALL, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": prefetch, **more},
+        ),
+        again,
+    )
     for again in (False, True)
-    for reuse in (0, 60_000, 10**9)
-    for prefetch in (0, 20_000)
-] + [
-    (Case(stage=3, zero={**SMALL, "stage3_max_live_parameters": most, "stage3_prefetch_bucket_size": 20_000}), again)
-    for again in (False, True)
-    for most in (40_000, 80_000)
+    for reuse, prefetch, more in (
+        *((reuse, prefetch, {}) for reuse in (0, 60_000, 10**9) for prefetch in (0, 20_000)),
+        *((0, 20_000, {"stage3_max_live_parameters": most}) for most in (40_000, 80_000)),
+    )
 ]
 EXPERTS = {**SMALL, "leaf_module": {"classes": [], "name_suffixes": ["mlp.experts"]}}
 GATHERING_EXPERTS = [
@@ -165,8 +169,8 @@ def mixture() -> Any:
     return tiny_models.tiny_mixture(DeepseekConfig, vocab_size=40, num_hidden_layers=4)
 
 
-def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int, int]:
-    """The planner's bound, what DeepSpeed has at a time in a step whose order it knows, and all parameters."""
+def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
+    """The planner's bound, and the most that DeepSpeed has at a time in a step whose order it knows."""
     experts = "leaf_module" in case.zero
     built = mixture() if experts else model_of(case, layers=4)
     if checkpointing:
@@ -192,7 +196,7 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int, int]:
     if experts:
         empty = empty_model(mixture().config, case.sparseforge, DTYPES[case.dtype])
         model = describe(empty, case.sparseforge, laid_out.leaves)
-    return gathered_weights(model, laid_out), live, model.total
+    return gathered_weights(model, laid_out), live
 
 
 def gathered_by_all(cases: list[tuple[Case, bool]]) -> list[Any]:
@@ -200,10 +204,10 @@ def gathered_by_all(cases: list[tuple[Case, bool]]) -> list[Any]:
 
 
 def test_gathered_weights_are_those_of_deepspeed() -> None:
-    """Also those of a layer's experts, which a leaf module gathers at once."""
+    """Never fewer than there are, and at most a quarter more; also those of experts, which a leaf module gathers."""
     cases = [*GATHERING, *GATHERING_EXPERTS]
-    for case, (bound, found, total) in zip(cases, run_distributed(gathered_by_all, 2, cases)[0], strict=True):
-        print(case[0].zero, case[1], bound, found, total)
+    for case, (bound, found) in zip(cases, run_distributed(gathered_by_all, 2, cases)[0], strict=True):
+        assert found <= bound <= 1.25 * found, case
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
