@@ -138,8 +138,8 @@ def write_deepspeed(path: Path, arguments: argparse.Namespace, ranks: int) -> No
     path.write_text(json.dumps(content, indent=2))
 
 
-def plan(arguments: argparse.Namespace, config: Any, ranks: int) -> Study:
-    """What `sparseforge plan` knows of such a run, without a reserve."""
+def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool | None = None) -> Study:
+    """What `sparseforge plan` knows of such a run, without a reserve; by default on the devices of this machine."""
     folder = arguments.folder / "plan"
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
@@ -155,7 +155,8 @@ def plan(arguments: argparse.Namespace, config: Any, ranks: int) -> Study:
         tokens=None,
     )
     device = arguments.gpu_memory or int(arguments.memory * GIB / arguments.ranks) - OF_PROCESS
-    machine = Machine(ranks=ranks, device=device, host=None, reserve=0, tflops=1.0, mfu=1.0)
+    fused = bool(arguments.gpu_memory) if on_gpus is None else on_gpus  # a CPU steps in a plain loop
+    machine = Machine(ranks=ranks, device=device, host=None, reserve=0, tflops=1.0, mfu=1.0, fused=fused)
     try:
         return study(str(folder / "deepspeed.json"), request, machine)
     finally:
@@ -229,7 +230,6 @@ def rehearse(arguments: argparse.Namespace, layers: int) -> dict[str, Any]:
             "consolidate": exported,
             "verify": verified,
             "memory": memory_of(trained, planned),
-            "traffic": {"training": planned.traffic.training, "ours": planned.traffic.ours},
             "losses": trained.losses,
         }
     finally:
@@ -261,7 +261,7 @@ def memory_of(trained: Trained, planned: Study) -> dict[str, Any]:
 
 def full_depth(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The published model: memory by the planner, and step times as a straight line through two depths."""
-    planned = plan(arguments, published(arguments.model), arguments.full_gpus)
+    planned = plan(arguments, published(arguments.model), arguments.full_gpus, on_gpus=True)
     layers = int(published(arguments.model).num_hidden_layers)
     found: dict[str, Any] = {
         "layers": layers,

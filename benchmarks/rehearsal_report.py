@@ -54,9 +54,6 @@ def report(result: dict[str, Any]) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory["own_by_moment"].items())
         say(f"  {'its own, by moment, GiB':<26} {parts}; peak resident {memory['peak_resident'] / GIB:.2f}")
         say(f"  {'all ranks together':<26} {memory['all_ranks'] / GIB:9.2f} GiB")
-        moved = {**run["traffic"]["training"], **run["traffic"]["ours"]}
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in moved.items())
-        say(f"  {'collectives, planned':<26} {parts} GiB a rank and step")
     full = result["full_depth"]
     say("")
     say(

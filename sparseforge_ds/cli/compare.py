@@ -24,7 +24,7 @@ def register(commands: Any) -> None:
         "compare",
         help="methods x seeds x budgets on one model and one text: table, figures, one page",
         description="Train every method of CONFIG with every seed and budget, on the same tokens in the same order, "
-        "and write results.jsonl, table.md, figures and index.html. Needs the extra compare (matplotlib).",
+        "and write results.jsonl, table.md, figures and index.html. Needs the extra compare.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         from sparseforge_ds.compare.study import Study
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
+        if error.name not in ("matplotlib", "pandas", "jinja2"):
             raise
-        raise ValueError(f"matplotlib cannot be imported ({error}); pip install 'sparseforge_ds[compare]'") from None
+        raise ValueError(f"{error.name} cannot be imported ({error}); pip install 'sparseforge_ds[compare]'") from None
     out = Path(args.out) if args.out is not None else Path("runs") / Path(args.config).stem
     print(Study(config, out, Path(args.config).read_text()).run())
     print(f"{out / 'index.html'}: table and figures")

@@ -58,7 +58,7 @@ def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
     if found.status is not None:
         lines += _status(found.status, found.run or {})
     if found.result is not None:
-        shown = {key: found.result.get(key) for key in ("steps", "tokens", "seconds")}
+        shown = {key: found.result.get(key) for key in ("steps", "tokens", "seconds", "diverged")}
         lines.append(("result", ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)))
     versions = (found.run or {}).get("versions")
     if isinstance(versions, dict):

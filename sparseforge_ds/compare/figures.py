@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sparseforge_ds.compare.summary import Line, Row
+from sparseforge_ds.compare.summary import Row
 
 History = Mapping[str, Any]
 """What `history.read_history` gives."""
@@ -36,7 +36,7 @@ class Drawn:
     path: Path
 
 
-def draw(lines: Sequence[Line], rows: Sequence[Row], histories: Mapping[str, History], folder: Path) -> list[Drawn]:
+def draw(lines: pd.DataFrame, rows: Sequence[Row], histories: Mapping[str, History], folder: Path) -> list[Drawn]:
     """Draw all.
 
     Args:
@@ -46,11 +46,11 @@ def draw(lines: Sequence[Line], rows: Sequence[Row], histories: Mapping[str, His
         folder: where the files go.
     """
     folder.mkdir(exist_ok=True)
-    methods = list(dict.fromkeys(line.method for line in lines if line.kind == "result"))
-    styles = {method: _style(number) for number, method in enumerate(methods)}
-    longest = max(line.steps for line in lines if line.kind == "result")
-    runs = [row for row in rows if row["kind"] == "result" and row["steps"] == longest and row["run"] in histories]
-    drawn = [_tokens(lines, styles, folder)]
+    trained = lines[lines["kind"] == "result"]
+    styles = {method: _style(number) for number, method in enumerate(trained["method"].unique())}
+    largest = [row for row in rows if row["kind"] == "result" and row["steps"] == trained["steps"].max()]
+    runs = [row for row in largest if row["run"] in histories]
+    drawn = [_tokens(trained, lines[lines["kind"] != "result"], styles, folder)]
     curves = (
         ("undecided", "Undecided mass", "mean of m (1 - m) over all mask values: 0 when every one is 0 or 1"),
         ("flip_rate", "Flip rate", "share of weights whose place in the hard mask changed since the update before"),
@@ -59,7 +59,7 @@ def draw(lines: Sequence[Line], rows: Sequence[Row], histories: Mapping[str, His
     for name, title, caption in curves:
         drawn += _curve(name, title, caption, runs, histories, styles, folder)
     drawn += _mask_values(runs, histories, folder)
-    drawn += _agreement([row for row in rows if row["kind"] == "result" and row["steps"] == longest], styles, folder)
+    drawn += _agreement(largest, styles, folder)
     return drawn
 
 
@@ -68,38 +68,30 @@ def _style(number: int) -> Style:
     return {"color": colormaps["tab10"](number % 10), "linestyle": line, "marker": marker, "markersize": 4}
 
 
-def _tokens(lines: Sequence[Line], styles: Mapping[str, Style], folder: Path) -> Drawn:
+def _tokens(trained: pd.DataFrame, untrained: pd.DataFrame, styles: Mapping[str, Style], folder: Path) -> Drawn:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    means = [line.test.mean for line in lines if line.kind == "result" and math.isfinite(line.test.mean)]
-    far = FAR * statistics.median(means) if means else math.inf
-    for method, style in styles.items():
-        mine = [line for line in lines if (line.method, line.kind) == (method, "result")]
-        known = sorted((line for line in mine if math.isfinite(line.test.mean)), key=lambda line: line.tokens)
-        if known and min(line.test.mean for line in known) > far:
-            values = ", ".join(f"{line.test.mean:.4g}" for line in known)
+    known = trained[np.isfinite(trained["test"])]
+    far = FAR * known["test"].median() if len(known) else math.inf
+    for method, mine in known.sort_values("tokens", kind="stable").groupby("method", sort=False):
+        style = styles[method]
+        if mine["test"].min() > far:
+            values = ", ".join(f"{value:.4g}" for value in mine["test"])
             axes.plot([], [], **style, label=f"{method}: {values} (not drawn)")
             continue
-        axes.errorbar(
-            [line.tokens for line in known],
-            [line.test.mean for line in known],
-            yerr=[line.test.deviation or 0.0 for line in known],
-            capsize=3,
-            label=method,
-            **style,
-        )
-    untrained = [line for line in lines if line.kind != "result"]
-    for line, dashes in zip(untrained, itertools.cycle(["-", "--", ":", "-."]), strict=False):
-        label = f"{line.method}: {line.test.mean:.4g}"
-        if line.test.mean > far:
+        bars = mine["test_deviation"].fillna(0.0)
+        axes.errorbar(mine["tokens"], mine["test"], yerr=bars, capsize=3, label=method, **style)
+    for line, dashes in zip(untrained.itertuples(), itertools.cycle(["-", "--", ":", "-."]), strict=False):
+        label = f"{line.method}: {line.test:.4g}"
+        if line.test > far:
             axes.plot([], [], color="grey", linestyle=dashes, label=f"{label} (not drawn)")
         else:
-            axes.axhline(line.test.mean, color="grey", linestyle=dashes, label=label)
+            axes.axhline(line.test, color="grey", linestyle=dashes, label=label)
     axes.set_xscale("log")
     axes.set_xlabel("training tokens")
     axes.set_ylabel("test perplexity")
     figure.legend(fontsize="small", loc="outside right upper")
-    several = any(line.test.deviation is not None for line in lines if line.kind == "result")
+    several = trained["test_deviation"].notna().any()
     caption = "mean over seeds; bars are one sample standard deviation" if several else "one seed"
     return _save(figure, folder, "perplexity", "Perplexity against tokens", caption)
 

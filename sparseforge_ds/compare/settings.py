@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
+from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.strict import build, merge
 
-SelectAt = Literal["smallest", "each"]
 Protocol = Literal["documents", "windows"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
 _OURS = (
@@ -24,8 +22,12 @@ _OURS = (
 )
 """Run flags that the grid decides."""
 _FLAGS = tuple(field.name for field in fields(RunArguments) if field.name not in NOT_OF_A_RUN)
-_IN_A_METHOD = ("flags", "learning_rates")
-"""Keys of a method that do not belong to its `sparseforge` block."""
+_LEAST = {
+    **dict.fromkeys(("seq_length", "batch", "workers", "ranks", "threads", "budgets"), 1),
+    **dict.fromkeys(("evaluation_length", "evaluation_batch"), 1),
+    **dict.fromkeys(("seeds", "selection_seed", "save_every", "points"), 0),
+}
+"""The smallest value of every integer."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class Method:
     name: str
     block: dict[str, Any]
     """Its keys over the `sparseforge` block of the base."""
-    flags: dict[str, Any]
+    flags: dict[str, Any] = field(default_factory=dict)
     """Its run flags over those of all, like another `teacher`."""
-    learning_rates: tuple[float, ...]
+    learning_rates: tuple[float, ...] = ()
+    """Instead of those of all."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ class CompareConfig:
     seeds: tuple[int, ...]
     budgets: tuple[int, ...]
     """Optimizer steps."""
-    one_shot: dict[str, Method]
+    one_shot: dict[str, Method] = field(default_factory=dict)
     """Methods that prune and do not train: one run a seed, no budget, no learning rate."""
-    select_at: SelectAt = "smallest"
+    select_at: Literal["smallest", "each"] = "smallest"
     """The budget at which a learning rate is chosen: the smallest, for all; or each for itself."""
     selection_seed: int | None = None
     """Seed of the runs that choose the learning rate; null: the first of `seeds`."""
@@ -81,7 +84,7 @@ class CompareConfig:
     seq_length: int = 256
     batch: int = 8
     """Sequences of an optimizer step, over all ranks."""
-    flags: dict[str, Any] | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
     """Run flags of every run, like {"warmup": 0.05}."""
     workers: int = 1
     """Runs at a time."""
@@ -124,7 +127,7 @@ class CompareConfig:
         """The `sparseforge` block of a run."""
         every = max(1, steps // self.points) if self.points and steps else 0
         watched = {"monitor": {"histograms_every": every, "gap_every": 2 * every}}
-        return {**_merge(_merge(watched, self.base.get("sparseforge", {})), method.block), "max_steps": steps}
+        return {**merge(merge(watched, self.base.get("sparseforge", {})), method.block), "max_steps": steps}
 
 
 def read_config(path: str) -> CompareConfig:
@@ -133,71 +136,108 @@ def read_config(path: str) -> CompareConfig:
     Raises:
         ValueError: it is missing, no JSON, has an unknown key, or a value that cannot work.
     """
-    content = _read_json(path, "CONFIG")
-    names = [item.name for item in fields(CompareConfig)]
-    for key in content:
-        if key not in names:
-            (near,) = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
-            raise ValueError(f"{path}: unknown key {key!r}; did you mean {near!r}?")
-    optional = {"one_shot": {}, **{f.name: f.default for f in fields(CompareConfig) if f.default is not MISSING}}
-    for name in names:
-        if name not in content and name not in optional:
-            raise ValueError(f"{path}: no {name!r}; see launch/compare_stories.json for an example")
+    if not Path(path).exists():
+        raise ValueError(f"CONFIG {path}: no such file; give one like launch/compare_stories.json")
+    content = read_json(path, f"CONFIG {path}")
     try:
-        config = CompareConfig(**_convert(optional | content, Path(path).parent))
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object with keys")
+        folder = Path(path).parent
+        for text in ("validation_text", "test_text"):
+            if isinstance(content.get(text), str):
+                content[text] = {"path": content[text]}
+        if isinstance(content.get("base"), str):
+            base = _place(content["base"], "base", folder, file=True)
+            content["base"] = read_json(base, f"base {base}")
+        for kind in ("methods", "one_shot"):
+            if isinstance(content.get(kind), dict):
+                content[kind] = {name: _split(kind, name, entry) for name, entry in content[kind].items()}
+        config = _located(build(CompareConfig, content, "CONFIG"), folder)
         _check(config)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {str(error).replace('CONFIG.', '')}") from None
     return config
 
 
-def _convert(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for name in ("text_field", "dtype"):
-        content[name] = _expand(_is(content[name], str, name, "a string"), name)
-    for name in ("model", "train_text"):
-        content[name] = _place(_is(content[name], str, name, "a string"), name, folder)
-    for name in ("validation_text", "test_text"):
-        content[name] = _held_out(content[name], name, folder)
-    for name in ("seq_length", "batch", "workers", "ranks", "save_every", "evaluation_batch"):
-        content[name] = _integer(content[name], name, 0 if name == "save_every" else 1)
-    content["points"] = _integer(content["points"], "points", 0)
-    for name in ("threads", "evaluation_length", "selection_seed"):
-        if content[name] is not None:
-            content[name] = _integer(content[name], name, 0 if name == "selection_seed" else 1)
-    for name in ("seeds", "budgets"):
-        least = 0 if name == "seeds" else 1
-        content[name] = tuple(_integer(value, name, least) for value in _some(content[name], name))
-    content["budgets"] = tuple(sorted(content["budgets"]))
-    content["learning_rates"] = _rates(content["learning_rates"], "learning_rates")
-    content["flags"] = _flags(content["flags"], "flags", folder)
-    _is(content["keep_models"], bool, "keep_models", "true or false")
-    for name, options in (("select_at", get_args(SelectAt)), ("protocol", (*get_args(Protocol), None))):
-        if content[name] not in options:
-            raise ValueError(f"{name} = {json.dumps(content[name])}: use one of {', '.join(map(json.dumps, options))}")
-    if isinstance(content["base"], str):
-        content["base"] = _read_json(_place(content["base"], "base", folder, file=True), "base")
-    _is(content["base"], dict, "base", "the path of a DeepSpeed JSON, or such an object")
-    _is(content["base"].get("sparseforge", {}), dict, "base.sparseforge", "an object")
-    for name in ("methods", "one_shot"):
-        entries = _is(content[name], dict, name, "an object of methods by name")
-        rates = content["learning_rates"]
-        content[name] = {key: _method(key, value, rates, name, folder) for key, value in entries.items()}
-    return content
+def one_shot_steps(method: Method) -> int:
+    """Steps of a run that is not to train: what its block says, or none.
+
+    A preset with a fixed mask is a trainer like any other and needs a step; its learning rate is then too small to
+    matter.
+    """
+    return int(method.block.get("max_steps", 0 if "method" in method.block else 1))
+
+
+def _split(kind: str, name: str, entry: Any) -> Any:
+    """A method's run flags and learning rates apart from the keys of its block."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{kind}: {name!r} is to be the name of a folder; use letters, digits, _ . and +")
+    if not isinstance(entry, dict):
+        return entry
+    if "learning_rates" in entry and (kind == "one_shot" or not entry["learning_rates"]):
+        why = "it does not train" if kind == "one_shot" else "none is given"
+        raise ValueError(f"{kind}.{name}.learning_rates: {why}; remove it")
+    own = {key: entry[key] for key in ("flags", "learning_rates") if key in entry}
+    return {"name": name, "block": {key: value for key, value in entry.items() if key not in own}, **own}
+
+
+def _located(config: CompareConfig, folder: Path) -> CompareConfig:
+    """With paths as seen from the working directory, sorted budgets and rates, and every method's own rates."""
+
+    def flags(given: dict[str, Any], where: str) -> dict[str, Any]:
+        return {name: _flag(name, value, where, folder) for name, value in given.items()}
+
+    def method(kind: str, found: Method) -> Method:
+        rates = tuple(sorted(found.learning_rates or config.learning_rates))
+        return replace(found, flags=flags(found.flags, f"{kind}.{found.name}.flags"), learning_rates=rates)
+
+    def held_out(where: str) -> HeldOut:
+        text: HeldOut = getattr(config, where)
+        return replace(text, path=_place(text.path, where, folder))
+
+    return replace(
+        config,
+        model=_place(config.model, "model", folder),
+        train_text=_place(config.train_text, "train_text", folder),
+        validation_text=held_out("validation_text"),
+        test_text=held_out("test_text"),
+        text_field=_expand(config.text_field, "text_field"),
+        dtype=_expand(config.dtype, "dtype"),
+        budgets=tuple(sorted(config.budgets)),
+        learning_rates=tuple(sorted(config.learning_rates)),
+        flags=flags(config.flags, "flags"),
+        methods={name: method("methods", found) for name, found in config.methods.items()},
+        one_shot={name: method("one_shot", found) for name, found in config.one_shot.items()},
+    )
 
 
 def _check(config: CompareConfig) -> None:
+    for name, least in _LEAST.items():
+        values = getattr(config, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if value is not None and value < least:
+                raise ValueError(f"{name} = {value}: use an integer >= {least}")
+    lists = {name: getattr(config, name) for name in ("seeds", "budgets", "learning_rates")}
+    lists |= {f"methods.{method.name}.learning_rates": method.learning_rates for method in config.methods.values()}
+    for name, values in lists.items():
+        if not values:
+            raise ValueError(f"{name} = []: give a list of at least one value")
+        if len(set(values)) != len(values):
+            raise ValueError(f"{name} = {list(values)}: one value stands there twice")
+        if name.endswith("learning_rates") and min(values) <= 0:
+            raise ValueError(f"{name} = {list(values)}: {min(values):g} is no learning rate; use numbers > 0")
+    for name in ("validation_text", "test_text"):
+        first, end = getattr(config, name).documents
+        if first < 0 or (end is not None and end <= first):
+            raise ValueError(f"{name}.documents = {[first, end]}: use 0 <= first < end, or null for the end")
     if not config.methods:
         raise ValueError("methods: name at least one")
     if both := sorted(set(config.methods) & set(config.one_shot)):
         raise ValueError(f"{both[0]!r} stands in methods and in one_shot; give one of them another name")
-    for name in ("seeds", "budgets", "learning_rates"):
-        values = getattr(config, name)
-        if len(set(values)) != len(values):
-            raise ValueError(f"{name} = {list(values)}: one value stands there twice")
     if config.reference is not None and config.reference not in config.methods:
         raise ValueError(f"reference = {config.reference!r}: use one of the methods, {', '.join(config.methods)}")
     if config.batch % config.ranks:
-        raise ValueError(f"batch = {config.batch} cannot be divided over ranks = {config.ranks}")
+        raise ValueError(f"batch = {config.batch} cannot be divided over ranks = {config.ranks}; use a multiple")
     patterns = set()
     for where, method, steps in (
         *(("methods", method, steps) for method in config.methods.values() for steps in config.budgets),
@@ -211,83 +251,17 @@ def _check(config: CompareConfig) -> None:
         raise ValueError(f"methods of different patterns ({', '.join(sorted(patterns))}): compare one at a time")
 
 
-def one_shot_steps(method: Method) -> int:
-    """Steps of a run that is not to train: what its block says, or none.
-
-    A preset with a fixed mask is a trainer like any other and needs a step; its learning rate is then too small to
-    matter.
-    """
-    return int(method.block.get("max_steps", 0 if "method" in method.block else 1))
-
-
-def _method(name: str, entry: Any, rates: tuple[float, ...], where: str, folder: Path) -> Method:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{where}: {name!r} is to be the name of a folder; use letters, digits, _ . and +")
-    entry = _is(entry, dict, f"{where}.{name}", "an object with keys of the sparseforge block")
-    if where == "one_shot" and "learning_rates" in entry:
-        raise ValueError(f"one_shot.{name}.learning_rates: it does not train; remove it")
-    return Method(
-        name,
-        {key: value for key, value in entry.items() if key not in _IN_A_METHOD},
-        _flags(entry.get("flags"), f"{where}.{name}.flags", folder),
-        _rates(entry.get("learning_rates", list(rates)), f"{where}.{name}.learning_rates"),
-    )
-
-
-def _flags(value: Any, where: str, folder: Path) -> dict[str, Any]:
-    found = _is({} if value is None else value, dict, where, "an object of run flags")
-    for flag, given in found.items():
-        if flag in _OURS:
-            raise ValueError(f"{where}.{flag}: the grid decides it; remove it")
-        if flag not in _FLAGS:
-            (near,) = difflib.get_close_matches(flag, _FLAGS, n=1, cutoff=0.0)
-            raise ValueError(f"{where}.{flag}: no flag of a run; did you mean {near!r}?")
-        if not isinstance(given, (str, int, float)):
-            raise ValueError(f"{where}.{flag} = {json.dumps(given)}: use a string, a number, or true")
-    placed = {flag: _expand(given, where) if isinstance(given, str) else given for flag, given in found.items()}
-    if isinstance(found.get("teacher"), str):
-        placed["teacher"] = _place(found["teacher"], f"{where}.teacher", folder)
-    return placed
-
-
-def _held_out(value: Any, where: str, folder: Path) -> HeldOut:
-    if isinstance(value, str):
-        return HeldOut(_place(value, where, folder))
-    value = _is(value, dict, where, 'a path, or {"path": ..., "documents": [first, end]}')
-    if unknown := sorted(set(value) - {"path", "documents"}):
-        raise ValueError(f"{where}.{unknown[0]}: unknown key; there are path and documents")
-    path = _place(_is(value.get("path"), str, f"{where}.path", "a path"), where, folder)
-    span = value.get("documents", [0, None])
-    whole = isinstance(span, list) and len(span) == 2 and all(type(n) is int or n is None for n in span)
-    if not whole or span[0] is None or span[0] < 0 or (span[1] is not None and span[1] <= span[0]):
-        raise ValueError(f"{where}.documents = {json.dumps(span)}: give [first, end] with 0 <= first < end, or null")
-    return HeldOut(path, (span[0], span[1]))
-
-
-def _rates(value: Any, where: str) -> tuple[float, ...]:
-    found = _some(value, where)
-    for rate in found:
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
-            raise ValueError(f"{where}: {json.dumps(rate)} is no learning rate; use numbers > 0")
-    return tuple(sorted(float(rate) for rate in found))
-
-
-def _some(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where} = {json.dumps(value)}: give a list with at least one value")
-    return value
-
-
-def _integer(value: Any, where: str, least: int) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{where} = {json.dumps(value)}: use an integer >= {least}")
-    return value
-
-
-def _is(value: Any, kind: type, where: str, what: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{where} = {json.dumps(value)}: give {what}")
-    return value
+def _flag(name: str, value: Any, where: str, folder: Path) -> Any:
+    if name in _OURS:
+        raise ValueError(f"{where}.{name}: the grid decides it; remove it")
+    if name not in _FLAGS:
+        (near,) = difflib.get_close_matches(name, _FLAGS, n=1, cutoff=0.0)
+        raise ValueError(f"{where}.{name}: no flag of a run; did you mean {near!r}?")
+    if not isinstance(value, (str, int, float)):
+        raise ValueError(f"{where}.{name} = {value!r}: use a string, a number, or true")
+    if not isinstance(value, str):
+        return value
+    return _place(value, f"{where}.teacher", folder) if name == "teacher" else _expand(value, f"{where}.{name}")
 
 
 def _expand(text: str, where: str) -> str:
@@ -313,21 +287,3 @@ def _place(text: str, where: str, folder: Path, file: bool = False) -> str:
         )
     is_file = file or path.startswith(".") or Path(path).suffix in (".json", ".jsonl", ".txt")
     return f"{kind}{there}" if is_file else expanded
-
-
-def _read_json(path: str, what: str) -> dict[str, Any]:
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{what} {path}: not a readable JSON file ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{what} {path}: not a JSON object with keys")
-    return content
-
-
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
-    return merged

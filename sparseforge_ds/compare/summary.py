@@ -4,94 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import pandas as pd
 
 Row = Mapping[str, Any]
 """A line of results.jsonl."""
+_KINDS = ("dense", "one_shot", "result")
+"""In the order of the table; a run that only decided a learning rate, `tried`, has no line."""
+_MEASURED = ["validation_perplexity", "test_perplexity"]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Some numbers as their mean and sample standard deviation (n - 1 in the denominator)."""
+def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
+    """A line for every method at every budget, baselines first, then by budget and mean test perplexity.
 
-    mean: float
-    deviation: float | None
-    """None for a single number."""
-    count: int
-
-    def __str__(self) -> str:
-        if not math.isfinite(self.mean):
-            return "diverged"
-        return f"{self.mean:.4g}" if self.deviation is None else f"{self.mean:.4g} ± {self.deviation:.2g}"
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation; an infinite value makes both worthless, and the mean says so."""
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2 or not math.isfinite(mean):
-        return Spread(mean, None, len(values))
-    return Spread(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)), len(values))
-
-
-@dataclass(frozen=True)
-class Line:
-    """A method at a budget."""
-
-    method: str
-    kind: str
-    """dense, one_shot or result; a run that only decided a learning rate, `tried`, has no line."""
-    steps: int
-    tokens: int
-    learning_rate: float | None
-    at_the_edge: bool
-    """The chosen learning rate is the smallest or the largest of its grid: a better one may lie outside."""
-    validation: Spread
-    test: Spread
-    seconds: float | None
-    """Mean of the training time."""
-    behind: Spread | None
-    """Test perplexity minus that of the reference with the same seed and budget; None for the reference."""
-
-
-def summarize(rows: Sequence[Row], reference: str) -> list[Line]:
-    """A line for every method at every budget, baselines first, then by budget and mean test perplexity."""
-    counted = [row for row in rows if row["kind"] != "tried"]
-    groups: dict[tuple[str, str, int], list[Row]] = {}
-    for row in counted:
-        groups.setdefault((row["kind"], row["method"], row["steps"]), []).append(row)
-    lines = [_line(group, groups.get(("result", reference, steps))) for (_, _, steps), group in groups.items()]
-    order = {"dense": 0, "one_shot": 1, "result": 2}
-    return sorted(lines, key=lambda line: (order[line.kind], line.steps, line.test.mean))
-
-
-def _line(group: Sequence[Row], reference: Sequence[Row] | None) -> Line:
-    first = group[0]
-    seconds = [row["seconds"] for row in group if row["seconds"] is not None]
-    return Line(
-        method=first["method"],
-        kind=first["kind"],
-        steps=first["steps"],
-        tokens=first["tokens"],
-        learning_rate=first["learning_rate"],
-        at_the_edge=first.get("at_the_edge", False),
-        validation=spread([_number(row["validation_perplexity"]) for row in group]),
-        test=spread([_number(row["test_perplexity"]) for row in group]),
-        seconds=math.fsum(seconds) / len(seconds) if seconds else None,
-        behind=None if reference is None or first["kind"] != "result" else _behind(group, reference),
+    Returns:
+        kind, method, steps, tokens, learning_rate, at_the_edge (the smallest or the largest of the grid was chosen),
+        seeds, seconds (mean of the training time), and `validation`, `test` and `behind`, each a mean with its sample
+        standard deviation beside it (`test_deviation`, NaN for a single number). `behind` is the test perplexity minus
+        that of the reference with the same seed and budget. A mean with a diverged run is not finite.
+    """
+    table = pd.DataFrame(rows)
+    table = table[table["kind"].isin(_KINDS)].reset_index(drop=True)
+    # JSON has no infinity: a run that diverged has null.
+    table[_MEASURED] = table[_MEASURED].astype(float).fillna(math.inf)
+    table["at_the_edge"] = table["at_the_edge"].eq(True) if "at_the_edge" in table else False
+    table["kind"] = pd.Categorical(table["kind"], _KINDS, ordered=True)
+    of_reference = table[(table["kind"] == "result") & (table["method"] == reference)]
+    against = table[["seed", "steps"]].merge(
+        of_reference[["seed", "steps", "test_perplexity"]], on=["seed", "steps"], how="left"
     )
+    compared = (table["kind"] == "result") & (table["method"] != reference)
+    table["behind"] = (table["test_perplexity"] - against["test_perplexity"]).where(compared)
+    lines = table.groupby(["kind", "method", "steps"], sort=False, observed=True).agg(
+        tokens=("tokens", "first"),
+        learning_rate=("learning_rate", "first"),
+        at_the_edge=("at_the_edge", "first"),
+        seeds=("kind", "size"),
+        seconds=("seconds", "mean"),
+        validation=("validation_perplexity", "mean"),
+        validation_deviation=("validation_perplexity", "std"),
+        test=("test_perplexity", "mean"),
+        test_deviation=("test_perplexity", "std"),
+        behind=("behind", lambda values: values.mean(skipna=False)),
+        behind_deviation=("behind", "std"),
+    )
+    return lines.reset_index().sort_values(["kind", "steps", "test"], kind="stable", ignore_index=True)
 
 
-def _behind(group: Sequence[Row], reference: Sequence[Row]) -> Spread | None:
-    if group[0]["method"] == reference[0]["method"]:
-        return None
-    by_seed = {row["seed"]: _number(row["test_perplexity"]) for row in reference}
-    pairs = [(_number(row["test_perplexity"]), by_seed[row["seed"]]) for row in group if row["seed"] in by_seed]
-    if not pairs or any(math.isinf(value) for pair in pairs for value in pair):
-        return None
-    return spread([value - against for value, against in pairs])
-
-
-def _number(value: float | None) -> float:
-    """JSON has no infinity: a run that diverged has null."""
-    return math.inf if value is None else value
+def spread(mean: float, deviation: float, sign: str = "") -> str:
+    """5.287 ± 0.012; a difference (`sign`) that is not known is empty."""
+    if not math.isfinite(mean):
+        return "" if sign else "diverged"
+    return f"{mean:{sign}.4g}" + ("" if math.isnan(deviation) else f" ± {deviation:.2g}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import socket
 import threading
@@ -22,17 +22,14 @@ from sparseforge_ds.compare.rank import PRELOADED, train_rank
 
 _GRACE = 120.0
 """Seconds that ranks get to save and end after SIGTERM."""
-_DIVERGED = "lower --learning_rate or raise --warmup"
-"""What the trainer says when a loss is not finite any more, and only then."""
 _STOPPED = 143
-_STEP = re.compile(rb"^step (\d+)/", re.MULTILINE)
 
 
 class StoppedError(RuntimeError):
     """The run was asked to stop, and can go on from where it was."""
 
 
-class DivergedError(RuntimeError):
+class RunDivergedError(RuntimeError):
     """The loss became infinite or NaN: a result, of a learning rate that is too high."""
 
 
@@ -61,7 +58,7 @@ class Trainer:
         """End all trainings; they save."""
         self._stop.set()
 
-    def train(self, folder: Path, arguments: list[str], slot: int) -> bool:
+    def train(self, folder: Path, arguments: list[str], slot: int) -> tuple[dict[str, Any], bool]:
         """Train in a run folder, from the beginning or from its newest checkpoint.
 
         Args:
@@ -70,11 +67,11 @@ class Trainer:
             slot: number of the worker, which decides the GPUs.
 
         Returns:
-            Whether an earlier start was continued.
+            What is in its result.json, and whether an earlier start was continued.
 
         Raises:
             StoppedError: `stop` was called.
-            DivergedError: the loss is not finite.
+            RunDivergedError: the loss is not finite.
             ValueError: it failed otherwise.
         """
         _wait_for(folder / ".lock", _GRACE)
@@ -94,8 +91,9 @@ class Trainer:
                 pass
         while not self._ended(processes, 0.5):
             pass
-        self._judge([process.exitcode for process in processes], folder.name, log)
-        return resumed
+        result = _result_of(folder)
+        self._judge([process.exitcode for process in processes], result, log)
+        return result, resumed
 
     def _start(self, arguments: list[str], log: Path, slot: int) -> list[BaseProcess]:
         if self._stop.is_set():
@@ -126,28 +124,28 @@ class Trainer:
         cached = self.data is None or any(self.data.glob("*.json"))
         return cached or (folder / "sparseforge.json").exists()
 
-    def _judge(self, codes: list[int | None], name: str, log: Path) -> None:
+    def _judge(self, codes: list[int | None], result: dict[str, Any], log: Path) -> None:
         if all(code == 0 for code in codes):
             return
+        if "diverged" in result:
+            raise RunDivergedError(result["diverged"])
         if self._stop.is_set() or _STOPPED in codes:
             raise StoppedError
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
-        if said is not None and _DIVERGED in said:
-            raise DivergedError(said)
         what = said or f"its processes ended with {', '.join(map(str, codes))} (-9: killed, often for its memory)"
-        raise ValueError(f"the run {name} failed: {what}; its log is {log}")
+        raise ValueError(f"the run {log.stem} failed: {what}; its log is {log}")
 
 
-def current_step(folder: Path) -> int:
-    """The last step that the log of a run mentions."""
+def _result_of(folder: Path) -> dict[str, Any]:
+    """`result.json` of a run; empty where it has none."""
+    path = folder / "result.json"
     try:
-        with folder.with_name(f"{folder.name}.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-            steps = _STEP.findall(log.read())
+        return dict(json.loads(path.read_text()))
     except FileNotFoundError:
-        return 0
-    return int(steps[-1]) if steps else 0
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); remove the folder, and the run is made again") from None
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -36,6 +36,9 @@ def build(kind: type, block: dict[str, Any], where: str) -> Any:
             by_lower = {name.lower(): name for name in hints}
             near = by_lower[difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.0)[0]]
             raise ValueError(f"{where}.{key}: unknown key; did you mean {where}.{near}?")
+    for item in dataclasses.fields(kind):
+        if item.name not in block and item.default is item.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where}.{item.name}: missing; it has no default")
     return kind(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
 
 
@@ -50,6 +53,12 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             if type(None) in options and ": expected " in str(error) and str(error).startswith(f"{where} = "):
                 raise ValueError(f"{error}, or null") from None
             raise
+    if hint is Any:
+        return value
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} = {value!r}: expected an object with keys, like {{}}")
+        return {key: _convert(item, options[1], f"{where}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
         if dataclasses.is_dataclass(value):
             return value

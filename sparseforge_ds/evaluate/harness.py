@@ -13,10 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
 from datasets.exceptions import DatasetsError
 
-from sparseforge_ds.evaluate.task_data import BUILDERS
+from sparseforge_ds.evaluate.task_data import Rows
 
 _FOLDERS = {"boolq": "super_glue/boolq", "rte": "glue/rte", "winogrande": "winogrande"}
 """Where the harness keeps tasks that have no file of their own name."""
@@ -77,17 +76,17 @@ class LoadedTasks:
     """What a user should know of their data."""
 
 
-def load_tasks(names: Sequence[str], data: Mapping[str, list[Path]], limit: int | None = None) -> LoadedTasks:
+def load_tasks(names: Sequence[str], data: Mapping[str, Rows], limit: int | None = None) -> LoadedTasks:
     """The tasks, with rows that fit.
 
     Args:
         names: tasks that the harness knows.
-        data: local files by task, from `find_data`; what is absent is downloaded by the harness.
+        data: local rows by task, from `find_data`; what is absent is downloaded by the harness.
         limit: only so many rows of each will be asked, and are looked at.
 
     Raises:
-        ValueError: lm-eval is not installed, a task is unknown or a group, its rows cannot be read, lack a column that
-            the task reads, or have an answer that is not among the choices.
+        ValueError: lm-eval is not installed, a task is unknown or a group, its rows lack a column that the task reads,
+            or have an answer that is not among the choices.
     """
     try:
         import lm_eval.tasks  # noqa: F401
@@ -109,7 +108,7 @@ def load_tasks(names: Sequence[str], data: Mapping[str, list[Path]], limit: int 
                 _check_answers(loaded[name], limit)
         except (OSError, *misfit) as error:
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-            where = f"--tasks {name}" if local is None else f"--data {local[0]}"
+            where = f"--tasks {name}" if local is None else f"--data {local.place}"
             raise ValueError(f"{where}: the data does not fit {name} ({said})") from error
         if name not in loaded:
             raise ValueError(f"--tasks {name}: a group; name tasks of it, like {', '.join(list(loaded)[:3])}")
@@ -119,43 +118,32 @@ def load_tasks(names: Sequence[str], data: Mapping[str, list[Path]], limit: int 
     return LoadedTasks(manager, by_name, notes)
 
 
-def _form(task: str, files: list[Path]) -> Form | None:
+def _form(task: str, local: Rows) -> Form | None:
     """The form of local rows; None for a task that is not in `FORMS`.
 
     Raises:
-        ValueError: the rows cannot be read, or have no known form of the task.
+        ValueError: the rows have no known form of the task.
     """
     if task not in FORMS:
         return None
-    try:
-        rows = load_dataset(**_loader(files), split="test")
-    except (OSError, ValueError, DatasetsError) as error:
-        said = str(error.__cause__ or error).strip().splitlines()
-        raise ValueError(f"--data {files[0]}: cannot be read ({(said or [''])[0][:300]})") from None
-    found = set(rows.column_names)
+    found = local.rows.column_names
     for form in FORMS[task]:
-        if found >= set(form.columns):
+        if set(found) >= set(form.columns):
             return form
     own = FORMS[task][0].columns
     lacking = ", ".join(column for column in own if column not in found)
     others = "".join(f", or {', '.join(form.columns)}" for form in FORMS[task][1:])
     raise ValueError(
-        f"--data {files[0]}: its rows lack {lacking}, which {task} reads (they have {', '.join(rows.column_names)}); "
+        f"--data {local.place}: its rows lack {lacking}, which {task} reads (they have {', '.join(found)}); "
         f"give rows with {', '.join(own)}{others}"
     )
 
 
-def _loader(files: list[Path]) -> dict[str, Any]:
-    return {"path": BUILDERS[files[0].suffix], "data_files": {"test": [str(file.absolute()) for file in files]}}
-
-
-def _override(task: str, files: list[Path], form: Form | None) -> dict[str, Any]:
-    loader = _loader(files)
+def _override(task: str, local: Rows, form: Form | None) -> dict[str, Any]:
     return {
         "task": task,
-        "dataset_path": loader["path"],
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": loader["data_files"]},
+        "custom_dataset": lambda **_: {"test": local.rows},
+        "dataset_kwargs": None,
         "training_split": None,
         "validation_split": None,
         "test_split": "test",

@@ -38,6 +38,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.evaluate.passages import Passage, whole_documents, windows
 from sparseforge_ds.evaluate.pretrained import (
     ADAPTER_HELP,
     DTYPES,
@@ -70,15 +71,6 @@ class Perplexity:
     protocol: Protocol
     seq_length: int
     documents: int
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A run of tokens that goes through the model at once."""
-
-    tokens: list[int]
-    skip: int
-    """Tokens at the beginning that are context only (at least the first)."""
 
 
 def measure(
@@ -115,12 +107,12 @@ def measure(
     if batch_size < 1:
         raise ValueError(f"--batch_size {batch_size}: use an integer >= 1")
     if protocol == "windows":
-        passages, total = _windows(tokenizer, documents, seq_length, stride or seq_length, keep_tail)
+        passages, total = windows(tokenizer, documents, seq_length, stride or seq_length, keep_tail)
     elif stride is not None or keep_tail:
         flag = "--stride" if stride is not None else "--keep_tail"
         raise ValueError(f"{flag} belongs to --protocol windows; documents are scored whole")
     else:
-        passages, total = _whole_documents(tokenizer, documents, seq_length)
+        passages, total = whole_documents(tokenizer, documents, seq_length)
     shares = shares or Shares.alone()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
     batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
@@ -156,41 +148,6 @@ def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
     for logits_SV, target_S in zip(logits_BSV[:, :-1], target_BS[:, 1:], strict=True):
         nll += float(cross_entropy(logits_SV.float(), target_S, ignore_index=-100, reduction="none").double().sum())
     return nll, int((target_BS[:, 1:] != -100).sum())
-
-
-def _windows(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int, keep_tail: bool
-) -> tuple[list[Passage], int]:
-    if not 1 <= stride <= seq_length:
-        raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
-    ids = _tokenize(tokenizer, "\n\n".join(documents), special=True)
-    if len(ids) < seq_length:
-        raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
-    starts = range(0, len(ids) - seq_length + 1, stride)
-    overlap = max(1, seq_length - stride)
-    passages = [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts]
-    tail = ids[starts[-1] + stride :]
-    if keep_tail and len(tail) > overlap:
-        passages.append(Passage(tail, overlap))
-    return passages, len(ids)
-
-
-def _whole_documents(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int
-) -> tuple[list[Passage], int]:
-    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if first is None:
-        raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")
-    tokens = [_tokenize(tokenizer, document, special=False) for document in documents]
-    passages = [Passage([first, *ids][:seq_length], 1) for ids in tokens if ids]
-    if not passages:
-        raise ValueError("no document has a token in it")
-    return passages, sum(map(len, tokens))
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return ids
 
 
 def _positions(model: PreTrainedModel) -> int:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.distill import block_tokens, distillation_loss, task_loss, task_only
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
-from sparseforge_ds.planning.architecture import bare_model, empty_model
+from sparseforge_ds.planning.architecture import bare_model, empty_model, looks_at_numbers
 from sparseforge_ds.planning.live import Live
 
 
@@ -73,14 +73,9 @@ def trace(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     token_BS = torch.zeros(micro_batch, seq_length, dtype=torch.long, device="meta")
     try:
-        told = None if teacher is None else _Teacher(teacher, dtype, token_BS)
-        return _trace(model, token_BS, forge, told)
+        return _trace(model, token_BS, forge, None if teacher is None else _Teacher(teacher, dtype, token_BS))
     except (RuntimeError, AttributeError, LookupError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"a {config.model_type} model cannot be run on the meta device, where the planner measures activations: "
-            f"{reason}"
-        ) from error
+        raise looks_at_numbers(config, error) from error
 
 
 class _Teacher:
@@ -88,9 +83,7 @@ class _Teacher:
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, token_BS: Tensor) -> None:
         model = bare_model(config, dtype).eval()
-        live = Live()
-        for tensor in [*model.parameters(), *model.buffers(), token_BS]:
-            live.ignore(tensor)
+        live = Live([*model.parameters(), *model.buffers(), token_BS])
         self.target: Target | None = None
         self.tensors: list[Tensor] = []
         with live, torch.no_grad():
@@ -105,9 +98,7 @@ class _Teacher:
 
 
 def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, teacher: _Teacher | None) -> Activations:
-    live = Live()
-    for tensor in [*model.parameters(), *model.buffers(), token_BS, *(teacher.tensors if teacher else ())]:
-        live.ignore(tensor)
+    live = Live([*model.parameters(), *model.buffers(), token_BS, *(teacher.tensors if teacher else ())])
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
     saved = peak_of_loss = 0

@@ -6,12 +6,10 @@ A matrix element costs two operations a token forward and four backward; causal 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sparseforge_ds.planning.architecture import Architecture, Sizes
+from sparseforge_ds.planning.architecture import Architecture
 from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.states import model_states
-from sparseforge_ds.planning.traffic import probe_passes
 
 PEAK_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "v100": 125.0}
 """Dense 16-bit tensor-core peaks of the manufacturer's data sheets, SXM where there are several."""
@@ -28,73 +26,49 @@ class Duration:
     seconds_per_step: float
     hours: float
 
-    @property
-    def flops_per_step(self) -> float:
-        """Of all ranks."""
-        return sum(self.flops.values())
-
 
 def forward_flops(model: Architecture, seq_length: int) -> float:
     """Of one token in a forward pass, head included."""
-    attention = seq_length * (model.score_width + model.value_width) * model.layers  # 2 * S, half of it causal
-    return 2.0 * model.multiplied + attention
+    return 2.0 * model.multiplied + seq_length * model.attended  # 2 * S, half of it causal
 
 
 def duration(
-    model: Architecture,
-    settings: Settings,
-    *,
-    tokens: int,
-    tflops: float,
-    mfu: float,
-    teacher: Architecture | None = None,
+    model: Architecture, settings: Settings, teacher: Architecture | None, *, tokens: int, tflops: float, mfu: float
 ) -> Duration:
     """Steps and hours of a run.
 
     Args:
         model: the student.
         settings: how it is laid out.
+        teacher: the teacher, when it is another model than the student.
         tokens: training tokens of the whole run.
         tflops: peak of one GPU in the dtype of the run, in 10^12 operations a second.
         mfu: share of the peak that a run reaches, counted over all operations named here, recomputed ones included.
-        teacher: the teacher, when it is another model than the student.
     """
-    batch = settings.tokens_per_step
+    batch, length = settings.tokens_per_step, settings.seq_length
+    forward = forward_flops(model, length) * batch
+    flops = {
+        "forward": forward,
+        "backward": 2 * forward,
+        "recomputed forward": forward if settings.checkpointing else 0.0,
+        "teacher": forward_flops(teacher or model, length) * batch if settings.teacher else 0.0,
+        "mask updates": forward * _probes(settings),
+    }
+    flops = {name: count for name, count in flops.items() if count}
     steps = math.ceil(tokens / batch)
-    forward = forward_flops(model, settings.seq_length)
-    flops = {"forward": forward * batch, "backward": 2 * forward * batch}
-    if settings.checkpointing:
-        flops["recomputed forward"] = forward * batch
-    if settings.teacher:
-        flops["teacher"] = forward_flops(teacher or model, settings.seq_length) * batch
-    passes, backward = probe_passes(settings)
-    schedule = settings.forge.resolved_schedule
-    share = schedule.freeze_step / settings.forge.max_steps if settings.forge.max_steps else 0.0
-    probed = settings.micro_batch * settings.ranks * settings.seq_length * share / max(1, schedule.update_every)
-    if passes:
-        per_token = forward * (passes + (2 + settings.checkpointing) * backward)
-        squared = settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token
-        if squared and settings.forge.keeps_elements:
-            used = (math.prod(s) * (1 if len(s) == 2 else model.expert_share) for s in model.masked_shapes)
-            per_token += 2.0 * sum(used) * backward
-        flops["mask updates"] = per_token * probed
     seconds = sum(flops.values()) / (settings.ranks * tflops * 1e12 * mfu)
     return Duration(steps, batch, flops, seconds, seconds * steps / 3600)
 
 
-_SAVED = ("moments", "dense", "mask", "curvature", "logits")
-"""Of what lasts, the optimizer states."""
-
-
-def checkpoint_bytes(model: Sizes, settings: Settings, frozen: bool = False) -> int:
-    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them.
-
-    Args:
-        model: the student.
-        settings: how it is laid out.
-        frozen: once masks are frozen, else while they move.
-    """
-    states = sum(model_states(model, replace(settings, ranks=1), frozen)[kind] for kind in _SAVED)
-    if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state
-        states += math.ceil(4 * model.rows_and_columns * 4 / 3) * (settings.ranks if settings.stage == 3 else 1)
-    return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)
+def _probes(settings: Settings) -> float:
+    """Operations of the probes of an average step, as a multiple of a forward pass over its batch."""
+    forge = settings.forge
+    # Of other methods, only a starting mask is measured.
+    if forge.method != "sparseforge" or forge.listens or not forge.keeps_curvature or not forge.max_steps:
+        return 0.0
+    schedule, sequences = forge.resolved_schedule, forge.curvature.sequences
+    moving = schedule.freeze_step / forge.max_steps / max(1, schedule.update_every)
+    of_batch = 1.0 if sequences is None else sequences * settings.seq_length / settings.tokens_per_step
+    passes = 2 if forge.importance == "hutchinson" else 1
+    each = 1 if forge.importance == "wanda" else 3 + settings.checkpointing  # a forward pass alone, or with a backward
+    return passes * each * forge.curvature.probes * of_batch * moving

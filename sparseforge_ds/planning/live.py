@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,13 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Follows the bytes of all storages that operations create while it is active."""
+    """Follows the bytes of all storages that operations create while it is active.
 
-    def __init__(self) -> None:
+    Args:
+        before: tensors that exist already, and do not count.
+    """
+
+    def __init__(self, before: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.bytes = 0
         self.peak = 0
-        self._known: dict[int, Any] = {}
+        storages = [tensor.untyped_storage() for tensor in before]
+        self._known: dict[int, Any] = {storage._cdata: storage for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -30,11 +36,6 @@ class Live(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._follow(value.untyped_storage())
         return result
-
-    def ignore(self, tensor: Tensor) -> None:
-        """Do not count a tensor that existed before."""
-        storage = tensor.untyped_storage()
-        self._known[storage._cdata] = storage
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -61,3 +62,10 @@ def _grouped_matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
     in_bf16 = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device="meta") for x in args[:2]]
     result: Tensor = func(*in_bf16, *args[2:], **kwargs)
     return result.to(args[0].dtype)
+
+
+def measured(function: Callable[[], object]) -> int:
+    """Bytes at the peak of a computation on the meta device."""
+    with Live() as live:
+        function()
+    return live.peak

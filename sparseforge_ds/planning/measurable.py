@@ -8,21 +8,18 @@ no importance, which a run would find out hours later.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight, full_shape, prunable_weights
 from sparseforge_ds.model.measurable import refuse_unmeasurable
-from sparseforge_ds.model.rules import matches, model_type_of
-from sparseforge_ds.model.uncovered import name_pattern
-from sparseforge_ds.planning.live import Live
-
-_LINEAR = (nn.Linear, Conv1D)
+from sparseforge_ds.model.rules import matches, model_type_of, name_pattern
+from sparseforge_ds.planning.architecture import forward_without_numbers
 
 
 def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
@@ -38,43 +35,40 @@ def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
     """
     weights = prunable_weights(model, config)
     refuse_unmeasurable(model, weights, config)
-    _refuse_unpassed(model, weights, config)
-    return weights
-
-
-def _refuse_unpassed(model: nn.Module, weights: list[PrunableWeight], config: SparseForgeConfig) -> None:
     by_gradient = config.importance in ("fisher", "gauss_newton", "hutchinson")
     if config.importance == "magnitude" or (by_gradient and not config.curvature.per_token):
-        return
-    layers = [w.name for w in weights if not w.experts and isinstance(model.get_submodule(w.module), _LINEAR)]
+        return weights
+    linear = (nn.Linear, Conv1D)
+    layers = [w.name for w in weights if not w.experts and isinstance(model.get_submodule(w.module), linear)]
     calls = _calls(model, layers)
-
-    def excluding(names: list[str]) -> str:
-        patterns = _patterns(names, {weight.name for weight in weights} - set(names))
-        return f'paste "exclude": {json.dumps([*config.exclude, *patterns])} into the sparseforge block'
-
     other = '"curvature": {"per_token": false}' if by_gradient else 'importance "magnitude"'
     kind = model_type_of(model)
+
+    def refuse(names: list[str], why: str, other: str = other) -> None:
+        patterns = _patterns(names, {weight.name for weight in weights} - set(names))
+        exclude = json.dumps([*config.exclude, *patterns])
+        raise ValueError(
+            f'importance "{config.importance}" {why}; paste "exclude": {exclude} into the sparseforge block, or use '
+            f"{other}"
+        )
+
+    def some(names: list[str]) -> str:
+        of_all = f"({len(names)} of {len(weights)} weights to prune)"
+        return f"is measured where tokens pass a layer, and {names[0]} {of_all}"
+
     if missed := [name for name, count in calls.items() if count == 0]:
-        raise ValueError(
-            f'importance "{config.importance}" is measured where tokens pass a layer, and {missed[0]} ({len(missed)} '
-            f"of {len(weights)} weights to prune) has none that they pass: a {kind} model uses it in another way, or "
-            f"not for text; {excluding(missed)}, or use {other}"
-        )
-    of_several = _shared(model)
-    if shared := [name for name in layers if name in of_several]:
-        raise ValueError(
-            f'importance "{config.importance}" is measured where tokens pass a layer, and {shared[0]} ({len(shared)} '
-            f"of {len(weights)} weights to prune) is the weight of several layers of this {kind} model, of which one "
-            f"would be measured; {excluding(shared)}, or use {other}"
-        )
+        elsewhere = f"has none that they pass: a {kind} model uses it in another way, or not for text"
+        refuse(missed, f"{some(missed)} {elsewhere}")
+    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    if shared := [name for name in layers if holders[id(model.get_parameter(name))] > 1]:
+        of_one = f"is the weight of several layers of this {kind} model, of which one would be measured"
+        refuse(shared, f"{some(shared)} {of_one}")
     twice = [name for name, count in calls.items() if count > 1]
     if twice and config.importance == "hutchinson":
-        raise ValueError(
-            f'importance "hutchinson" displaces outputs of layers that are called once, and that of {twice[0]} '
-            f"({len(twice)} in all) is called {calls[twice[0]]} times in a forward pass; {excluding(twice)}, or use "
-            'importance "fisher"'
-        )
+        often = f"{twice[0]} ({len(twice)} in all) is called {calls[twice[0]]} times in a forward pass"
+        why = f"displaces outputs of layers that are called once, and that of {often}"
+        refuse(twice, why, 'importance "fisher"')
+    return weights
 
 
 def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
@@ -95,23 +89,13 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
         for name in calls
     ]
     try:
-        with torch.no_grad(), Live():
-            model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
-    except (RuntimeError, AttributeError, LookupError, TypeError):
+        forward_without_numbers(model)
+    except ValueError:
         return {}
     finally:
         for handle in handles:
             handle.remove()
     return calls
-
-
-def _shared(model: nn.Module) -> set[str]:
-    """Names of the weights that several modules hold, each for its own calls."""
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    return {name for name, parameter in model.named_parameters() if holders[id(parameter)] > 1}
 
 
 def _patterns(names: Iterable[str], others: Collection[str]) -> list[str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.model.deepseek_moe import register
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.planning.known_models import known_config
-
-EMBEDDED_MODEL = "stdlib_llama"
-"""The model that is shipped inside the package, as the launcher names it."""
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -34,9 +34,10 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     """
     path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
     if not path.exists():
-        if (known := known_config(name)) is not None:
-            return known
-        path = published_config(name) or path
+        if (known := known_models().get(name)) is not None:
+            return AutoConfig.for_model(**known)
+        if name.count("/") == 1 and ".." not in name and (published := _ASSETS / "published" / name).is_dir():
+            path = published
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in this folder")
     remote = not path.exists()
@@ -75,7 +76,14 @@ def require_causal(config: PretrainedConfig, who: str) -> None:
         raise ValueError(f"{who}: the config of this {config.model_type} model has no vocab_size; complete config.json")
 
 
-def published_config(name: str) -> Path | None:
-    """The folder with the config that a hub id has on the hub, where the package has it whole."""
-    folder = _ASSETS / "published" / name
-    return folder if name.count("/") == 1 and ".." not in name and (folder / "config.json").is_file() else None
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Arguments of `AutoConfig.for_model` by hub id, for common models: their sizes, and nothing to train from.
+
+    Where the numbers come from: the published config.json files as LitGPT's table of models cites them one by one
+    (github.com/Lightning-AI/litgpt, litgpt/config.py, where a vocabulary is padded_vocab_size); the defaults of the
+    config classes of transformers, for OLMoE (but for its experts' 1,024) and Qwen1.5-MoE; NVIDIA's documentation of
+    Megatron Bridge, for GPT-OSS; AMD's Primus, for DeepSeek-V2-Lite. A test holds each against the size that is stated.
+    """
+    entries = json.loads((_ASSETS / "known_models.json").read_text(encoding="utf-8"))
+    return {name: entry["config"] for entry in entries for name in entry["names"]}

@@ -1,4 +1,4 @@
-"""The numbers of a resolved DeepSpeed configuration that decide about memory, traffic and time."""
+"""The numbers of a resolved DeepSpeed configuration that decide about memory and time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Settings:
     @property
     def low(self) -> int:
         """Bytes of an element of the weights that the network sees."""
-        return torch.empty((), dtype=self.dtype).element_size()
+        return self.dtype.itemsize
 
     @property
     def tokens_per_step(self) -> int:
@@ -65,29 +65,19 @@ class Settings:
         return self.micro_batch * self.accumulation * self.ranks * self.seq_length
 
     @property
-    def has_master(self) -> bool:
-        """Whether masters exist beside the weights: always, except in fp32 without ZeRO."""
-        return self.stage > 0 or self.low < 4
-
-    @property
     def of_master(self) -> int:
-        """Bytes of an element of the masters."""
-        return (2 if self.bf16_states else 4) if self.has_master else 0
+        """Bytes of an element of the masters; in fp32 without ZeRO they are the weights themselves."""
+        return (2 if self.bf16_states else 4) if self.stage > 0 or self.low < 4 else 0
 
     @property
-    def probe_passes(self) -> int:
-        """Micro-batches of a probe batch on a rank."""
-        sequences = self.forge.curvature.sequences
-        return self.accumulation if sequences is None else sequences // (self.micro_batch * self.ranks)
+    def divided_teacher(self) -> bool:
+        """Whether ZeRO-3 divides the teacher, whatever the stage of the student is."""
+        return self.teacher and self.forge.distillation is not None and self.forge.distillation.hold == "zero3"
 
     @property
-    def displaces_weights(self) -> bool:
-        """Whether probes change the weights and put them back."""
-        return self.forge.importance == "hutchinson" and not self.forge.curvature.per_token
-
-    def divided(self, from_stage: int) -> int:
-        """Over how many ranks ZeRO divides what it divides from `from_stage` on."""
-        return self.ranks if self.stage >= from_stage else 1
+    def always_frozen(self) -> bool:
+        """Whether masks are fixed before the first step."""
+        return self.forge.max_steps > 0 and self.forge.release_step == 0
 
 
 def check_estimable(resolved: dict[str, Any]) -> None:
@@ -96,11 +86,9 @@ def check_estimable(resolved: dict[str, Any]) -> None:
     Raises:
         ValueError: a state is to be offloaded to NVMe, or masters are not in fp32, save in bf16 under plain ZeRO-3.
     """
-    zero = resolved.get("zero_optimization", {})
-    bf16 = resolved.get("bf16") or {}
-    if bf16.get("bf16_master_weights_and_grads") and not (
-        bf16.get("bf16_optimizer_states") and zero.get("stage") == 3 and not zero.get("offload_optimizer")
-    ):
+    zero, bf16 = resolved.get("zero_optimization", {}), resolved.get("bf16") or {}
+    plain = zero.get("stage") == 3 and not zero.get("offload_optimizer")
+    if bf16.get("bf16_master_weights_and_grads") and not (bf16.get("bf16_optimizer_states") and plain):
         raise ValueError(
             "bf16_master_weights_and_grads: the planner knows it with bf16_optimizer_states under ZeRO-3 without "
             "offload_optimizer only; plan without"
@@ -121,7 +109,7 @@ def settings(
     seq_length: int,
     checkpointing: bool,
 ) -> Settings:
-    """Read them from a configuration without "auto" (`train.deepspeed_config.resolve`).
+    """Read them from a configuration without "auto" (`config.deepspeed_config.resolve`).
 
     Raises:
         ValueError: offload and stage disagree.
@@ -130,24 +118,18 @@ def settings(
     stage, dtype = zero_stage(resolved), training_dtype(resolved)
     on_host = {}
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        device = (zero.get(key) or {}).get("device", "none")
-        on_host[key] = device in ("cpu", "nvme")
+        on_host[key] = (zero.get(key) or {}).get("device", "none") in ("cpu", "nvme")
         if on_host[key] and stage < least:
-            raise ValueError(f"{key} works from ZeRO stage {least} on, and the stage is {stage}")
-    low = torch.empty((), dtype=dtype).element_size()
+            raise ValueError(f"{key} works from ZeRO stage {least} on, and the stage is {stage}; leave it out")
     accumulated = (resolved.get("data_types") or {}).get("grad_accum_dtype")
-    optimizer = resolved.get("optimizer", {})
-    params = optimizer.get("params", {})
-    # DeepSpeed's own Adam is a fused kernel; torch's is one when it is told so.
-    fused = not params.get("torch_adam", False) or bool(params.get("fused", False))
-    leaf = zero.get("leaf_module") or {}
+    params = resolved.get("optimizer", {}).get("params", {})
     return Settings(
         name=name,
         forge=forge,
         stage=stage,
         ranks=ranks,
         dtype=dtype,
-        gradient_bytes=low if accumulated is None else _BYTES[str(accumulated)],
+        gradient_bytes=dtype.itemsize if accumulated is None else _BYTES[str(accumulated)],
         micro_batch=int(resolved["train_micro_batch_size_per_gpu"]),
         accumulation=int(resolved["gradient_accumulation_steps"]),
         seq_length=seq_length,
@@ -155,7 +137,8 @@ def settings(
         teacher=forge.distillation is not None,
         optimizer_on_host=on_host["offload_optimizer"],
         weights_on_host=on_host["offload_param"],
-        fused_optimizer=fused,
+        # DeepSpeed's own Adam is a fused kernel; torch's is one when it is told so.
+        fused_optimizer=not params.get("torch_adam", False) or bool(params.get("fused", False)),
         bucket=int(zero.get("reduce_bucket_size", 5e8)),
         contiguous=bool(zero.get("contiguous_gradients", True)),
         overlapped=stage == 3 if zero.get("overlap_comm") is None else bool(zero["overlap_comm"]),
@@ -166,5 +149,5 @@ def settings(
         sub_group=int(zero.get("sub_group_size", 1e9)),
         bf16_states=bool((resolved.get("bf16") or {}).get("bf16_optimizer_states")),
         sequential=bool(zero.get("stage3_allgather_sequential", False)),
-        leaves=tuple(leaf.get("name_suffixes", ())),
+        leaves=tuple((zero.get("leaf_module") or {}).get("name_suffixes", ())),
     )

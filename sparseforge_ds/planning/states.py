@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from sparseforge_ds.planning.architecture import Sizes
 from sparseforge_ds.planning.settings import Settings
 
 Kinds = dict[str, int]
-
 
 _MASK_BYTES = {"uint16": 2, "bool": 1, "float32": 4}
 
@@ -22,13 +22,14 @@ def model_states(model: Sizes, settings: Settings, frozen: bool | None = None) -
         frozen: once masks are frozen, else while they move; None: while they move, if they do in training.
     """
     forge = settings.forge
-    if frozen is None:
-        frozen = always_frozen(settings)
+    frozen = settings.always_frozen if frozen is None else frozen
     states, masked = local(model, settings, 1), local(model, settings, 1, only_masked=True)
+    # Weights under a mask are always stepped in fp32.
+    moments = 8 * masked + (4 if settings.bf16_states else 8) * (states - masked)
     return {
         "weights": settings.low * local(model, settings, 3),
         "master": settings.of_master * states,
-        "moments": moments(states, masked, settings),
+        "moments": 0 if forge.method == "maskllm" else moments,
         "dense": 0 if frozen and settings.of_master == 4 else 4 * masked,
         "mask": 0 if frozen else _MASK_BYTES[forge.mask_storage] * masked,
         "curvature": 4 * masked if forge.keeps_elements and not frozen else 0,
@@ -37,18 +38,6 @@ def model_states(model: Sizes, settings: Settings, frozen: bool | None = None) -
         "kept bits": math.ceil(masked / 8) if frozen or forge.mask_storage == "uint16" else 0,
         "flip bits": 0 if frozen else math.ceil(masked / 8),
     }
-
-
-def always_frozen(settings: Settings) -> bool:
-    """Whether masks are fixed before the first step."""
-    return settings.forge.max_steps > 0 and settings.forge.release_step == 0
-
-
-def moments(total: int, masked: int, settings: Settings) -> int:
-    """Bytes of Adam's two moments of so many elements; weights under a mask are always stepped in fp32."""
-    if settings.forge.method == "maskllm":
-        return 0
-    return 8 * masked + (4 if settings.bf16_states else 8) * (total - masked)
 
 
 def lasting(model: Sizes, settings: Settings, teacher: Sizes | None = None) -> Kinds:
@@ -67,10 +56,24 @@ def kept_gradients(model: Sizes, settings: Settings) -> int:
 
 def teacher_weights(teacher: Sizes, settings: Settings) -> int:
     """Bytes of a rank's part of a teacher."""
-    assert settings.forge.distillation is not None
-    if settings.forge.distillation.hold == "replicated":
+    if not settings.divided_teacher:
         return settings.low * teacher.total
     return settings.low * sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
+
+
+def checkpoint_bytes(model: Sizes, settings: Settings, frozen: bool = False) -> int:
+    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them.
+
+    Args:
+        model: the student.
+        settings: how it is laid out.
+        frozen: once masks are frozen, else while they move.
+    """
+    found = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
+    states = sum(found[kind] for kind in ("moments", "dense", "mask", "curvature", "logits"))
+    if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state
+        states += math.ceil(4 * model.rows_and_columns * 4 / 3) * (settings.ranks if settings.stage == 3 else 1)
+    return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)
 
 
 def local(model: Sizes, settings: Settings, from_stage: int, only_masked: bool = False) -> int:

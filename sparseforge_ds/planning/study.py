@@ -1,11 +1,10 @@
-"""One model on one machine: everything that the planner knows of it, and the text that says so."""
+"""One model on one machine: everything that the planner knows of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -14,13 +13,13 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.deepspeed_config import read_deepspeed_json, resolve, with_batch
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
-from sparseforge_ds.planning.duration import Duration, checkpoint_bytes, duration
+from sparseforge_ds.planning.duration import Duration, duration
 from sparseforge_ds.planning.measurable import weights_to_prune
 from sparseforge_ds.planning.memory import Memory, Trace, memory
 from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.planning.recommend import Advice, Estimate, advise, fewest_ranks, fits, largest_micro_batch
 from sparseforge_ds.planning.settings import Settings, check_estimable, settings
-from sparseforge_ds.planning.traffic import Traffic, traffic
+from sparseforge_ds.planning.states import checkpoint_bytes
 
 GIB = 2**30
 
@@ -40,6 +39,8 @@ class Machine:
     """Peak of a GPU."""
     mfu: float
     bf16: bool = True
+    fused: bool = True
+    """Whether an optimizer's step is one kernel where the JSON leaves that open, as on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Study:
     memory: Memory
     activations: dict[str, Activations]
     """Of a training micro-batch, "kept" and "recomputed"."""
-    traffic: Traffic
     duration: Duration
     checkpoint: int
     frozen_checkpoint: int
@@ -107,10 +107,6 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         raise ValueError(f"--teacher {request.teacher}: the sparseforge block of {path} says distillation null")
     config = read_model_config(request.model)
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    seq_length = request.seq_length or min(4096, positions or 4096)
-    if positions is not None and seq_length > positions:
-        raise ValueError(f"--seq_length {seq_length}: {request.model} has {positions} positions; use at most that many")
     resolved = resolve(
         with_batch(content, request.global_batch, request.micro_batch),
         RunArguments(deepspeed=path),
@@ -119,7 +115,7 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         hidden_size=int(text.hidden_size),
         supports_bf16=machine.bf16,
         supports_fp16=True,
-        fuses_optimizer=True,
+        fuses_optimizer=machine.fused,
     )
     check_estimable(resolved)
     laid_out = settings(
@@ -127,17 +123,14 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         forge,
         name=path,
         ranks=machine.ranks,
-        seq_length=seq_length,
+        seq_length=_length(request, getattr(text, "max_position_embeddings", None)),
         checkpointing=request.checkpointing,
     )
     weights_to_prune(bare_model(config, laid_out.dtype), forge)  # for its errors
     model = describe(empty_model(config, forge, laid_out.dtype), forge, laid_out.leaves)
     teacher_config = _teacher_config(request, text.vocab_size)
-    teacher = None if teacher_config is None else _teacher(teacher_config, forge, laid_out)
-
-    run, estimate = estimators(
-        config, model, laid_out, teacher=teacher, teacher_config=teacher_config, reserve=machine.reserve
-    )
+    teacher = None if teacher_config is None else describe_teacher(teacher_config, laid_out)
+    run, estimate = estimators(config, model, laid_out, teacher, teacher_config, machine.reserve)
     found = estimate(laid_out)
     roomy = fits(found, machine.device, machine.host)
     tokens = request.tokens or forge.max_steps * laid_out.tokens_per_step
@@ -149,11 +142,9 @@ def study(path: str, request: Request, machine: Machine) -> Study:
         teacher=teacher,
         memory=found,
         activations={
-            name: run(laid_out.micro_batch, recomputed, True)
-            for name, recomputed in (("kept", False), ("recomputed", True))
+            name: run(laid_out.micro_batch, again, True) for name, again in (("kept", False), ("recomputed", True))
         },
-        traffic=traffic(model, laid_out, teacher),
-        duration=duration(model, laid_out, tokens=tokens, tflops=machine.tflops, mfu=machine.mfu, teacher=teacher),
+        duration=duration(model, laid_out, teacher, tokens=tokens, tflops=machine.tflops, mfu=machine.mfu),
         checkpoint=checkpoint_bytes(model, laid_out),
         frozen_checkpoint=checkpoint_bytes(model, laid_out, frozen=True),
         layouts={name: estimate(changed) for name, changed in _layouts(laid_out).items()},
@@ -167,10 +158,9 @@ def estimators(
     config: PretrainedConfig,
     model: Architecture,
     laid_out: Settings,
-    *,
-    teacher: Architecture | None = None,
-    teacher_config: PretrainedConfig | None = None,
-    reserve: int = 0,
+    teacher: Architecture | None,
+    teacher_config: PretrainedConfig | None,
+    reserve: int,
 ) -> tuple[Trace, Estimate]:
     """Activations by (micro-batch, checkpointing, teacher), and memory by settings; neither is computed twice.
 
@@ -202,6 +192,20 @@ def estimators(
     return run, estimate
 
 
+def describe_teacher(config: PretrainedConfig, laid_out: Settings) -> Architecture:
+    """The sizes of a teacher, which has no branches and to which the globs do not apply."""
+    plain = dataclasses.replace(laid_out.forge, low_rank=None, include=(), exclude=())
+    return describe(empty_model(config, plain, laid_out.dtype), plain, laid_out.leaves)
+
+
+def _length(request: Request, positions: int | None) -> int:
+    if request.seq_length and positions is not None and request.seq_length > positions:
+        raise ValueError(
+            f"--seq_length {request.seq_length}: {request.model} has {positions} positions; use at most that many"
+        )
+    return request.seq_length or min(4096, positions or 4096)
+
+
 def _teacher_config(request: Request, vocabulary: int) -> PretrainedConfig | None:
     if request.teacher is None:
         return None
@@ -213,11 +217,6 @@ def _teacher_config(request: Request, vocabulary: int) -> PretrainedConfig | Non
             "distillation needs a teacher with the same tokenizer"
         )
     return config
-
-
-def _teacher(config: PretrainedConfig, forge: SparseForgeConfig, laid_out: Settings) -> Architecture:
-    plain = dataclasses.replace(forge, low_rank=None)
-    return describe(empty_model(config, plain, laid_out.dtype), plain, laid_out.leaves)
 
 
 def _layouts(laid_out: Settings) -> dict[str, Settings]:
@@ -233,60 +232,4 @@ def _layouts(laid_out: Settings) -> dict[str, Settings]:
         **stages,
         "ZeRO-3, optimizer on the host": offloaded,
         "ZeRO-3, optimizer and weights on the host": change(offloaded, weights_on_host=True),
-    }
-
-
-def to_dict(found: Study) -> dict[str, Any]:
-    """Plain JSON types."""
-    model, plan = found.model, found.memory
-    return {
-        "deepspeed": found.settings.name,
-        "fits": found.fits,
-        "model": {
-            "name": found.request.model,
-            "model_type": model.model_type,
-            "parameters": model.total,
-            "active": model.active,
-            "linear": model.coverage.linear,
-            "masked": model.masked,
-        },
-        "settings": {
-            "zero_stage": found.settings.stage,
-            "ranks": found.settings.ranks,
-            "dtype": str(found.settings.dtype).removeprefix("torch."),
-            "micro_batch": found.settings.micro_batch,
-            "accumulation": found.settings.accumulation,
-            "seq_length": found.settings.seq_length,
-            "activation_checkpointing": found.settings.checkpointing,
-        },
-        "memory": {
-            "device": found.machine.device,
-            "peak": plan.peak,
-            "frozen_peak": plan.frozen_peak,
-            "worst": plan.worst,
-            "resident": plan.resident,
-            "moments": plan.moments,
-            "host": plan.host,
-            "reserve": plan.reserve,
-        },
-        "activations": {name: {**vars(each), "peak": each.peak} for name, each in found.activations.items()},
-        "traffic": {"training": found.traffic.training, "ours": found.traffic.ours},
-        "time": {
-            "tokens_per_step": found.duration.tokens_per_step,
-            "steps": found.duration.steps,
-            "flops_per_step": found.duration.flops,
-            "seconds_per_step": found.duration.seconds_per_step,
-            "hours": found.duration.hours,
-        },
-        "checkpoint": found.checkpoint,
-        "frozen_checkpoint": found.frozen_checkpoint,
-        "layouts": {
-            name: {"peak": each.peak, "host": each.host_total, "fits": each.peak <= found.machine.device}
-            for name, each in found.layouts.items()
-        },
-        "largest_micro_batch": found.largest_micro_batch,
-        "advice": None
-        if found.advice is None
-        else {"changes": list(found.advice.changes), "peak": found.advice.memory.peak, "fits": found.advice.fits},
-        "ranks_that_fit": found.ranks_that_fit,
     }

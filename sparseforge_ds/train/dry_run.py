@@ -6,28 +6,28 @@ here is listed as not checked. Nothing is allocated or written, and no process t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import nn
 
-from sparseforge_ds.config.arguments import DocumentFrame, RunArguments
+from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunArguments
 from sparseforge_ds.data.hub import HubStream
 from sparseforge_ds.data.mixture import Mixture, file_lines, find_text
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.family_table import LOW_RANK
 from sparseforge_ds.model.rules import name_pattern
-from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
-from sparseforge_ds.planning.duration import checkpoint_bytes
-from sparseforge_ds.planning.model_config import EMBEDDED_MODEL, read_model_config
+from sparseforge_ds.planning.architecture import describe, empty_model
+from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.planning.recommend import advise
 from sparseforge_ds.planning.report import memory_lines
 from sparseforge_ds.planning.settings import check_estimable
-from sparseforge_ds.planning.study import GIB, estimators
+from sparseforge_ds.planning.states import checkpoint_bytes
+from sparseforge_ds.planning.study import GIB, describe_teacher, estimators
 from sparseforge_ds.train.banner import Row, outline_rows, readable_bytes, table
 from sparseforge_ds.train.plan import Hardware, Outline, make_outline
 from sparseforge_ds.train.pretrained import Pretrained, find_model, read_tokenizer
@@ -104,16 +104,10 @@ def _phases(plan: Outline) -> Iterator[Row]:
 
 def _masked(plan: Outline, model: nn.Module) -> Iterator[Row]:
     """A line for every kind of weight: how many, their shape, and how the pattern divides them."""
-    kinds: dict[tuple[str, tuple[int, ...], int], int] = {}
-    for weight in plan.weights:
-        kind = (name_pattern(weight.name), weight.shape, weight.input_axis)
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter((name_pattern(weight.name), weight.shape, weight.input_axis) for weight in plan.weights)
     for (name, shape, axis), count in kinds.items():
-        yield (
-            name,
-            f"{count} x {shape} = {count * math.prod(shape):,}; {plan.config.pattern} along axis {axis} "
-            f"({shape[axis]:,} inputs)",
-        )
+        along = f"{plan.config.pattern} along axis {axis} ({shape[axis]:,} inputs)"
+        yield name, f"{count} x {shape} = {count * math.prod(shape):,}; {along}"
     added = sum(p.numel() for name, p in model.named_parameters() if name.endswith(f".{LOW_RANK}"))
     if added:
         yield "SLoRB", f"{added:,} parameters more, {readable_bytes(added * plan.layout.low)} to deploy"
@@ -121,11 +115,11 @@ def _masked(plan: Outline, model: nn.Module) -> Iterator[Row]:
 
 def _dense(plan: Outline, model: nn.Module) -> Iterator[Row]:
     masked = {weight.name for weight in plan.weights}
-    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and name not in masked and not name.endswith(f".{LOW_RANK}"):
-            kind = (name_pattern(name), tuple(parameter.shape))
-            kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(
+        (name_pattern(name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and name not in masked and not name.endswith(f".{LOW_RANK}")
+    )
     for (name, shape), count in kinds.items():
         yield name, f"{count} x {shape} = {count * math.prod(shape):,}"
 
@@ -168,7 +162,9 @@ def _memory(plan: Outline, model: nn.Module, unchecked: list[str]) -> Iterator[s
     try:
         check_estimable(plan.deepspeed)
         student = describe(model, plan.config, laid_out.leaves)
-        _, estimate = estimators(plan.model.config, student, laid_out, teacher=_teacher(plan), reserve=_RESERVE)
+        other = plan.teacher.config if plan.teacher is not None and plan.teacher is not plan.model else None
+        teacher = None if other is None else describe_teacher(other, laid_out)
+        _, estimate = estimators(plan.model.config, student, laid_out, teacher, other, _RESERVE)
         found = estimate(laid_out)
     except ValueError as error:
         unchecked.append(f"memory: {error}")
@@ -176,15 +172,8 @@ def _memory(plan: Outline, model: nn.Module, unchecked: list[str]) -> Iterator[s
     yield table(memory_lines(found, device))
     if found.peak > device:
         advice = advise(laid_out, estimate, device)
-        cure = "; ".join(advice.changes) if advice.fits else "take more GPUs, or larger ones"
+        cure = "; ".join(advice.lines) if advice.fits else "take more GPUs, or larger ones"
         raise ValueError(
             f"a GPU needs {found.peak / GIB:.1f} GiB, in {found.worst}, and has {plan.arguments.gpu_memory:g} "
             f"(--gpu_memory); {cure}"
         )
-
-
-def _teacher(plan: Outline) -> Architecture | None:
-    if plan.teacher is None or plan.teacher is plan.model:
-        return None
-    plain = dataclasses.replace(plan.config, low_rank=None, include=(), exclude=())
-    return describe(empty_model(plan.teacher.config, plain, plan.dtype), plain, plan.layout.leaves)

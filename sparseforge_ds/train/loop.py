@@ -30,6 +30,10 @@ PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
 
 
+class RunDivergedError(AgreedError):
+    """The loss is infinite or NaN: a result, of a learning rate that is too high."""
+
+
 def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption: Preemption) -> dict[str, Any]:
     """Train until `max_steps` optimizer steps have been applied, and save.
 
@@ -38,8 +42,8 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
 
     Raises:
         Stopped: some rank was asked to make room; the present step is saved.
-        AgreedError: the loss stays infinite or NaN, or the text cannot be read any further; the steps until then are
-            saved in the second case.
+        RunDivergedError: the loss stays infinite or NaN.
+        AgreedError: the text cannot be read any further; the steps until then are saved.
         ValueError: a weight was pruned without ever having been measured.
         OSError: a checkpoint cannot be written.
     """
@@ -85,7 +89,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
                     what = (
                         "the loss is finite, but its curvature is not" if finite else f"the loss is {float(losses[0])}"
                     )
-                    raise AgreedError(_diverged(what, before, rate(before))) from error
+                    raise _diverged(what, before, rate(before)) from error
         step = forge.step_count
 
         losses /= batches.layout.accumulation
@@ -96,7 +100,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         total = mean["total"]
         failures = 0 if math.isfinite(total) else failures + 1
         if failures == PATIENCE:
-            raise AgreedError(_diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before)))
+            raise _diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before))
         if step > before:  # loss scaling did not skip the step
             absent = {"kl"} if shop.objective.teacher is None else set()
             absent |= {"balance"} if not mean["balance"] else set()
@@ -122,7 +126,7 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
             raise Stopped(asked_by, f"at step {step}" + ("" if step else ", with nothing to save yet"))
 
     if failures:
-        raise AgreedError(_diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1)))
+        raise _diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1))
     forge.finish()
     if saved != max_steps:
         save(shop, checkpoints, monitor, max_steps)
@@ -186,8 +190,8 @@ def _look_closer(shop: Workshop, monitor: Monitor, step: int) -> None:
         monitor.write(step, {"mask/soft_to_hard_gap": gap})
 
 
-def _diverged(what: str, step: int, rate: float) -> str:
-    return (
+def _diverged(what: str, step: int, rate: float) -> RunDivergedError:
+    return RunDivergedError(
         f"{what}, at step {step} with learning rate {rate:.3g}; lower --learning_rate or raise --warmup, and continue "
         "from the last checkpoint with --resume"
     )

@@ -23,7 +23,7 @@ from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.extension_locks import watch_extension_locks
-from sparseforge_ds.train.loop import train
+from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.plan import Plan, make_plan, read_config
 from sparseforge_ds.train.preemption import Preemption, Stopped
@@ -91,11 +91,16 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
             monitor.say(resumed)
             for line in changed:
                 monitor.say(f"changed since the last start: {line}")
+        ranks.on_first(lambda: (plan.folder / "result.json").unlink(missing_ok=True))  # of an earlier start
         preemption.begin_training()
         try:
             result = train(shop, checkpoints, monitor, preemption)
         except Stopped:
             ranks.leave()
+            raise
+        except RunDivergedError as error:
+            if ranks.first:  # the others may not come here any more
+                write_json(plan.folder / "result.json", {"diverged": str(error)})
             raise
         finally:
             monitor.close()

@@ -35,7 +35,7 @@ from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.planning.duration import checkpoint_bytes
+from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.plan import Outline, Plan
 

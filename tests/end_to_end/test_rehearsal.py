@@ -83,7 +83,7 @@ def test_full_depth_lies_on_a_straight_line(tmp_path: Path) -> None:
 
 def test_as_many_layers_as_fit(tmp_path: Path) -> None:
     arguments = rehearsal.parse_arguments(
-        [str(tmp_path), "--model=qwen3_14b", "--layers=fit", "--shrink=8", "--memory=1.8", "--ranks=2"]
+        [str(tmp_path), "--model=qwen3_14b", "--layers=fit", "--shrink=8", "--memory=2", "--ranks=2"]
     )
     layers = rehearsal._depth("fit", arguments)
     assert layers == 4

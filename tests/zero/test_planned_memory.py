@@ -1,15 +1,12 @@
-"""The planner against real runs: bytes of real tensors by kind, gathered weights, collectives, files on disk."""
+"""The planner against real runs: bytes of real tensors by kind, gathered weights, files on disk."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm as ds_comm
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,11 +16,9 @@ from torch import Tensor
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
-from sparseforge_ds.planning.duration import checkpoint_bytes
-from sparseforge_ds.planning.memory import memory, weights_gathered
+from sparseforge_ds.planning.memory import gathered_weights, memory
 from sparseforge_ds.planning.settings import Settings, settings
-from sparseforge_ds.planning.states import kept_gradients, model_states
-from sparseforge_ds.planning.traffic import traffic
+from sparseforge_ds.planning.states import checkpoint_bytes, kept_gradients, model_states
 from sparseforge_ds.train.teacher import Teacher
 from tests import tiny_models
 from tests.distributed import run_distributed
@@ -84,6 +79,7 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     lasting = sum(plan.resident.values()) + plan.host_total
     gradients = 0 if case.stage == 3 or laid_out.optimizer_on_host else kept_gradients(model, laid_out)
     expected = {**model_states(model, laid_out), "all": lasting, "with gradients": lasting + gradients}
+    gc.collect()  # else a tensor that is about to go may leave its id to one of this run
     before = {id(value) for value in gc.get_objects() if isinstance(value, Tensor)}
     engine, forge = build(case, model_of(case))
     teacher = None
@@ -148,10 +144,18 @@ def test_memory_of_a_real_run(bytes_by_rank: list[list[dict[str, Any]]], index: 
 # -- gathered weights -------------------------------------------------------------------------------------------------
 
 GATHERING = [
-    (Case(stage=3, zero={**SMALL, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": prefetch}), again)
+    (
+        Case(
+            stage=3,
+            zero={**SMALL, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": prefetch, **more},
+        ),
+        again,
+    )
     for again in (False, True)
-    for reuse in (0, 60_000, 10**9)
-    for prefetch in (0, 20_000)
+    for reuse, prefetch, more in (
+        *((reuse, prefetch, {}) for reuse in (0, 60_000, 10**9) for prefetch in (0, 20_000)),
+        *((0, 20_000, {"stage3_max_live_parameters": most}) for most in (40_000, 80_000)),
+    )
 ]
 EXPERTS = {**SMALL, "leaf_module": {"classes": [], "name_suffixes": ["mlp.experts"]}}
 GATHERING_EXPERTS = [
@@ -165,8 +169,8 @@ def mixture() -> Any:
     return tiny_models.tiny_mixture(DeepseekConfig, vocab_size=40, num_hidden_layers=4)
 
 
-def gathered_by(case: Case, checkpointing: bool) -> tuple[Any, dict[str, int]]:
-    """What the planner replays, and what DeepSpeed does in a step whose order it knows."""
+def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
+    """The planner's bound, and the most that DeepSpeed has at a time in a step whose order it knows."""
     experts = "leaf_module" in case.zero
     built = mixture() if experts else model_of(case, layers=4)
     if checkpointing:
@@ -176,14 +180,12 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[Any, dict[str, int]]:
         train_step(engine, case, step)
     name = "_PartitionedParameterCoordinator__all_gather_params_"
     real = getattr(PartitionedParameterCoordinator, name)
-    found = {"live": 0, "moved": 0}
+    live = 0
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = self._PartitionedParameterCoordinator__n_available_params
+        nonlocal live
         real(self, *args, **kwargs)
-        now = self._PartitionedParameterCoordinator__n_available_params
-        found["live"] = max(found["live"], now)
-        found["moved"] += now - before
+        live = max(live, self._PartitionedParameterCoordinator__n_available_params)
 
     setattr(PartitionedParameterCoordinator, name, watched)
     try:
@@ -194,7 +196,7 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[Any, dict[str, int]]:
     if experts:
         empty = empty_model(mixture().config, case.sparseforge, DTYPES[case.dtype])
         model = describe(empty, case.sparseforge, laid_out.leaves)
-    return weights_gathered(model, laid_out), found
+    return gathered_weights(model, laid_out), live
 
 
 def gathered_by_all(cases: list[tuple[Case, bool]]) -> list[Any]:
@@ -202,83 +204,10 @@ def gathered_by_all(cases: list[tuple[Case, bool]]) -> list[Any]:
 
 
 def test_gathered_weights_are_those_of_deepspeed() -> None:
-    """Also those of a layer's experts, which a leaf module gathers at once."""
+    """Never fewer than there are, and at most a quarter more; also those of experts, which a leaf module gathers."""
     cases = [*GATHERING, *GATHERING_EXPERTS]
-    for case, (expected, found) in zip(cases, run_distributed(gathered_by_all, 2, cases)[0], strict=True):
-        assert found == {"live": expected.live, "moved": expected.moved}, case
-
-
-# -- collectives ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Bytes of every collective as the planner counts: whole tensors, all-reduces twice."""
-    calls: list[int] = []
-
-    def counting(function: Callable[..., Any], factor: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            calls.append(factor * max(tensor.numel() * tensor.element_size() for tensor in tensors))
-            return function(*args, **kwargs)
-
-        return call
-
-    backend = ds_comm.comm.cdb  # holds all-gather and reduce-scatter by itself; looks the others up in torch
-    patched = [
-        (backend, "all_gather_function", 1),
-        (backend, "reduce_scatter_function", 1),
-        (dist, "all_reduce", 2),
-        (dist, "reduce", 1),
-        (dist, "reduce_scatter_tensor", 1),
-        (dist, "all_gather_into_tensor", 1),
-    ]
-    originals = [getattr(holder, name) for holder, name, _ in patched]
-    for holder, name, factor in patched:
-        setattr(holder, name, counting(getattr(holder, name), factor))
-    try:
-        yield calls
-    finally:
-        for (holder, name, _), original in zip(patched, originals, strict=True):
-            setattr(holder, name, original)
-
-
-def moved_by(case: Case) -> tuple[Any, int, int]:
-    """The plan, and bytes of a step without and of a mask update."""
-    engine, forge = build(case, model_of(case))
-    for step in range(3):
-        train_step(engine, case, step)
-        forge.step(StepText(engine, case, step))
-    with counted() as training:
-        train_step(engine, case, 3)
-    training.pop()  # of the loss, by the test
-    with counted() as update:
-        assert forge.step(StepText(engine, case, 3))
-    model, laid_out = planned(case)
-    return traffic(model, laid_out), sum(training), sum(update)
-
-
-def moved_by_all(cases: list[Case]) -> list[Any]:
-    return [moved_by(case) for case in cases]
-
-
-OUTPUTS = {"importance": "hutchinson"}
-HUTCHINSON = {**OUTPUTS, "curvature": {"per_token": False}}
-TRAFFIC = [
-    *(Case(stage=stage, dtype="bf16", zero=SMALL if stage else {}) for stage in (0, 1, 2, 3)),
-    *(Case(stage=stage, zero=SMALL, config=HUTCHINSON) for stage in (1, 2, 3)),
-    *(Case(stage=stage, zero=SMALL, config=OUTPUTS) for stage in (0, 3)),
-    Case(stage=3, zero=SMALL, config={"importance": "wanda"}),
-    Case(stage=2, zero=SMALL, gas=2, config=HUTCHINSON),
-    Case(stage=3, zero=SMALL, gas=2),
-]
-
-
-def test_collectives_carry_what_is_planned() -> None:
-    for case, (plan, training, update) in zip(TRAFFIC, run_distributed(moved_by_all, 2, TRAFFIC)[0], strict=True):
-        every = case.sparseforge.resolved_schedule.update_every
-        assert training == pytest.approx(sum(plan.training.values()), rel=0.1), (case, plan.training)
-        assert update == pytest.approx(every * sum(plan.ours.values()), rel=0.1), (case, plan.ours)
+    for case, (bound, found) in zip(cases, run_distributed(gathered_by_all, 2, cases)[0], strict=True):
+        assert found <= bound <= 1.25 * found, case
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

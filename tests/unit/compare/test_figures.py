@@ -14,6 +14,7 @@ from sparseforge_ds.compare import figures
 from sparseforge_ds.compare.figures import draw
 from sparseforge_ds.compare.page import page
 from sparseforge_ds.compare.summary import summarize
+from sparseforge_ds.compare.table import Table
 from tests.unit.compare.test_summary import row
 
 AGREEMENT = {"model.layers.0.self_attn.q_proj.weight": 0.8, "model.layers.0.mlp.up_proj.weight": 0.9}
@@ -54,14 +55,16 @@ def test_every_figure_shows_something(tmp_path: Path) -> None:
 
     text = page(
         "A <title>",
-        "| a | b |\n| --- | ---: |\n| **x** | 1 & 2 |\n\nWords.\n\n- one\n- two\n",
+        [Table(["a", "b"], [["**x**", "1 & 2"]]), Table(["c"], [])],
+        ["Words.", "one <two>"],
         drawn,
         "{}",
         ["go <there>"],
     )
     assert text.count('src="data:image/png;base64,') == 6
     assert "<b>x</b>" in text and "1 &amp; 2" in text and "go &lt;there&gt;" in text and "A &lt;title&gt;" in text
-    assert "<li>one</li><li>two</li>" in text and "http" not in text, "the page needs nothing besides itself"
+    assert "<p>Words.</p><p>one &lt;two&gt;</p>" in text and text.count("<table>") == 2
+    assert "http" not in text, "the page needs nothing besides itself"
 
 
 def test_steps_are_whole_numbers_and_one_seed_is_no_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

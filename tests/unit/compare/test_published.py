@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 pytest.importorskip("matplotlib")
 
 from sparseforge_ds.compare.assessment import Assessor
 from sparseforge_ds.compare.settings import CompareConfig, read_config
-from sparseforge_ds.compare.summary import Line, summarize
+from sparseforge_ds.compare.summary import spread, summarize
 from sparseforge_ds.compare.table import markdown
 from sparseforge_ds.compare.texts import read_texts
 from tests.distributed import ROOT
@@ -33,7 +34,7 @@ def study(request: pytest.FixtureRequest, assets: Path, monkeypatch: pytest.Monk
     return found
 
 
-def read(study: Path) -> tuple[CompareConfig, list[dict[str, Any]], list[Line]]:
+def read(study: Path) -> tuple[CompareConfig, list[dict[str, Any]], pd.DataFrame]:
     config = read_config(str(ROOT / "launch" / f"compare_{study.name}.json"))  # whose paths are from there
     rows = [json.loads(line) for line in (study / "results.jsonl").read_text().splitlines()]
     return config, rows, summarize(rows, config.compared_with)
@@ -69,9 +70,9 @@ def test_the_readme_has_these_numbers() -> None:
     section = (ROOT / "README.md").read_text().split("**Against other methods**")[1].split("\n**")[0]
     shown = re.findall(r"^\| `([a-z_.0-9]+)` \| ([0-9.± e-]+) \| ([0-9.± e-]+) \|$", section, flags=re.MULTILINE)
     rows = [json.loads(line) for line in (RESULTS / "stories" / "results.jsonl").read_text().splitlines()]
-    lines = [line for line in summarize(rows, "sparseforge") if line.kind == "result"]
+    lines = [line for line in summarize(rows, "sparseforge").itertuples() if line.kind == "result"]
     budgets = sorted({line.steps for line in lines})
-    tested = {(line.method, line.steps): str(line.test) for line in lines}
+    tested = {(line.method, line.steps): spread(line.test, line.test_deviation) for line in lines}
     assert {(name, steps): value for name, *values in shown for steps, value in zip(budgets, values, strict=True)} == (
         tested
     )

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparseforge_ds.compare.settings import read_config
@@ -33,22 +34,27 @@ ROWS = [
 
 
 def test_mean_and_sample_deviation() -> None:
-    found = spread([1.0, 2.0, 6.0])
-    assert found.mean == 3.0 and found.deviation == pytest.approx(math.sqrt(7.0)) and found.count == 3
-    assert str(found) == "3 ± 2.6"
-    assert spread([4.25]).deviation is None and str(spread([4.25])) == "4.25"
-    assert str(spread([1.0, math.inf])) == "diverged" and spread([1.0, math.inf]).deviation is None
+    (found,) = summarize([row("a", seed, value) for seed, value in enumerate((1.0, 2.0, 6.0))], "a").itertuples()
+    assert found.test == 3.0 and found.test_deviation == pytest.approx(math.sqrt(7.0)) and found.seeds == 3
+    assert spread(found.test, found.test_deviation) == "3 ± 2.6"
+    (alone,) = summarize([row("a", 0, 4.25)], "a").itertuples()
+    assert math.isnan(alone.test_deviation) and spread(alone.test, alone.test_deviation) == "4.25"
+    (lost,) = summarize([row("a", 0, 1.0), row("a", 1, None)], "a").itertuples()
+    assert spread(lost.test, lost.test_deviation) == "diverged" and math.isnan(lost.test_deviation)
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
-    lines = {line.method: line for line in summarize(ROWS, "ours")}
-    assert [line.method for line in summarize(ROWS, "ours")] == ["dense", "ours", "fixed", "broken"]
-    behind = lines["fixed"].behind
-    assert behind is not None and behind.mean == pytest.approx(0.7)
-    assert behind.deviation == pytest.approx(math.sqrt(2 * 0.2**2)), "not the deviation of independent samples"
-    assert lines["ours"].behind is None and lines["broken"].behind is None and lines["dense"].behind is None
-    assert lines["fixed"].test.count == 2, "a run that only decided a learning rate does not count"
-    assert lines["fixed"].at_the_edge and lines["fixed"].seconds == 10.0 and lines["dense"].seconds is None
+    found = summarize(ROWS, "ours")
+    assert [*found["method"]] == ["dense", "ours", "fixed", "broken"]
+    lines = {line.method: line for line in found.itertuples()}
+    fixed = lines["fixed"]
+    assert fixed.behind == pytest.approx(0.7)
+    assert fixed.behind_deviation == pytest.approx(math.sqrt(2 * 0.2**2)), "not the deviation of independent samples"
+    assert not any(math.isfinite(lines[name].behind) for name in ("ours", "broken", "dense"))
+    assert fixed.seeds == 2, "a run that only decided a learning rate does not count"
+    assert fixed.at_the_edge and fixed.seconds == 10.0 and math.isnan(lines["dense"].seconds)
+    diverged = [{**row, "test_perplexity": None if row["method"] == "ours" else row["test_perplexity"]} for row in ROWS]
+    assert not np.isfinite(summarize(diverged, "ours")["behind"].astype(float)).any(), "nor with a lost reference"
 
 
 def test_the_table_of_one_seed_speaks_of_no_deviation(tmp_path: Path) -> None:

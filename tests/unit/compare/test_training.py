@@ -7,37 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.compare.training import DivergedError, StoppedError, Trainer, _wait_for, current_step
-from sparseforge_ds.train.loop import _diverged
+from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trainer, _result_of, _wait_for
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
     trainer, log = Trainer(2, 1, None), tmp_path / "run.log"
-    trainer._judge([0, 0], "run", log)
+    trainer._judge([0, 0], {}, log)
     with pytest.raises(ValueError, match=r"the run run failed: its processes ended with -9, 0 \(-9: killed"):
-        trainer._judge([-9, 0], "run", log)
+        trainer._judge([-9, 0], {}, log)
     log.write_text("step 1/9  loss 1\nerror: --seq_length 4096 is too long\nmore\n")
     with pytest.raises(ValueError, match="the run run failed: --seq_length 4096 is too long; its log is .*run.log"):
-        trainer._judge([1, 1], "run", log)
-    log.write_text(f"error: {_diverged('the loss is nan', 3, 1.0)}\n")
-    with pytest.raises(DivergedError, match="^the loss is nan, at step 3 with learning rate 1;"):
-        trainer._judge([1, 1], "run", log)
+        trainer._judge([1, 1], {}, log)
+    with pytest.raises(RunDivergedError, match="^the loss is nan, at step 3"):
+        trainer._judge([1, 1], {"diverged": "the loss is nan, at step 3"}, log)
     with pytest.raises(StoppedError):
-        trainer._judge([143, 143], "run", log)
+        trainer._judge([143, 143], {}, log)
     trainer.stop()
     with pytest.raises(StoppedError):
-        trainer._judge([1, -15], "run", log)
+        trainer._judge([1, -15], {}, log)
 
 
-def test_the_step_a_log_is_at(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert current_step(folder) == 0
-    (tmp_path / "run.log").write_text("  output step 7/9\n")
-    assert current_step(folder) == 0
-    (tmp_path / "run.log").write_text(
-        "x" * 9000 + "\nstep 10/400  loss 5\nsaved step_000010: 1 MiB\nstep 20/400  loss 4\n"
-    )
-    assert current_step(folder) == 20
+def test_the_result_of_a_run(tmp_path: Path) -> None:
+    assert _result_of(tmp_path) == {}
+    (tmp_path / "result.json").write_text('{"seconds": 3}')
+    assert _result_of(tmp_path) == {"seconds": 3}
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(ValueError, match=r"result\.json: damaged .*; remove the folder, and the run is made again"):
+        _result_of(tmp_path)
 
 
 def test_an_earlier_start_is_waited_for(tmp_path: Path) -> None:

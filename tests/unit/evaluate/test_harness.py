@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import load_dataset
 
 from sparseforge_ds.evaluate.harness import FORMS, load_tasks
 from sparseforge_ds.evaluate.published import SUITES
-from sparseforge_ds.evaluate.task_data import BUILDERS, find_data
+from sparseforge_ds.evaluate.task_data import Rows, find_data
 
 pytest.importorskip("lm_eval")
 
@@ -44,9 +43,9 @@ RIGHT: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def write(path: Path, *rows: dict[str, Any]) -> list[Path]:
+def write(path: Path, *rows: dict[str, Any]) -> Rows:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [path]
+    return find_data(["piqa"], [f"piqa={path}"])["piqa"]
 
 
 def test_the_answers_of_original_rows_are_those_that_the_harness_scores(assets: Path) -> None:
@@ -59,8 +58,7 @@ def test_the_answers_of_original_rows_are_those_that_the_harness_scores(assets: 
     data = find_data(names, [str(benchmarks), f"hellaswag={hellaswag}"])
     loaded = load_tasks(names, data, limit=200)
     for name, task in loaded.by_name.items():
-        files = {"test": [str(file) for file in data[name]]}
-        rows = load_dataset(BUILDERS[data[name][0].suffix], data_files=files, split="test")
+        rows = data[name].rows
         assert len(task.eval_docs) == len(rows)
         for doc, row in zip(task.eval_docs.select(range(200)), rows.select(range(200)), strict=True):
             gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
@@ -77,7 +75,7 @@ def test_rows_without_a_column_of_the_task_are_refused(name: str, tmp_path: Path
         lacking = write(tmp_path / f"{number}.jsonl", row)
         with pytest.raises(ValueError, match=f"its rows lack {column}, which {name} reads .they have ") as refused:
             load_tasks([name], {name: lacking})
-        assert str(lacking[0]) in str(refused.value)
+        assert str(lacking.place) in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_rows_whose_answer_is_secret_or_damaged_are_refused(
     name: str, change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", ROWS[name], ROWS[name] | change)
-    with pytest.raises(ValueError, match=f"--data {rows[0]}: ") as refused:
+    with pytest.raises(ValueError, match=f"--data {rows.place}: ") as refused:
         load_tasks([name], {name: rows})
     assert said in str(refused.value)
     if "row 2" in said:  # the limit is what will be asked

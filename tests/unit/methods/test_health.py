@@ -97,9 +97,7 @@ def test_a_large_shard_is_summed_in_runs() -> None:
     generator = torch.Generator().manual_seed(0)
     mask, curvature, sample = (torch.rand(count, generator=generator) - shift for shift in (0.0, 0.2, 0.1))
     first, second = mask > 0.5, mask > 0.3
-    with Live() as live:
-        for tensor in (mask, curvature, sample, first, second):
-            live.ignore(tensor)
+    with Live((mask, curvature, sample, first, second)) as live:
         for target in (first, second):
             health.add_refresh(curvature, sample)
             health.add_update(PrunableWeight("w", shape, -1, "layer"), shard, mask, target, curvature)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model, largest_experts
+from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
 from sparseforge_ds.planning.duration import forward_flops
 from sparseforge_ds.planning.model_config import read_model_config
 from tests import tiny_models
@@ -39,13 +39,13 @@ def test_full_size_models_have_their_published_size(name: str, monkeypatch: pyte
 def test_what_is_pruned_of_full_size_models() -> None:
     qwen = architecture(qwen3_14b())
     assert qwen.total - 2 * 151936 * 5120 == pytest.approx(13.2e9, rel=0.002)  # the model card's non-embedding number
-    assert len(qwen.masked_shapes) == 40 * 7
+    assert len(qwen.matrices) == 40 * 7 and qwen.matrices[0] == (1, 40 * 128, 5120)
     assert qwen.masked == 40 * (2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 5120 * 17408)
     assert qwen.largest_module == qwen.largest == 151936 * 5120
     assert architecture(llama2_7b()).masked == 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     xl = architecture(gpt2_xl())
     assert xl.masked == 48 * 12 * 1600**2
-    assert xl.input_first and not qwen.input_first
+    assert xl.input_first and not qwen.input_first and (1, 4 * 1600, 1600) in xl.matrices
     assert xl.multiplied == xl.masked + 50257 * 1600  # the tied head multiplies, positions do not
 
 
@@ -63,9 +63,7 @@ def test_a_token_uses_some_of_the_experts() -> None:
     unused = experts - experts * config.num_experts_per_tok // config.num_experts
     assert unused > 0
     assert found.active == found.total - unused
-    assert largest_experts(found) == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
-    leaf = next(module for module in found.modules if module.name.endswith("mlp.experts"))
-    assert sum(found.parameters[index].numel for index in leaf.parameters) == largest_experts(found)
+    assert found.largest_module == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
 
 
 @pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.tiny_gpt2, tiny_models.tiny_qwen3])
@@ -75,7 +73,7 @@ def test_operations_of_a_forward_pass_are_counted(make: Callable[..., PreTrained
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
     found = architecture(model.config)
-    causal = length * (found.score_width + found.value_width) * found.layers * length  # eager computes both halves
+    causal = length * found.attended * length  # eager computes both halves
     assert forward_flops(found, length) * length + causal == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

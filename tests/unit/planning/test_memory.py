@@ -15,11 +15,9 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.curvature import EXPERT_BYTES
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
-from sparseforge_ds.planning.duration import checkpoint_bytes
 from sparseforge_ds.planning.memory import Memory, memory
 from sparseforge_ds.planning.settings import Settings, check_estimable, settings
-from sparseforge_ds.planning.states import model_states
-from sparseforge_ds.planning.traffic import traffic
+from sparseforge_ds.planning.states import checkpoint_bytes, model_states
 from tests.unit.planning.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
 
 # Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
@@ -192,30 +190,6 @@ def test_elements_of_fused_experts_are_formed_some_experts_at_a_time() -> None:
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}}, config=deepseek_moe_16b)
     found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
     assert 0.9 * EXPERT_BYTES <= found["Fisher matrix"] <= 1.2 * EXPERT_BYTES
-    assert traffic(model, laid_out).ours["curvature reduced"] == pytest.approx(
-        4 * model.masked / laid_out.forge.resolved_schedule.update_every, rel=1e-6
-    )
-
-
-def test_one_rank_moves_nothing() -> None:
-    assert traffic(*planned(3, 1, {"importance": "fisher"})).total == 0
-
-
-def test_traffic_without_read_ahead() -> None:
-    model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
-    found = traffic(model, laid_out)
-    weights = 2 * model.total
-    # Forward and backward; what is used last is used first again, and need not be gathered twice.
-    assert 1.8 * weights <= found.training["weights gathered"] <= 2 * weights
-    assert found.training["gradients reduced"] == weights
-    head = 2 * 32_000 * 4096  # once more, for the losses of the step
-    assert found.ours["teacher gathered"] == weights + head
-    assert found.ours["curvature reduced"] == 4 * model.masked // 5
-    listening = traffic(*planned(3, 8, {"curvature": {"source": "training"}}))
-    assert "probe" not in listening.ours
-    assert listening.ours["curvature reduced"] == 2 * 4 * model.rows_and_columns // 5 < 1e-3 * model.masked
-    accumulated = traffic(model, dataclasses.replace(laid_out, accumulation=4))
-    assert accumulated.training == {name: 4 * size for name, size in found.training.items()}
 
 
 def test_checkpoints_hold_18_bytes_a_weight_under_zero3_and_then_12() -> None:

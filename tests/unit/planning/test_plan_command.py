@@ -99,7 +99,7 @@ def test_batch_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
     took = found["time"]
     assert took["tokens_per_step"] == 32 * 128
     assert took["steps"] == -(-1_250_000 // 4096)
-    assert took["seconds_per_step"] == pytest.approx(sum(took["flops_per_step"].values()) / (4 * 989e12 * 0.5))
+    assert took["seconds_per_step"] == pytest.approx(sum(took["flops"].values()) / (4 * 989e12 * 0.5))
     assert took["hours"] == pytest.approx(took["steps"] * took["seconds_per_step"] / 3600)
 
 

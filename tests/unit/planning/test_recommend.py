@@ -13,7 +13,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import describe, empty_model
 from sparseforge_ds.planning.memory import Memory, memory
-from sparseforge_ds.planning.recommend import _apply, advise, fewest_ranks, largest_micro_batch
+from sparseforge_ds.planning.recommend import Change, advise, apply, fewest_ranks, largest_micro_batch
 from sparseforge_ds.planning.settings import Settings, settings
 from tests.unit.planning.published_configs import qwen3_14b
 
@@ -66,7 +66,7 @@ def test_advice_fits_and_nothing_of_it_is_needless(stage: int, gib: int) -> None
     assert found.memory.peak <= gib * GIB
     assert found.changes
     for left_out in found.changes:
-        fewer = _apply(start, [text for text in found.changes if text != left_out])
+        fewer = apply(start, {change: option for change, option in found.changes.items() if change is not left_out})
         assert fewer is None or estimate(fewer).peak > gib * GIB, left_out
     assert found.settings.tokens_per_step == start.tokens_per_step
 
@@ -74,15 +74,16 @@ def test_advice_fits_and_nothing_of_it_is_needless(stage: int, gib: int) -> None
 def test_cheap_settings_come_first() -> None:
     start = laid_out(3)
     slightly_less = estimate(start).peak - GIB // 2
-    assert advise(start, estimate, slightly_less).changes == ('"reduce_bucket_size": 50000000 in zero_optimization',)
-    assert advise(start, estimate, 40 * GIB).changes[-1] == "--activation_checkpointing"
+    assert advise(start, estimate, slightly_less).lines == ['"reduce_bucket_size": 50000000 in zero_optimization']
+    assert [*advise(start, estimate, 40 * GIB).changes][-1] is Change.CHECKPOINTING
 
 
 def test_a_gpu_that_is_too_small() -> None:
     found = advise(laid_out(3), estimate, 4 * GIB)
     assert not found.fits
     assert found.memory.peak > 4 * GIB
-    assert any("offload_param" in text for text in found.changes)
+    assert Change.WEIGHTS_ON_HOST in found.changes
+    assert '"offload_param": {"device": "cpu"} in zero_optimization' in found.lines
     assert found.settings.micro_batch == 1
 
 
