@@ -75,6 +75,20 @@ def test_python_on_a_page_uses_what_is_there(page: Path) -> None:
                     assert hasattr(sparseforge_ds.SparseForge, node.attr)
 
 
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    said = [(ROOT / "launch" / "install.sh").read_text()]
+    for path in (ROOT / "sparseforge_ds").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts))
+    everything = "\n".join(said)
+    table = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    for row in re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE):
+        for quoted in re.findall(r"`([^`]+)`", row):
+            for piece in quoted.split("..."):
+                assert piece.strip(' "') in everything, f"nobody says {quoted!r} any more"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_flags_on_a_page_exist(page: Path) -> None:
     parsers = flags_by_command()
