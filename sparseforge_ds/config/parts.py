@@ -88,7 +88,7 @@ class CurvatureConfig:
     linear layer (far less noise); false draws one for every weight, as the paper does."""
     factored: bool | None = None
     """Score by the product of the row and column sums of each matrix's curvature, in which noise averages away,
-    instead of by its elements; null: as `per_token`."""
+    instead of by its elements; null: as `per_token`; true needs fisher, gauss_newton or hutchinson."""
     radius: float | None = None
     """hutchinson: step of the gradient difference; `per_token`: relative to the RMS of a token's outputs, null is 0.1;
     else relative to the RMS of the matrix, null picks by dtype (fp32 1e-3, fp16 1e-2, bf16 1e-1)."""
