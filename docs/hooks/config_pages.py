@@ -44,7 +44,7 @@ def config_page() -> str:
         title = f'## `"{where}"`' if where else "## Keys of the block itself"
         text = "" if not where else paragraph(inspect.getdoc(kind) or "") + "\n\n"
         rows = "".join(
-            f"| <a id='{key}'></a>`{key}` | {_kind(hint)} | `{json.dumps(default)}` | {_linked(meaning)} |\n"
+            f"| {_anchor(key, hint)}`{key}` | {_kind(hint)} | `{json.dumps(default)}` | {_linked(meaning)} |\n"
             for key, hint, default, meaning in keys(kind, where)
         )
         sections.append(f"{title}\n\n{text}| key | values | default | meaning |\n|---|---|---|---|\n{rows}")
@@ -169,6 +169,12 @@ def _presets() -> str:
 def _hints(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _anchor(key: str, hint: Any) -> str:
+    """A place to link to; an object has it at the heading of its keys."""
+    inner = any(map(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
+    return "" if inner else f"<a id='{key}'></a>"
 
 
 def _kind(hint: Any) -> str:
