@@ -39,6 +39,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.anchors: set[str] = set()
+        self.twice: set[str] = set()
         self.rows: list[list[str]] = []
         self.article = ""
         self._inside = self._cell = False
@@ -46,7 +47,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
-        self.anchors |= {value for key in ("id", "name") if (value := found.get(key))}
+        if name := found.get("id"):
+            self.twice |= {name} & self.anchors
+            self.anchors.add(name)
         if tag == "a" and found.get("href"):
             self.links.append(str(found["href"]))
         if found.get(LOADED.get(tag, "")) and found.get("rel") != "canonical":
@@ -102,6 +105,10 @@ def test_every_link_leads_to_a_page_and_a_place_on_it(site: dict[Path, Page]) ->
             assert target.exists(), f"{path}: {link}"
             if parts.fragment and target in site:
                 assert unquote(parts.fragment) in site[target].anchors, f"{path}: {link}"
+
+
+def test_no_two_places_of_a_page_have_one_name(site: dict[Path, Page]) -> None:
+    assert not {path: content.twice for path, content in site.items() if content.twice}
 
 
 def test_nothing_is_loaded_from_elsewhere(site: dict[Path, Page]) -> None:
