@@ -48,13 +48,14 @@ class SparseForgeConfig:
     method: Method = "sparseforge"
     """Which rule forms the mask: ours, or one that it is compared with."""
     preset: str = "default"
-    """Named starting point (see PRESETS); keys given beside it override it."""
+    """Named starting point; keys given beside it override it."""
     max_steps: int = 400
     """Optimizer steps of the whole run, the unit of every fraction below; the launcher's `--max_steps` wins."""
     pattern: str = "2:4"
-    """n:m or block<size>[:density]."""
+    """n:m, or block<size>[:density]: `block16` is tiles of 16 x 16 that keep half their entries."""
     importance: Importance = "fisher"
-    """Which curvature the score uses; of other methods than `sparseforge`, what their starting mask goes by."""
+    """Which curvature the score uses; of other methods than `sparseforge`, what their starting mask goes by, which may
+    also be `sparsegpt`."""
     threshold: Threshold = "midpoint"
     """tau of the soft gate: between the N-th and (N+1)-th score, or at the N-th as the paper writes it."""
     include: tuple[str, ...] = ()

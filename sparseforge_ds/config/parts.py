@@ -88,7 +88,7 @@ class CurvatureConfig:
     linear layer (far less noise); false draws one for every weight, as the paper does."""
     factored: bool | None = None
     """Score by the product of the row and column sums of each matrix's curvature, in which noise averages away,
-    instead of by its elements; null: as `per_token`."""
+    instead of by its elements; null: as `per_token`; true needs fisher, gauss_newton or hutchinson."""
     radius: float | None = None
     """hutchinson: step of the gradient difference; `per_token`: relative to the RMS of a token's outputs, null is 0.1;
     else relative to the RMS of the matrix, null picks by dtype (fp32 1e-3, fp16 1e-2, bf16 1e-1)."""
@@ -115,9 +115,9 @@ class LowRankConfig:
     """Inputs that share one column of B; must divide the input axis of every prunable weight."""
     shift: bool | None = None
     """Before the first step every run of k weights gives up to its B the number that leaves the pattern the least to
-    remove, and the mask goes over the rest; the network computes what it did, with the branch on from the start. False:
-    as published, B starts from what the mask removes. Null: true for `sparseforge`, `naive_retrain` and `oneshot`
-    without `start`; the other methods are as published."""
+    remove, and the mask goes over the rest; the network computes what it did, with the branch on from the start. Needs
+    k to be a multiple of the pattern's M. False: as published, B starts from what the mask removes. Null: true for
+    `sparseforge`, `naive_retrain` and `oneshot` without `start`; the other methods are as published."""
     start: float | None = None
     """Without `shift`: when the branch is switched on and B started from what the mask removes at that moment, as a
     fraction of max_steps; null: when the mask is frozen, and all that it removes is known."""

@@ -32,7 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "curvature": {"first_probes": 16},
     },
 }
-"""Named starting points; the default is what measured best (README, 'What the defaults are made of')."""
+"""Named starting points; the default is what measured best (docs/results/notes.md)."""
 
 # AST: published recipe for LLaMA-2-7B (arXiv 2407.20584, section 5 and its code), as fractions of the run.
 _AST_LOSS: dict[str, Any] = {"task_weight": 1 / 3, "weight": 2 / 3, "temperature": 2.0}

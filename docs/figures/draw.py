@@ -1,0 +1,144 @@
+"""Draws the plots of the documentation as SVG, from the package, the planner and the study's results.
+
+    python docs/figures/draw.py [FOLDER] [--only NAME ...]
+
+schedule.svg  the annealed numbers of a default run
+memory.svg    what `sparseforge plan` expects of one GPU, kind by kind, at each moment of a step
+results.svg   test perplexity by method, from docs/results/stories/results.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+
+from sparseforge_ds.config import SparseForgeConfig
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PLANNED = "--model Qwen/Qwen3-14B --gpus 16 --deepspeed ds_configs/zero3.json --global_batch 64 --micro_batch 2"
+"""The run of memory.svg: launch/qwen3_14b.sh."""
+_COLOURS = [
+    "#4c72b0",
+    "#dd8452",
+    "#55a868",
+    "#c44e52",
+    "#8172b3",
+    "#937860",
+    "#da8bc3",
+    "#8c8c8c",
+    "#ccb974",
+    "#64b5cd",
+]
+
+
+def schedule(target: Path) -> None:
+    """x, beta, lambda_mid and T over a default run of 1,000 steps."""
+    config = SparseForgeConfig(max_steps=1000)
+    plan = config.resolved_schedule
+    steps = range(config.max_steps + 1)
+    dials = [plan.dials(step) for step in steps]
+    figure, axes = pyplot.subplots(figsize=(8, 3.4))
+    axes.axvspan(0, plan.freeze_step, color="#dd8452", alpha=0.12)
+    axes.axvspan(plan.freeze_step, config.max_steps, color="#4c72b0", alpha=0.10)
+    for name, values in {
+        "x: share of the soft mask that the network sees": [each.x for each in dials],
+        "β: share of the hard choice in a gate": [each.beta for each in dials],
+        "λ_mid: push away from the middle": [each.mid_penalty for each in dials],
+        "T: temperature of the gate": [each.temperature for each in dials],
+    }.items():
+        axes.plot(steps, values, label=name, linewidth=1.8)
+    middle = (plan.freeze_step + config.max_steps) / 2
+    axes.text(plan.freeze_step / 2, 1.05, "masks move", ha="center", fontsize=8)
+    axes.text(middle, 1.05, "frozen: weights are finetuned, with the teacher", ha="center", fontsize=8)
+    axes.set(xlim=(0, config.max_steps), ylim=(0, 1.14), xlabel="optimizer step, of 1,000")
+    axes.legend(fontsize=8, loc="center right")
+    _save(figure, target)
+
+
+def memory(target: Path) -> None:
+    """The plan of one GPU as stacked bars: what is always there, and what each moment adds."""
+    command = [sys.executable, "-m", "sparseforge_ds", "plan", *PLANNED.split(), "--activation_checkpointing", "--json"]
+    planned = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)[0]
+    found = planned["memory"]
+    of_mask = {"dense", "mask", "curvature sums", "kept bits", "flip bits"}
+    kinds = {
+        "weights, gradients": ("weights", "gradients", "persistent weights", "gradient bucket"),
+        "master and moments": ("master", "moments"),
+        "teacher": ("teacher", "teacher's persistent weights"),
+        "masks, and W beside them": tuple(of_mask),
+    }
+    always = {name: sum(found["resident"].get(key, 0) for key in keys) for name, keys in kinds.items()}
+    bars = [(f"masks move:\n{moment}", sum(added.values())) for moment, added in found["moments"].items()]
+    figure, axes = pyplot.subplots(figsize=(8, 3.4))
+    for row, (_, added) in enumerate(bars):
+        left = 0.0
+        parts = {**always, "this moment's own": added, "reserve (assumed)": found["reserve"]}
+        for colour, (name, size) in zip(_COLOURS, parts.items(), strict=False):
+            axes.barh(row, size / 2**30, left=left, color=colour, label=name if row == 0 else None)
+            left += size / 2**30
+    axes.barh(len(bars), found["frozen_peak"] / 2**30, color="#b0b0b0", label="all of it, once frozen")
+    axes.set_yticks(range(len(bars) + 1), [*(name for name, _ in bars), "masks frozen:\nthe peak"], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of one of 16 GPUs, planned: Qwen3-14B, ZeRO-3, 2 x 4,096 tokens a GPU")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.22), ncols=4)
+    _save(figure, target)
+
+
+def results(target: Path) -> None:
+    """Test perplexity after 150 and 300 steps, mean over seeds."""
+    lines = (ROOT / "docs" / "results" / "stories" / "results.jsonl").read_text().splitlines()
+    values: dict[tuple[str, int], list[float]] = {}
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        if row["kind"] == "result":
+            values.setdefault((row["method"], row["steps"]), []).append(row["test_perplexity"])
+    (dense,) = (row["test_perplexity"] for row in rows if row["kind"] == "dense")
+    longest = max(steps for _, steps in values)
+    methods = sorted({name for name, _ in values}, key=lambda name: statistics.fmean(values[name, longest]))
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    for steps, colour in zip(sorted({steps for _, steps in values}), ("#9fb8dc", "#4c72b0"), strict=True):
+        means = [statistics.fmean(values[name, steps]) for name in methods]
+        offset = 0.2 if steps == longest else -0.2
+        axes.barh(
+            [row + offset for row in range(len(methods))], means, height=0.38, color=colour, label=f"{steps} steps"
+        )
+    axes.axvline(dense, color="black", linewidth=1, linestyle="--", label=f"dense, {dense:.3f}")
+    axes.set_yticks(range(len(methods)), methods, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlim=(3, 12), xlabel="test perplexity per token, mean of three seeds (stories260K); the axis begins at 3")
+    axes.legend(fontsize=8)
+    _save(figure, target)
+
+
+FIGURES: dict[str, Callable[[Path], None]] = {"schedule": schedule, "memory": memory, "results": results}
+
+
+def _save(figure: pyplot.Figure, target: Path) -> None:
+    figure.savefig(target, format="svg", bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def draw(folder: Path, names: list[str]) -> None:
+    """Write the named figures into a folder."""
+    with matplotlib.rc_context({"svg.hashsalt": "sparseforge", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        for name in names:
+            FIGURES[name](folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=HERE)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES))
+    arguments = parser.parse_args()
+    draw(arguments.folder, arguments.only)

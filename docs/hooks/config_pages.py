@@ -1,0 +1,195 @@
+"""The reference of the `sparseforge` block and the table of model families, written from the code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from sparseforge_ds.config import PRESETS, SparseForgeConfig
+from sparseforge_ds.config import refused_settings as refused_settings_module
+from sparseforge_ds.config.presets import METHODS
+from sparseforge_ds.config.rules import USES
+from sparseforge_ds.model.family_table import FAMILIES
+
+_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}
+
+_INTRODUCTION = """\
+# The `sparseforge` block
+
+*Written from the docstrings of the config dataclasses.* A DeepSpeed JSON has one object more than DeepSpeed needs,
+`"sparseforge": {}`, which decides which weights survive. Every key is optional. An unknown key, a wrong type or an
+impossible value is an error that names the key, the value and the cure.
+
+Windows such as `[0.0, 0.2]` are fractions of `max_steps`, so that a setting fits every run length. In short runs they
+are rounded so that masks are updated once before they freeze, which takes 2 steps.
+
+Where to go on: [what the keys of the schedule do](../concepts/schedule.md), [the equations](../concepts/equations.md),
+[curvature](../concepts/curvature.md), [low-rank branches](../concepts/low-rank.md),
+[run flags](command-line.md#sparseforge-train).
+"""
+
+
+def config_page() -> str:
+    """The whole page."""
+    sections = [_INTRODUCTION]
+    for where, kind in objects(SparseForgeConfig):
+        title = f'## `"{where}"`' if where else "## Keys of the block itself"
+        text = "" if not where else paragraph(inspect.getdoc(kind) or "") + "\n\n"
+        rows = "".join(
+            f"| {_anchor(key, hint)}`{key}` | {_kind(hint)} | `{json.dumps(default)}` | {_linked(meaning)} |\n"
+            for key, hint, default, meaning in keys(kind, where)
+        )
+        sections.append(f"{title}\n\n{text}| key | values | default | meaning |\n|---|---|---|---|\n{rows}")
+    return "\n".join([*sections, _methods(), _presets()])
+
+
+def objects(kind: type, where: str = "") -> Iterator[tuple[str, type]]:
+    """(dotted path, dataclass) of a config and of every object inside it."""
+    yield where, kind
+    for name, hint in _hints(kind).items():
+        for inner in filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))):
+            yield from objects(typing.cast(type, inner), f"{where}.{name}".lstrip("."))
+
+
+def keys(kind: type, where: str) -> Iterator[tuple[str, Any, Any, str]]:
+    """(dotted key, type, default as JSON, docstring) of the fields of one dataclass."""
+    texts, hints = field_docstrings(kind), _hints(kind)
+    for field in dataclasses.fields(kind):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        hint = hints[field.name]
+        inner = [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
+        text = texts.get(field.name, "")
+        if inner:
+            path = f"{where}.{field.name}".lstrip(".")
+            more = ", or null" if type(None) in typing.get_args(hint) else ""
+            text = text or paragraph((inspect.getdoc(inner[0]) or "").split("\n\n")[0])
+            text += f" An object{more}: [its keys](#{path.replace('.', '')})."
+            default = None if default is None else {}
+        yield f"{where}.{field.name}".lstrip("."), hint, default, text
+
+
+def field_docstrings(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    (body,) = (node for node in ast.parse(textwrap.dedent(inspect.getsource(kind))).body)
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = paragraph(str(text.value.value))
+    return found
+
+
+def paragraph(text: str) -> str:
+    """On one line, as a table cell needs it."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def refused_table() -> str:
+    """What a DeepSpeed JSON may not say: the messages of `refused_setting`."""
+    tree = ast.parse(inspect.getsource(refused_settings_module.refused_setting))
+    (table,) = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "refusals"
+    )
+    assert isinstance(table, ast.List)
+    rows = []
+    for entry in table.elts:
+        assert isinstance(entry, ast.Tuple)
+        said = template(entry.elts[1], vars(refused_settings_module))
+        rows.append(f"| {paragraph(said)} |\n")
+    return "| message |\n|---|\n" + "".join(rows)
+
+
+def template(node: ast.expr, names: dict[str, Any]) -> str:
+    """The text of a string expression, with `<name>` where a value is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part, names) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        if isinstance(node.value, ast.Name) and isinstance(names.get(node.value.id), str):
+            return str(names[node.value.id])
+        return "…"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left, names) + template(node.right, names)
+    if isinstance(node, ast.Name):
+        return str(names.get(node.id, "…"))
+    return "…"
+
+
+def family_page() -> str:
+    """Which weights of which family are pruned."""
+    same: dict[Any, list[str]] = {}
+    for name, family in FAMILIES.items():
+        same.setdefault(family, []).append(name)
+    rows = "".join(
+        f"| {', '.join(f'`{name}`' for name in names)} | {_globs([row.names for row in family.prunable])} "
+        f"| {_globs(family.dense)} |\n"
+        for family, names in same.items()
+    )
+    return (
+        "# Model families\n\n*Written from `sparseforge_ds/model/family_table.py`.* A family is a row of this table: "
+        "globs over parameter names, without the prefix that the surrounding class adds. Biases and norms are no "
+        "matrices and stay dense.\n\nWhere to go on: [mixtures of experts](../guides/mixtures.md), [a model that is "
+        "not here](../guides/troubleshooting.md#a-model-that-the-table-does-not-know), "
+        "[limits](../limits.md).\n\n| `model_type` | pruned | dense |\n|---|---|---|\n" + rows
+    )
+
+
+def _globs(names: Any) -> str:
+    return "<br>".join(f"`{name}`" for name in dict.fromkeys(names))
+
+
+def _methods() -> str:
+    rows = "".join(
+        f"| `{name}` | {', '.join(f'`{key}`' for key in sorted(USES[name]))} | `{json.dumps(start)}` |\n"
+        for name, start in METHODS.items()
+    )
+    return (
+        "## Methods\n\nWhich keys a method uses besides those that all have, and what it starts from; given keys win. "
+        "A key that a method does not use is an error.\n\n| `method` | uses | starts from |\n|---|---|---|\n" + rows
+    )
+
+
+def _presets() -> str:
+    rows = "".join(f"| `{name}` | `{json.dumps(start)}` |\n" for name, start in PRESETS.items())
+    return f"## Presets\n\nThe keys beside `preset` override it.\n\n| `preset` | stands for |\n|---|---|\n{rows}"
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _anchor(key: str, hint: Any) -> str:
+    """A place to link to; an object has it at the heading of its keys."""
+    inner = any(map(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
+    return "" if inner else f"<a id='{key}'></a>"
+
+
+def _kind(hint: Any) -> str:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return "<br>".join(f"`{json.dumps(option)}`" for option in options)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if option is type(None) else _kind(option) for option in options)
+    if dataclasses.is_dataclass(hint):
+        return "object"
+    if origin is tuple:
+        return "list of texts" if options[-1] is Ellipsis else "[number, number]"
+    return _TYPES[hint]
+
+
+def _linked(text: str) -> str:
+    """With every mention of an equation a link."""
+    return re.sub(r"(?:design )?(eqs?\. [\d,; -]*\d)", r"[\1](../concepts/equations.md)", text)
