@@ -36,6 +36,7 @@ def test_a_state_of_another_method_is_refused_with_all_that_differs() -> None:
         )
     assert re.findall(r"(\S+) = (.*?), this run has (.*?)[;:] ", str(caught.value)) == [
         ("sparseforge.curvature.factored", "False", "True"),
+        ("sparseforge.curvature.source", "probe", "training"),
         ("sparseforge.schedule.straight_through", "True", "False"),
         ("sparseforge.schedule.update_every", "5", "1"),
     ]
@@ -46,6 +47,12 @@ def test_what_has_no_effect_may_differ() -> None:
     state = state_of(**block, curvature={"factored": False})
     block["schedule"] = {**block["schedule"], "straight_through": True}
     check_saved_state(state, run_of(**block), [])
+
+
+def test_a_source_that_is_chosen_is_the_one_that_is_given() -> None:
+    check_saved_state(state_of(), run_of(curvature={"source": "training"}), [])
+    with pytest.raises(ValueError, match="curvature.source = training, this run has probe"):
+        check_saved_state(state_of(), run_of(curvature={"source": "probe"}), [])
 
 
 def test_monitoring_may_differ() -> None:
