@@ -165,7 +165,10 @@ class SparseForgeConfig:
     @property
     def listens(self) -> bool:
         """Whether the curvature is measured in the training step itself, without passes of its own."""
-        return self.curvature.source == "training" and self.can_listen
+        if self.curvature.source is not None:
+            return self.curvature.source == "training"
+        silent = self.distillation is not None and self.distillation.task_weight == 0
+        return self.can_listen and self.curvature.sequences is None and not silent
 
     @property
     def can_listen(self) -> bool:
@@ -264,6 +267,7 @@ class SparseForgeConfig:
         config = self.to_dict()
         del config["monitor"]
         config["curvature"]["factored"] = self.factored
+        config["curvature"]["source"] = "training" if self.listens else "probe"
         if self.low_rank is not None:
             config["low_rank"]["shift"] = self.shifts
         schedule = self.resolved_schedule

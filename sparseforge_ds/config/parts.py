@@ -69,12 +69,14 @@ class CurvatureConfig:
 
     decay: float = 0.9
     """EMA decay per refresh, bias-corrected."""
-    source: Literal["training", "probe"] = "probe"
-    """probe: of the task loss, on passes of its own; training: of the training loss, by taps that listen to the passes
-    of the last steps before a mask update, at no pass of its own (sparseforge with a soft mask, fisher by row and
-    column sums)."""
+    source: Literal["training", "probe"] | None = None
+    """training: of the training loss, by taps that listen to the passes of the last steps before a mask update, at no
+    pass of its own (sparseforge with a soft mask, fisher by row and column sums); probe: of the task loss, on passes of
+    its own; null: training where that is possible and the loss has a task part, since the KL of a student that is still
+    its teacher has no gradient."""
     sequences: int | None = None
-    """Sequences of a probe batch, over all ranks: a multiple of ranks times micro-batch; null: as many as in a step."""
+    """Sequences of a probe batch, over all ranks: a multiple of ranks times micro-batch; null: as many as in a step.
+    Where it is given, source null is probe."""
     probes: int = 1
     """Probe batches averaged in one refresh; of source training: steps before a mask update that are heard, each of
     them a refresh."""

@@ -76,7 +76,7 @@ class Case:
         block = {"max_steps": 10, "distillation": None, **self.config}
         if block.get("method", "sparseforge") == "sparseforge":
             block["schedule"] = {**SCHEDULE, **self.config.get("schedule", {})}
-        block["curvature"] = {"first_probes": 2, **self.config.get("curvature", {})}
+        block["curvature"] = {"first_probes": 2, "source": "probe", **self.config.get("curvature", {})}
         return sf.SparseForgeConfig.from_dict(block)
 
     def deepspeed(self) -> dict[str, Any]:

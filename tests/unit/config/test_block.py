@@ -296,3 +296,31 @@ def test_the_last_steps_before_a_mask_update_are_heard() -> None:
     assert heard(first_probes=9, probes=2) == [1, 2, 3, 4, 5, 9, 10, 14, 15]
     assert heard(first_probes=1, probes=9) == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
     assert heard("probe") == []
+
+
+def test_the_curvature_is_that_of_the_training_step_where_that_says_it() -> None:
+    """By default: not where a pass of its own is asked for, and not where the loss has no gradient at first."""
+    fixed = {"schedule": {"hardening": [0.0, 0.0]}}
+    by_elements: dict[str, Any] = {"curvature": {"factored": False}}
+    own: list[dict[str, Any]] = [
+        {"curvature": {"source": "probe"}},
+        {"curvature": {"sequences": 4}},
+        by_elements,
+        fixed,
+    ]
+    own += [
+        {"distillation": {"task_weight": 0.0}},
+        {"importance": "gauss_newton"},
+        {"method": "ast"},
+        {"preset": "paper"},
+    ]
+    listening: list[dict[str, Any]] = [
+        {},
+        {"distillation": None},
+        {"low_rank": {}},
+        {"curvature": {"source": "training"}},
+    ]
+    for block, listens in [(block, False) for block in own] + [(block, True) for block in listening]:
+        config = SparseForgeConfig.from_dict({"max_steps": 100, **block})
+        assert config.listens is listens, block
+        assert SparseForgeConfig.from_dict(config.to_dict()).listens is listens

@@ -33,6 +33,7 @@ def test_all_that_differs_is_named() -> None:
     block = {"curvature": {"factored": False}, "schedule": {"straight_through": True, "update_every": 5}}
     assert RunState.parse(saved(**block), "here").changes(run_of()) == [
         "sparseforge.curvature.factored was false, is true",
+        'sparseforge.curvature.source was "probe", is "training"',
         "sparseforge.schedule.straight_through was true, is false",
         "sparseforge.schedule.update_every was 5, is 1",
     ]
@@ -43,6 +44,13 @@ def test_what_has_no_effect_may_differ() -> None:
     found = RunState.parse(saved(**block, curvature={"factored": False}), "here")
     block["schedule"] = {**block["schedule"], "straight_through": True}
     assert found.changes(run_of(**block)) == []
+
+
+def test_a_source_that_is_chosen_is_the_one_that_is_given() -> None:
+    found = RunState.parse(saved(), "here")
+    assert found.changes(run_of(curvature={"source": "training"})) == []
+    changed = ['sparseforge.curvature.source was "training", is "probe"']
+    assert found.changes(run_of(curvature={"source": "probe"})) == changed
 
 
 def test_monitoring_may_differ() -> None:
