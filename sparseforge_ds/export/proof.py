@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -52,7 +53,7 @@ def _require_memory(source: Source, adapter: bool) -> None:
     if adapter:
         model += sum(spec.nbytes for spec in source.specs.values())  # while it is converted
     need, free = model + 4 * largest + _LIBRARIES, available_memory()
-    if free is not None and need > free:
+    if need > free:
         raise ValueError(
             f"the proof loads the whole model: it needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are "
             "available; free some, or give --skip_proof and prove it on a larger machine"
@@ -64,23 +65,16 @@ def _require_peft() -> None:
         raise ValueError("the adapter's proof needs peft: pip install 'sparseforge_ds[peft]', or give --skip_proof")
 
 
-def available_memory() -> int | None:
-    """Bytes that a new process can take: of the machine, and of the container if there is a limit; None if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+def available_memory() -> int:
+    """Bytes that a new process can take: of the machine, and of the container if there is a limit."""
+    free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return free if limit == "max" else min(free, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         return free
-    if limit == "max" or free is None:
-        return free
-    return min(free, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
 def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:

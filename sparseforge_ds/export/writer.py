@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from tqdm import tqdm
@@ -61,15 +62,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
 
 def _at_work(process: str) -> bool:
     """Whether a process, given by its id, may be writing: it lives, and is not this one."""
-    if process == str(os.getpid()):
-        return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, ValueError):  # somebody else's process, or a name that is not ours
-        return True
-    return True
+    return not process.isdecimal() or (process != str(os.getpid()) and psutil.pid_exists(int(process)))
 
 
 def write_tensors(

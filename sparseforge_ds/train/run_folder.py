@@ -229,7 +229,7 @@ def _check_same_run(plan: Outline) -> None:
     if unlike := saved.changes(now):
         raise ValueError(
             f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:8])}; "
-            "resume with the same --model, JSON and --max_steps, or start in a new --output_dir"
+            "resume with the same JSON, --model and --max_steps, or start in a new --output_dir"
         )
     if unlike := differences(_architecture(read_json(plan.folder / "model" / "config.json")), _own(plan), "config"):
         raise ValueError(
