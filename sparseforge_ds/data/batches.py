@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,7 +68,7 @@ class Windows(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Key and name, the facts that the key stands for, and what is needed to find a position again, as JSON types.
+        """The key, the facts that it stands for, and what is needed to find a position again, as JSON types.
 
         A mixture has `parts` and the states of its `sources` in place of facts.
         """
@@ -138,7 +138,7 @@ class PackedWindows:
 
     def state(self) -> dict[str, Any]:
         """What the text is; with the position that is all."""
-        return {"key": self.key, "name": self.name, "facts": self.facts}
+        return {"key": self.key, "facts": self.facts}
 
     def load(self, state: Mapping[str, Any], position: int) -> None:
         """Nothing."""
@@ -257,7 +257,8 @@ class Batches:
         self.windows.load(state, self.position)
 
     def _take_other_data(self, state: Mapping[str, Any]) -> None:
-        unlike = differences(state, self.windows.state()) or [f"key {state['key']}, here {self.windows.key}"]
+        names = [reading.name for reading in self.windows.reading(0)]
+        unlike = differences(state, self.windows.state(), names) or [f"key {state['key']}, here {self.windows.key}"]
         what = "; ".join([*unlike[:_SHOWN], *([f"and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else [])])
         if not self.takes_other_data:
             raise ValueError(
@@ -268,12 +269,13 @@ class Batches:
             print(f"--resume_other_data: goes on with another text than the checkpoint's: {what}", flush=True)
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """What two texts have otherwise, as lines for people.
 
     Args:
         before: state of the windows of the one.
         now: of the other.
+        names: of its sources.
     """
     sources = [state.get("sources", [state]) for state in (before, now)]
     if len(sources[0]) != len(sources[1]):
@@ -281,8 +283,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     if before.get("parts") != now.get("parts"):
         lines.append(f"shares were {before.get('parts')}, are {now.get('parts')}")
-    for old, new in zip(*sources, strict=True):
-        whose = f"{new['name']}: " if len(sources[0]) > 1 else ""
+    for name_of_source, old, new in zip(names, *sources, strict=True):
+        whose = f"{name_of_source}: " if len(names) > 1 else ""
         facts = [{**state["facts"], **state["facts"].get("files", {}), "files": None} for state in (old, new)]
         for name in {**facts[0], **facts[1]}:
             was, is_now = (of_text.get(name, "not there") for of_text in facts)

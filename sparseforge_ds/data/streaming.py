@@ -122,7 +122,7 @@ class StreamedWindows:
 
     def state(self) -> dict[str, Any]:
         """The key, what it stands for, and the newest chunk that was read, which says what came before it."""
-        return {"key": self.key, "name": self.name, "facts": dict(self.facts), "newest": self._newest}
+        return {"key": self.key, "facts": dict(self.facts), "newest": self._newest}
 
     def load(self, state: Mapping[str, Any], position: int) -> None:
         """Continue at `position`: have its chunk made, and do not wait for it.
