@@ -62,19 +62,16 @@ class Alone:
 class InPlace:
     """A producer without a process, so that a test can look at every position."""
 
-    def __init__(self, some_job):
-        self.maker = Maker(some_job)
+    def __init__(self, job):
+        self.job = job
         self.wanted = []
 
     def wait(self, chunk):
-        return self.maker.make(chunk)
+        maker = Maker(self.job)
+        while maker.finished <= chunk:
+            maker.make()
+        maker.chunks.check(chunk)
+        return maker.chunks.record(chunk)
 
     def want(self, chunk):
         self.wanted.append(chunk)
-
-    def adopt(self, records):
-        for chunk, record in records.items():
-            self.maker.chunks.adopt(chunk, record)
-
-    def discard(self, before):
-        self.maker.discard(before)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 EMBEDDED_MODEL = "stdlib_llama"
 """`--model` of the model that is shipped inside the package."""
 EMBEDDED_TEXT = "stdlib"
-"""`--dataset` of the documentation of the running interpreter's standard library."""
+"""`--dataset` of the text that is shipped inside the package: the documentation of Python's standard library."""
 
 DocumentFrame = Literal["auto", "bos", "eos", "both"]
 """Which of the tokenizer's BOS and EOS tokens stand around every document."""
@@ -66,7 +66,13 @@ class RunArguments:
         "they are of train. The start says which files are read",
         "NAME",
     )
-    text_field: str = _flag("text", "field of a record that holds the text; null or empty records are skipped", "NAME")
+    text_field: str = _flag(
+        "text",
+        "field of a record that holds the text, or the messages of a conversation, which the tokenizer's chat template "
+        "makes text of; null or empty records are skipped. Without that field a record may have messages, or prompt "
+        "and completion, as in datasets. The loss is that of all tokens",
+        "NAME",
+    )
     sample_by: SampleBy = _flag("document", "what is a document of a .txt file: all of it, a paragraph or a line")
     document_frame: DocumentFrame = _flag(
         "auto",
@@ -114,8 +120,7 @@ class RunArguments:
         False,
         "with --resume: go on although the text is not the one that the checkpoint was trained on (it is known by "
         "content, so moved or touched files are the same), or is divided into tokens in another way. What differs is "
-        "said. The run reads the new text from its present position on; a stream that merely got files behind those "
-        "that it has read goes on where it was, any other is first tokenised up to that position",
+        "said. The run reads the new text from its present position on; a stream is first tokenised up to there",
     )
     allow_dense: list[str] = field(
         default_factory=list,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,20 +67,15 @@ class Windows(Protocol):
         """(S,) ids of a window that is at hand, of any type of integer."""
         ...
 
-    def passed(self, position: int) -> None:
-        """The run has consumed `position` windows. Every rank calls it with the same number."""
-        ...
-
     def state(self) -> dict[str, Any]:
-        """The key, what it stands for, and what is needed to find a position again, as JSON types."""
+        """The key, the facts that it stands for, and what is needed to find a position again, as JSON types.
+
+        A mixture has `parts` and the states of its `sources` in place of facts.
+        """
         ...
 
-    def load(self, state: dict[str, Any], position: int) -> None:
+    def load(self, state: Mapping[str, Any], position: int) -> None:
         """Continue at `position`, with what `state` returned, here or of another text. Does not communicate."""
-        ...
-
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """What the text has otherwise whose `state` this is, as lines for people."""
         ...
 
     def reading(self, position: int) -> list[Reading]:
@@ -141,19 +136,12 @@ class PackedWindows:
         start = int(self._orders[epoch][place]) * self.seq_length
         return self.token[start : start + self.seq_length]
 
-    def passed(self, position: int) -> None:
-        """Nothing: the text stays."""
-
     def state(self) -> dict[str, Any]:
         """What the text is; with the position that is all."""
         return {"key": self.key, "facts": self.facts}
 
-    def load(self, state: dict[str, Any], position: int) -> None:
+    def load(self, state: Mapping[str, Any], position: int) -> None:
         """Nothing."""
-
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """What the text of `state` has otherwise, as lines for people."""
-        return differences(state.get("facts"), self.facts)
 
     def reading(self, position: int) -> list[Reading]:
         """How far the text has been read when the run has consumed `position` windows."""
@@ -183,7 +171,6 @@ class Batches:
     def __next__(self) -> Tensor:
         batch_BS = self.at(self.position)
         self.position += self.layout.micro_batch * self.layout.world_size
-        self.windows.passed(self.position)
         return batch_BS
 
     def step(self) -> list[Tensor]:
@@ -266,12 +253,12 @@ class Batches:
                 )
         if state["key"] != self.windows.key:
             self._take_other_data(state)
-            state = {"chunks": {}, **state}
         self.position = int(state["position"])
         self.windows.load(state, self.position)
 
     def _take_other_data(self, state: Mapping[str, Any]) -> None:
-        unlike = self.windows.differences(state) or [f"key {state['key']}, here {self.windows.key}"]
+        names = [reading.name for reading in self.windows.reading(0)]
+        unlike = differences(state, self.windows.state(), names) or [f"key {state['key']}, here {self.windows.key}"]
         what = "; ".join([*unlike[:_SHOWN], *([f"and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else [])])
         if not self.takes_other_data:
             raise ValueError(
@@ -282,22 +269,25 @@ class Batches:
             print(f"--resume_other_data: goes on with another text than the checkpoint's: {what}", flush=True)
 
 
-def differences(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """What two texts have otherwise, as lines for people.
 
     Args:
-        before: facts of the one; None where they were not written down.
-        now: facts of the other.
+        before: state of the windows of the one.
+        now: of the other.
+        names: of its sources.
     """
-    if before is None:
-        return ["it was saved by a version that knew files by place and time, so what differs cannot be said"]
+    sources = [state.get("sources", [state]) for state in (before, now)]
+    if len(sources[0]) != len(sources[1]):
+        return [f"sources were {len(sources[0])}, are {len(sources[1])}"]
     lines = []
-    for name in {**before, **now}:
-        was, is_now = before.get(name), now.get(name)
-        if name == "files":
-            for file in {**(was or {}), **(is_now or {})}:
-                old, new = (str((files or {}).get(file, "not there")) for files in (was, is_now))
-                lines += [f"file {file} was {old}, is {new}"] if old != new else []
-        elif was != is_now:
-            lines.append(f"{name} was {was}, is {is_now}")
+    if before.get("parts") != now.get("parts"):
+        lines.append(f"shares were {before.get('parts')}, are {now.get('parts')}")
+    for name_of_source, old, new in zip(names, *sources, strict=True):
+        whose = f"{name_of_source}: " if len(names) > 1 else ""
+        facts = [{**state["facts"], **state["facts"].get("files", {}), "files": None} for state in (old, new)]
+        for name in {**facts[0], **facts[1]}:
+            was, is_now = (of_text.get(name, "not there") for of_text in facts)
+            file = "file " * any(name in state["facts"].get("files", {}) for state in (old, new))
+            lines += [f"{whose}{file}{name} was {was}, is {is_now}"] if was != is_now else []
     return lines

@@ -1,11 +1,9 @@
-"""The token cache of a stream: a folder of chunks that grows while the run goes on.
+"""The token cache of a stream: a folder of chunks that grows while the run goes on, and stays.
 
-    chunk_000003.bin    token ids as uint16 or uint32; whole or absent
-    chunk_000003.json   its record: the cursors at which it starts and ends (see token_row.py), its hash; stays for good
+    chunk_000003.bin    ids as uint16 or uint32: a whole number of windows, and behind them what the next begins with
+    chunk_000003.json   its record, which appears last: how many ids these are, and where the reader of the text stood
 
-A chunk has a whole number of windows and follows its predecessor without a gap, so no token is lost. The first chunks
-are small, so that training starts soon, and each is twice its predecessor up to the largest size. A chunk that was
-discarded can be made again from its record, and is checked against its hash.
+The first chunks are small, so that training starts soon, and each is twice its predecessor up to the largest size.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +19,17 @@ from typing import Any
 import numpy as np
 
 from sparseforge_ds.checkpoint.disk import sync
-from sparseforge_ds.data.packing import open_tokens
+from sparseforge_ds.data.packing import open_tokens, remove_leftovers
 
 Record = dict[str, Any]
-"""What is known of a chunk, as JSON types: tokens, dtype, start, end, sha256, largest_id."""
+"""What is known of a chunk, as JSON types.
 
-_LEFTOVER_SECONDS = 600
-"""Age at which a temporary file belongs to nobody: a chunk is written in a moment."""
+reader   where the next document is, in the reader's own terms
+epoch    how often the last document has been passed
+skipped  documents without text so far, in all epochs
+left     ids behind the windows
+sha256   of the chunks so far
+"""
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,23 @@ class Chunks:
     def prepare(self) -> None:
         """Make the folder, and remove what a killed writer left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob("*.tmp"):
-            if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
-                leftover.unlink(missing_ok=True)
+        remove_leftovers(self.folder)
 
     def tokens(self, chunk: int) -> int:
-        """Tokens of a chunk."""
+        """Tokens of a chunk's windows."""
         return self.sizes.windows(chunk) * self.sizes.seq_length
 
-    def open(self, chunk: int) -> np.memmap:
-        """(tokens,) the ids of a chunk that exists.
+    def finished(self) -> int:
+        """How many chunks there are, without a gap."""
+        there = {int(path.stem.removeprefix("chunk_")) for path in self.folder.glob("chunk_*.json")}
+        return next(chunk for chunk in range(len(there) + 1) if chunk not in there)
 
-        Raises:
-            ValueError: this process cannot see it.
-        """
-        return open_tokens(self._path(chunk, "bin"), self.dtype, self.tokens(chunk))
+    def open(self, chunk: int, left: int = 0) -> np.memmap:
+        """(tokens + left,) the ids of a chunk that exists; errors as `open_tokens`."""
+        return open_tokens(self._path(chunk, "bin"), self.dtype, self.tokens(chunk) + left)
 
     def record(self, chunk: int) -> Record | None:
-        """What is known of a chunk, whether its tokens are there or not.
+        """What is known of a chunk; None where there is none.
 
         Raises:
             ValueError: the file is damaged.
@@ -95,86 +95,54 @@ class Chunks:
         path = self._path(chunk, "json")
         try:
             content = json.loads(path.read_text())
-            return {name: content[name] for name in ("tokens", "dtype", "start", "end", "sha256", "largest_id")}
-        except FileNotFoundError:
+            return {name: content[name] for name in ("reader", "epoch", "skipped", "left", "sha256")}
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is damaged ({error!r}); remove {self.folder}, from which nothing is lost, and continue with "
-                "--resume"
-            ) from None
+            raise self._damaged(path, repr(error)) from None
 
-    def newest_before(self, chunk: int) -> int:
-        """The newest chunk before `chunk` that has a record, or -1."""
-        known = [int(path.stem.removeprefix("chunk_")) for path in self.folder.glob("chunk_*.json")]
-        return max((other for other in known if other < chunk), default=-1)
-
-    def whole(self, chunk: int) -> Record | None:
-        """The record of a chunk whose tokens are there and are the right ones; reads them."""
-        record, path = self.record(chunk), self._path(chunk, "bin")
-        if record is None or not path.is_file() or path.stat().st_size != self._bytes(chunk):
-            return None
-        return record if hashlib.sha256(path.read_bytes()).hexdigest() == record["sha256"] else None
-
-    def write(
-        self, chunk: int, token: np.ndarray, start: dict[str, Any], end: dict[str, Any], keep: bool = True
-    ) -> Record:
-        """Write a chunk: its tokens, if they are to be kept, and then its record.
+    def check(self, chunk: int) -> None:
+        """Read a chunk that exists and compare its hash.
 
         Raises:
-            ValueError: it was made before and came out differently.
+            ValueError: it is damaged.
+        """
+        record, path = self.record(chunk), self._path(chunk, "bin")
+        content = path.read_bytes() if path.exists() else b""
+        if record is None or self._digest(chunk, content) != record["sha256"]:
+            raise self._damaged(path, "its hash is another")
+
+    def write(self, chunk: int, token: np.ndarray, reader: dict[str, Any], epoch: int, skipped: int) -> None:
+        """Write a chunk, the first that is not there yet: its ids with those behind its windows, then its record.
+
+        Raises:
             OSError: the disk is full.
         """
-        assert len(token) == self.tokens(chunk)
-        record = {
-            "tokens": len(token),
-            "dtype": self.dtype,
-            "start": start,
-            "end": end,
-            "sha256": hashlib.sha256(token.tobytes()).hexdigest(),
-            "largest_id": int(token.max()),
-        }
-        self.adopt(chunk, record, write=False)
-        if keep:
-            self._write(self._path(chunk, "bin"), token.tobytes())
-        self.adopt(chunk, record)
-        return record
+        content = token.tobytes()
+        record = {"reader": reader, "epoch": epoch, "skipped": skipped, "left": len(token) - self.tokens(chunk)}
+        record["sha256"] = self._digest(chunk, content)
+        for suffix, part in (("bin", content), ("json", json.dumps(record).encode())):
+            path = self._path(chunk, suffix)
+            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+            try:
+                with temporary.open("wb") as file:
+                    file.write(part)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync(self.folder)
 
-    def adopt(self, chunk: int, record: Record, write: bool = True) -> None:
-        """Take over what a checkpoint knows of a chunk, so that it can be made without those before it.
+    def _digest(self, chunk: int, content: bytes) -> str:
+        before = (self.record(chunk - 1) or {}).get("sha256", "") if chunk else ""
+        return hashlib.sha256(before.encode() + content).hexdigest()
 
-        Raises:
-            ValueError: the folder knows another chunk of that number.
-        """
-        known = self.record(chunk)
-        if known is not None and known["sha256"] != record["sha256"]:
-            raise ValueError(
-                f"chunk {chunk} of the token cache {self.folder} has come out differently from before: text, tokenizer "
-                "or the version of tokenizers have changed; bring the old ones back, or start in a new --output_dir"
-            )
-        if known is None and write:
-            self._write(self._path(chunk, "json"), json.dumps(record).encode())
-
-    def discard(self, before: int) -> None:
-        """Remove the tokens of the chunks before `before`, which can be made again."""
-        for path in self.folder.glob("chunk_*.bin"):
-            if int(path.stem.removeprefix("chunk_")) < before:
-                path.unlink(missing_ok=True)
-
-    def _bytes(self, chunk: int) -> int:
-        return self.tokens(chunk) * np.dtype(self.dtype).itemsize
+    def _damaged(self, path: Path, how: str) -> ValueError:
+        return ValueError(
+            f"{path} is damaged ({how}); remove {self.folder}, which is made again from the text, and continue with "
+            "--resume"
+        )
 
     def _path(self, chunk: int, suffix: str) -> Path:
         return self.folder / f"chunk_{chunk:06d}.{suffix}"
-
-    def _write(self, path: Path, content: bytes) -> None:
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync(self.folder)

@@ -1,97 +1,93 @@
-"""The kinds of file that hold text, plain or compressed, and the documents of one: of a record only the text."""
+"""The documents of one file, plain or compressed, here or on the hub, as the builders of `datasets` read it.
+
+Of a record only the text is used. So records of lines are parsed here, one at a time: the json builder of `datasets`
+casts all of them to the fields of the first, and fails where they differ.
+"""
 
 from __future__ import annotations
 
-import bz2
 import csv
+import glob
 import gzip
-import io
 import itertools
 import json
+import locale
 import lzma
-import re
 import sys
+import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import IO, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import SampleBy
 
 _LINES = (".txt", ".jsonl", ".json", ".csv", ".tsv")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _COLUMNS = (".parquet", ".arrow")
-SUFFIXES = (*_COLUMNS, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
-"""Ends of the names of all files that can be read."""
+_SUFFIXES = (*_COLUMNS, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
 KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.join(_COLUMNS)}"
-"""The same for people."""
-DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
-"""What `documents_of` raises of a file whose content is not what its name says."""
+"""The files that can be read, for people."""
+_BYTE_ORDER_MARK = "\ufeff"
+_WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
+"""Seconds before each new attempt at a file of the hub, after the attempts that huggingface_hub makes by itself."""
 
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+@dataclass(frozen=True)
+class Conversation:
+    """A record that the tokenizer's chat template makes text of."""
+
+    messages: tuple[dict[str, Any], ...]
+    """Each with a role and content."""
+    where: str
+    """File and record, for errors."""
+
+    def __len__(self) -> int:
+        """About the characters."""
+        return sum(len(str(message.get("content"))) for message in self.messages)
+
+    def render(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The text, with the template's own special tokens.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation.
+        """
+        from jinja2 import TemplateError
+
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"--dataset {self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
+                "model's folder (chat_template.jinja), or name a field with text by --text_field"
+            )
+        try:
+            return str(tokenizer.apply_chat_template(list(self.messages), tokenize=False))
+        except TemplateError as error:
+            raise ValueError(
+                f"--dataset {self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or "
+                "remove it"
+            ) from None
+
+
+Document = str | Conversation
+
+
+def is_blank(document: Document) -> bool:
+    """Whether it has no text."""
+    contents = [document] if isinstance(document, str) else [message.get("content") for message in document.messages]
+    return not any(str(content or "").strip() for content in contents)
 
 
 def is_readable(name: str) -> bool:
     """Whether files of this name can be read."""
-    return name.lower().endswith(SUFFIXES)
+    return name.lower().endswith(_SUFFIXES)
 
 
 def is_plain_text(name: str) -> bool:
     """Whether it is text without records."""
     return kind_of(name)[0] == ".txt"
-
-
-def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -> Iterator[str]:
-    """The documents of one file, "" for each without text.
-
-    Args:
-        file: a path, or an address that fsspec knows, like hf://datasets/owner/name@revision/file.
-        text_field: field of a record that holds the text.
-        sample_by: what is a document of a .txt file: a line, a paragraph, or the file.
-
-    Raises:
-        ValueError: it is damaged or has a record with something else than text; the message names the line or row.
-        OSError, or one of DAMAGED: it cannot be read.
-    """
-    kind, compression = kind_of(file)
-    with _open(file) as content:
-        if kind in _COLUMNS:
-            yield from _read_columns(content, file, text_field)
-            return
-        # A table's fields may have line ends in them, which stay as they are.
-        newline = "" if kind in (".csv", ".tsv") else None
-        with io.TextIOWrapper(_unpacked(content, compression), encoding="utf-8-sig", newline=newline) as lines:
-            if kind == ".txt":
-                yield from _read_text(lines, sample_by)
-            elif kind == ".json":
-                yield from _read_json(lines, file, text_field)
-            elif kind == ".jsonl":
-                yield from _read_lines(enumerate(lines, start=1), file, text_field)
-            else:
-                yield from _read_table(lines, file, text_field, "," if kind == ".csv" else "\t")
-
-
-def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
-    """The text of a record; "" where it is null.
-
-    A half of a surrogate pair alone, which JSON can have and no tokenizer takes, becomes U+FFFD.
-
-    Raises:
-        ValueError: there is no such field, or it is not text.
-    """
-    if text_field not in record:
-        raise ValueError(
-            f"--dataset {where}: no field {text_field!r}; name the one that holds the text with --text_field "
-            f"(there are: {', '.join(map(str, record))})"
-        )
-    text = record[text_field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise ValueError(
-            f"--dataset {where}: field {text_field!r} is {type(text).__name__}, not text; use --text_field"
-        )
-    return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def kind_of(file: str) -> tuple[str, str]:
@@ -102,54 +98,106 @@ def kind_of(file: str) -> tuple[str, str]:
     return kind, compression
 
 
-def _open(file: str) -> IO[bytes]:
-    if "://" not in file:
-        return open(file, "rb")
-    import fsspec  # what datasets and huggingface_hub open their files with
+def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -> Iterator[Document]:
+    """The documents of one file, "" for each without text.
 
-    content: IO[bytes] = fsspec.open(file, "rb").open()
-    return content
+    Args:
+        file: a path, or an address that fsspec knows, like hf://datasets/owner/name@revision/file.
+        text_field: field of a record that holds the text or the messages of a conversation. Records without it may
+            have `messages`, or `prompt` and `completion`.
+        sample_by: what is a document of a .txt file: a line, a paragraph, or the file.
+
+    After a failure of the network it goes on with the next document.
+
+    Raises:
+        ValueError: it cannot be read, or has a record with something else than text; the message names line or row.
+    """
+    import pyarrow  # type: ignore[import-untyped]
+    from huggingface_hub import errors
+
+    gone = (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError, errors.EntryNotFoundError)
+    done, failures = 0, 0
+    while True:
+        try:
+            for document in itertools.islice(_documents_of(file, text_field, sample_by), done, None):
+                yield document
+                done, failures = done + 1, 0
+            return
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--dataset {file}: not readable ({error}); save it as UTF-8 (iconv -f OLD -t UTF-8), or leave it out"
+            ) from error
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, pyarrow.ArrowException, *gone) as error:
+            raise _unreadable(file, done, error) from error
+        except (OSError, errors.HTTPError) as error:
+            if "://" not in file or failures == len(_WAITS):
+                raise _unreadable(file, done, error) from error
+            print(f"note: --dataset {file}, after {done} documents: {error}; trying again", flush=True)
+            time.sleep(_WAITS[failures])
+            failures += 1
 
 
-def _unpacked(content: IO[bytes], compression: str) -> Any:
-    if compression == ".zst":
-        import pyarrow  # type: ignore[import-untyped]
-
-        return pyarrow.input_stream(content, compression="zstd")
-    opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return opens[compression](content, "rb") if compression else content
+def _unreadable(file: str, done: int, error: Exception) -> ValueError:
+    cure = "check the network and continue with --resume" if "://" in file else "repair the file or leave it out"
+    where = f"{file}, after {done} documents" if done else file
+    return ValueError(f"--dataset {where}: not readable ({error}); {cure}")
 
 
-def _read_text(lines: IO[str], sample_by: SampleBy) -> Iterator[str]:
-    if sample_by == "document":
-        yield lines.read()
-    elif sample_by == "line":
-        yield from (line.rstrip("\n") for line in lines if line.strip())
+def _documents_of(file: str, text_field: str, sample_by: SampleBy) -> Iterator[Document]:
+    kind = kind_of(file)[0]
+    if kind in _COLUMNS:
+        yield from _of_columns(file, kind, text_field)
+    elif kind == ".txt":
+        whole = sample_by == "document"
+        yield from (
+            text if whole else text.strip("\n") for text in _text(file, sample_by=sample_by) if whole or text.strip()
+        )
+    elif kind in (".json", ".jsonl"):
+        yield from _of_json(file, kind, text_field)
     else:
-        for has_text, paragraph in itertools.groupby(lines, lambda line: bool(line.strip())):
-            if has_text:
-                yield "".join(paragraph).rstrip("\n")
+        yield from _of_table(file, text_field, "," if kind == ".csv" else "\t")
 
 
-def _read_json(lines: IO[str], file: str, text_field: str) -> Iterator[str]:
+def _rows(builder: str, file: str, **options: Any) -> Any:
+    """The rows of a file as dicts, by a builder of `datasets`."""
+    import datasets  # heavy
+    import fsspec
+    import pyarrow
+
+    if "zstd" not in fsspec.available_compressions():  # known to fsspec with another package only
+        fsspec.compression.register_compression(
+            "zstd", lambda content, mode="rb": pyarrow.input_stream(content, compression="zstd"), "zst"
+        )
+    name = file if "://" in file else glob.escape(file)
+    return datasets.load_dataset(builder, data_files={"train": [name]}, split="train", streaming=True, **options)
+
+
+def _text(file: str, **options: Any) -> Iterator[str]:
+    encoding = locale.getpreferredencoding(False)
+    if encoding.lower().replace("-", "") != "utf8":  # `datasets` opens compressed and remote files in the locale's own
+        raise ValueError(f"--dataset {file}: text would be read as {encoding}; set PYTHONUTF8=1 in the environment")
+    # Little at a time, because of each file of a folder the first record is looked at.
+    rows = _rows("text", file, encoding="utf-8", chunksize=2**18, **options)
+    for number, row in enumerate(rows):
+        yield row["text"] if number else row["text"].removeprefix(_BYTE_ORDER_MARK)
+
+
+def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
     """A .json file is one array of objects, or has one object a line, as C4 and Dolmino have it."""
-    numbered = enumerate(lines, start=1)
-    first = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
-    if not first[1].lstrip().startswith("["):
-        yield from _read_lines(itertools.chain([first], numbered), file, text_field)
+    lines = ((number, line) for number, line in enumerate(_text(file, sample_by="line"), start=1) if line.strip())
+    first = next(lines, None)
+    if first is None:
         return
-    try:
-        records = json.loads(first[1] + lines.read())
-    except ValueError as error:
-        raise ValueError(f"--dataset {file}: not a JSON array ({error}); repair or remove it") from None
-    for number, record in enumerate(records, start=1):
-        yield _text_of_object(record, text_field, f"{file}, record {number}")
-
-
-def _read_lines(numbered: Iterable[tuple[int, str]], file: str, text_field: str) -> Iterator[str]:
-    for number, line in numbered:
-        if not line.strip():
-            continue
+    if kind == ".json" and first[1].lstrip().startswith("["):
+        whole = next(_text(file, sample_by="document"))
+        try:
+            records = json.loads(whole)
+        except ValueError as error:
+            raise ValueError(f"--dataset {file}: not a JSON array ({error}); repair or remove it") from None
+        for number, record in enumerate(records, start=1):
+            yield document_of(record, text_field, f"{file}, record {number}")
+        return
+    for number, line in itertools.chain([first], lines):
         try:
             record = json.loads(line)
         except ValueError as error:
@@ -157,23 +205,17 @@ def _read_lines(numbered: Iterable[tuple[int, str]], file: str, text_field: str)
                 f"--dataset {file}, line {number}: not JSON ({error}); repair or remove it (there must be one object a "
                 "line, or in a .json file one array of objects)"
             ) from None
-        yield _text_of_object(record, text_field, f"{file}, line {number}")
+        yield document_of(record, text_field, f"{file}, line {number}")
 
 
-def _text_of_object(record: Any, text_field: str, where: str) -> str:
-    if not isinstance(record, dict):
-        raise ValueError(f"--dataset {where}: not an object with fields, like {{'text': ...}}")
-    return text_of(record, text_field, where)
-
-
-def _read_table(lines: IO[str], file: str, text_field: str, delimiter: str) -> Iterator[str]:
+def _of_table(file: str, text_field: str, delimiter: str) -> Iterator[Document]:
     csv.field_size_limit(sys.maxsize)  # a document may be longer than the 128 KiB that are usual
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    rows = csv.reader(_text(file, sample_by="line", keep_linebreaks=True), delimiter=delimiter, strict=True)
     try:
         header = next(rows, None)
         if header is None:
             return
-        text_of(dict.fromkeys(header, ""), text_field, f"{file}, line 1")
+        _fields(header, text_field, f"{file}, line 1")
         for row in rows:
             if row and len(row) != len(header):
                 raise ValueError(
@@ -181,33 +223,49 @@ def _read_table(lines: IO[str], file: str, text_field: str, delimiter: str) -> I
                     f"put text with {delimiter!r} or line ends in it between quotation marks"
                 )
             if row:
-                yield text_of(dict(zip(header, row, strict=True)), text_field, f"{file}, line {rows.line_num}")
+                yield document_of(dict(zip(header, row, strict=True)), text_field, f"{file}, line {rows.line_num}")
     except csv.Error as error:
         raise ValueError(f"--dataset {file}, line {rows.line_num}: not a readable table ({error}); repair it") from None
 
 
-def _read_columns(content: IO[bytes], file: str, text_field: str) -> Iterator[str]:
-    import pyarrow
-    from pyarrow import ipc, parquet
+def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
+    rows = _rows(kind[1:], file, **({"batch_size": 2**10} if kind == ".parquet" else {}))
+    fields = _fields(list(rows.features), text_field, file)
+    for number, row in enumerate(rows.select_columns(fields)):
+        yield document_of(row, text_field, f"{file}, row {number}")
 
-    kind = PurePath(file).suffix
-    try:
-        if kind.lower() == ".parquet":
-            table = parquet.ParquetFile(content)
-            text_of(dict.fromkeys(table.schema_arrow.names, ""), text_field, file)
-            batches = table.iter_batches(columns=[text_field])
-        else:
-            try:
-                batches = ipc.open_stream(content)
-            except pyarrow.ArrowInvalid:  # not the stream format of `datasets` but the file format (Feather)
-                content.seek(0)
-                table = ipc.open_file(content)
-                batches = (table.get_batch(i) for i in range(table.num_record_batches))
-        row = 0
-        for batch in batches:
-            text_of(dict.fromkeys(batch.schema.names, ""), text_field, file)
-            for value in batch.column(batch.schema.names.index(text_field)).to_pylist():
-                yield text_of({text_field: value}, text_field, f"{file}, row {row}")
-                row += 1
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"--dataset {file}: not a readable {kind} file ({error}); repair or remove it") from None
+
+def document_of(record: object, text_field: str, where: str) -> Document:
+    """The document of a record; "" where its text is null.
+
+    Raises:
+        ValueError: it has no text.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"--dataset {where}: not an object with fields, like {{'text': ...}}")
+    fields = _fields(list(record), text_field, where)
+    values: list[Any] = ["" if record[name] is None else record[name] for name in fields]
+    if all(isinstance(value, str) for value in values):
+        return "".join(values)
+    if all(map(_is_conversation, values)):
+        return Conversation(tuple(itertools.chain.from_iterable(values)), where)
+    wrong = next((i for i, value in enumerate(values) if not isinstance(value, str) and not _is_conversation(value)), 0)
+    what = f"is {type(values[wrong]).__name__}, not text nor a list of messages with a role and content"
+    raise ValueError(f"--dataset {where}: field {fields[wrong]!r} {what}; use --text_field")
+
+
+def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
+    """The fields that make a document, by the conventions of `datasets`."""
+    for fields in ([text_field], ["messages"], ["prompt", "completion"]):
+        if set(fields) <= set(names):
+            return fields
+    raise ValueError(
+        f"--dataset {where}: no field {text_field!r}, nor messages, nor prompt and completion; name the one that holds "
+        f"the text with --text_field (there are: {', '.join(map(str, names))})"
+    )
+
+
+def _is_conversation(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
+    )

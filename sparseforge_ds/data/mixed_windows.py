@@ -1,8 +1,8 @@
 """Windows of several texts in fixed shares, as one endless order.
 
 Every window is of one source, so shares of windows are shares of tokens. Which source the n-th window of the run is of
-depends on the shares and the seed alone, and so does which of its windows that is: a position of the run is a position
-in every source, and the state is what the sources need besides that.
+depends on the shares alone, and so does which of its windows that is: a position of the run is a position in every
+source, and the state is what the sources need besides that.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from sparseforge_ds.data.batches import Reading, Windows, differences
+from sparseforge_ds.data.batches import Reading, Windows
 from sparseforge_ds.data.packing import Packed
 from sparseforge_ds.data.streaming import Streamed
-
-_SHUFFLED = 64
-"""Windows whose turns are shuffled together, so that no source meets always the same rank or the same step."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +38,19 @@ class Mixed:
 
 
 def turns(parts: Sequence[int]) -> np.ndarray:
-    """(sum(parts),) whose turn it is, in one round.
+    """(sum(parts),) whose turn it is, in one round; smooth weighted round-robin, as web servers divide requests.
 
-    After any number of turns every source has had its share of them, give or take less than one: the chairman
-    assignment of R. Tijdeman (Discrete Mathematics 32, 1980). It repeats with the round.
+    At any moment every source has had its share of the turns, give or take less than two. It repeats with the round.
 
     Args:
         parts: turns of each source in a round.
     """
-    total, slack = sum(parts), 2 * len(parts) - 2
-    had = [0] * len(parts)
-    order = np.zeros(total, dtype=np.int16)
-    for turn in range(1, total + 1):
-        best, urgency = -1, 0.0
-        for i, part in enumerate(parts):
-            behind = part * turn - had[i] * total  # how far behind its share, in units of 1 / total
-            # Not eligible: it would be ahead of its share by too much.
-            if slack and slack * behind < total:
-                continue
-            deadline = (total * (slack - 1) - slack * behind) / part
-            if best < 0 or deadline < urgency:
-                best, urgency = i, deadline
-        had[best] += 1
-        order[turn - 1] = best
-    assert tuple(had) == tuple(parts)
+    part, credit = np.asarray(parts), np.zeros(len(parts), dtype=np.int64)
+    order = np.zeros(sum(parts), dtype=np.int16)
+    for turn in range(len(order)):
+        credit += part
+        order[turn] = credit.argmax()
+        credit[order[turn]] -= len(order)
     return order
 
 
@@ -74,7 +60,7 @@ class MixedWindows:
     Args:
         sources: the windows of every source, all of the same length.
         parts: windows of each source in a round.
-        seed: seed of the order.
+        seed: seed of the order in each source.
     """
 
     def __init__(self, sources: Sequence[Windows], parts: Sequence[int], seed: int) -> None:
@@ -83,13 +69,10 @@ class MixedWindows:
         self.seed = seed
         self._parts = np.asarray(parts)
         self._turns = turns(parts)
-        had = np.zeros((len(self._turns) + 1, len(parts)), dtype=np.int32)
-        had[np.arange(len(self._turns)) + 1, self._turns] = 1
-        self._had = np.cumsum(had, axis=0, dtype=np.int32)  # before each turn of a round
-        names = ["mixture", 1, _SHUFFLED, [int(part) for part in parts], [source.key for source in sources]]
+        had = self._turns[:, None] == np.arange(len(parts))
+        self._had = np.cumsum(had, axis=0, dtype=np.int32) - had  # before each turn of a round
+        names = ["mixture", self._parts.tolist(), [source.key for source in sources]]
         self.key = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
-        self._block = -1
-        self._order = np.empty(0, dtype=np.int64)
 
     def prepare(self, first: int, stop: int) -> None:
         """Have the windows from `first` to before `stop` at hand.
@@ -97,86 +80,43 @@ class MixedWindows:
         Raises:
             AgreedError: they cannot be made, or a rank cannot see them.
         """
-        needed: dict[int, list[int]] = {}
-        for sample in range(first, stop):
-            source, window = self.place(sample)
-            needed.setdefault(source, []).append(window)
-        for source, windows in sorted(needed.items()):
-            self.sources[source].prepare(min(windows), max(windows) + 1)
+        for source, begin, end in zip(self.sources, self._before(first), self._before(stop), strict=True):
+            if begin < end:
+                source.prepare(int(begin), int(end))
 
     def place(self, sample: int) -> tuple[int, int]:
         """Which source the `sample`-th window of the run is of, and which of its windows that is."""
-        turn = self._shuffled(sample)
-        return int(self._turns[turn % len(self._turns)]), int(self._before(turn)[self._turns[turn % len(self._turns)]])
+        source = int(self._turns[sample % len(self._turns)])
+        return source, int(self._before(sample)[source])
 
     def window(self, sample: int) -> np.ndarray:
         """(S,) ids."""
         source, window = self.place(sample)
         return self.sources[source].window(window)
 
-    def passed(self, position: int) -> None:
-        """The sources let go of what is behind the block of turns that the run is in."""
-        for source, begun in zip(self.sources, self._begun(position), strict=True):
-            source.passed(int(begun))
-
     def state(self) -> dict[str, Any]:
         """What the sources need to find a position again, and what they are."""
         sources = [source.state() for source in self.sources]
         return {"key": self.key, "parts": self._parts.tolist(), "sources": sources}
 
-    def load(self, state: dict[str, Any], position: int) -> None:
+    def load(self, state: Mapping[str, Any], position: int) -> None:
         """Continue at `position`, with what `state` returned. Does not communicate.
-
-        Of another mixture's state each source takes over what it can, where there are as many.
 
         Raises:
             ValueError: `state` is not one of a mixture.
         """
-        states = state.get("sources")
-        if state.get("key", self.key) != self.key:
-            if not isinstance(states, list) or len(states) != len(self.sources):
-                states = [{} for _ in self.sources]
-            states = [{"chunks": {}, **own} for own in states]
+        states = state.get("sources") if state.get("key") == self.key else [{} for _ in self.sources]
         if not isinstance(states, list) or len(states) != len(self.sources):
             raise ValueError("the checkpoint's position in the mixture is damaged; resume from another checkpoint")
-        for source, own, begun in zip(self.sources, states, self._begun(position), strict=True):
+        for source, own, begun in zip(self.sources, states, self._before(position), strict=True):
             source.load(own, int(begun))
 
     def reading(self, position: int) -> list[Reading]:
         """How far each source has been read when the run has consumed `position` windows."""
-        count = self._begun(position).copy()
-        for sample in range(position // _SHUFFLED * _SHUFFLED, position):
-            count[self.place(sample)[0]] += 1
-        return [
-            reading
-            for source, windows in zip(self.sources, count, strict=True)
-            for reading in source.reading(int(windows))
-        ]
+        counts = zip(self.sources, self._before(position), strict=True)
+        return [reading for source, windows in counts for reading in source.reading(int(windows))]
 
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """What the text of `state` has otherwise, as lines for people."""
-        states = state.get("sources", [])
-        if len(states) != len(self.sources):
-            return [f"sources were {len(states) or 1}, are {len(self.sources)}"]
-        lines = differences({"shares": state.get("parts")}, {"shares": self._parts.tolist()})
-        for source, own in zip(self.sources, states, strict=True):
-            if own.get("key") != source.key:
-                lines += [f"{source.reading(0)[0].name}: {line}" for line in source.differences(own)]
-        return lines
-
-    def _begun(self, position: int) -> np.ndarray:
-        """(sources,) windows that each source has before the block of turns of `position`."""
-        return self._before(position // _SHUFFLED * _SHUFFLED)
-
-    def _before(self, turn: int) -> np.ndarray:
-        """(sources,) windows that each source has had before a turn."""
-        rounds, place = divmod(turn, len(self._turns))
-        return rounds * self._parts + self._had[place]
-
-    def _shuffled(self, sample: int) -> int:
-        """The turn that the `sample`-th window is, in the shuffled order."""
-        block, place = divmod(sample, _SHUFFLED)
-        if block != self._block:
-            self._order = np.random.default_rng([self.seed, block]).permutation(_SHUFFLED)
-            self._block = block
-        return block * _SHUFFLED + int(self._order[place])
+    def _before(self, sample: int) -> np.ndarray:
+        """(sources,) windows that each source has had before the `sample`-th of the run."""
+        rounds, turn = divmod(sample, len(self._turns))
+        return rounds * self._parts + self._had[turn]

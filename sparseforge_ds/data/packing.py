@@ -1,30 +1,37 @@
-"""Documents to one long row of tokens on disk, tokenised once and then mapped into memory.
+"""Documents to tokens, and a text that is tokenised whole before training: one file of ids, mapped into memory.
 
-Every document is framed by the tokenizer's BOS token, its EOS token or both (see `frame_tokens`). A finished cache is
-two files: `<key>.bin`, the token ids as uint16 or uint32, and `<key>.json`, which appears last.
+Text is framed by the tokenizer's BOS token, its EOS token or both (see `frame_tokens`), and a conversation by the chat
+template alone. A finished cache is two files: `<key>.bin`, the ids as uint16 or uint32, and `<key>.json`, its record,
+which appears last.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
 import os
+import re
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.documents import Documents, Stream
+from sparseforge_ds.data.formats import Conversation, Document, is_blank
 
-_FORMAT = 1
 _DOCUMENTS_AT_A_TIME = 256
+_CHARACTERS_AT_A_TIME = 2**22
+"""Documents are tokenised together up to one of these, so that a batch of books fits into memory."""
+_LEFTOVER_SECONDS = 600
+"""A temporary file that nobody has written to for so long belongs to a run that was killed."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,7 @@ class Packed:
     """What the key stands for."""
 
     def open(self) -> np.memmap:
-        """(tokens,) ids, read only.
-
-        Raises:
-            ValueError: the file is not where this process can see it.
-        """
+        """(tokens,) ids, read only; errors as `open_tokens`."""
         return open_tokens(Path(self.path), self.dtype, self.tokens)
 
     def summary(self, wanted: int) -> str:
@@ -63,7 +66,7 @@ def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
     """(tokens,) ids of a file, read only.
 
     Raises:
-        ValueError: the file is not where this process can see it.
+        ValueError: this process cannot see the file.
     """
     try:
         return np.memmap(path, dtype=dtype, mode="r", shape=(tokens,))
@@ -89,20 +92,24 @@ def pack(
         ValueError: the text cannot be read or is empty, or the tokenizer cannot frame documents so.
         OSError: the disk is full.
     """
-    key = hashlib.sha256(json.dumps(fingerprint(documents, tokenizer, frame)).encode()).hexdigest()[:16]
+    key, known = cache_key(documents, tokenizer, frame), facts(documents, tokenizer, frame)
     record, path = folder / f"{key}.json", folder / f"{key}.bin"
-    known = facts(documents, tokenizer, frame)
-    if record.exists():  # the files may have other names now
+    if record.exists():  # the folder may have moved, and the files may have other names now
         return Packed(**{**json.loads(record.read_text()), "path": str(path), "facts": known})
     folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder, key)
+    remove_leftovers(folder)
     # A name of its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
     temporary = path.with_name(f"{key}.{uuid.uuid4().hex[:8]}.tmp")
+    dtype, tokens, count, largest, skipped = token_dtype(tokenizer), 0, 0, 0, 0
     try:
         with temporary.open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            counts = _write(documents, tokenizer, frame, file)
-        packed = Packed(str(path), key, *counts, known)
+            for batch in tokenise(iter(documents), tokenizer, frame):
+                file.write(batch.token.tobytes())
+                tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
+                largest = max(largest, int(batch.token.max(initial=0)))
+        if not tokens:
+            raise without_text(documents.name, skipped)
+        packed = Packed(str(path), key, dtype, tokens, count, largest, skipped, known)
         os.replace(temporary, path)
         temporary.write_text(json.dumps(asdict(packed)))
         os.replace(temporary, record)
@@ -111,15 +118,11 @@ def pack(
     return packed
 
 
-def _sweep(folder: Path, key: str) -> None:
-    """Remove what a killed run was writing: nobody holds a lock on it."""
-    for leftover in folder.glob(f"{key}.*.tmp"):
-        try:
-            with leftover.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink()
-        except (BlockingIOError, FileNotFoundError):
-            continue
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs were writing."""
+    for leftover in folder.glob("*.tmp"):
+        if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
+            leftover.unlink(missing_ok=True)
 
 
 def frame_tokens(
@@ -156,11 +159,62 @@ def frame_tokens(
     return front, behind
 
 
-def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto") -> list[list[int]]:
-    """The ids of every document, framed. A document's ids do not depend on the others."""
+def encode(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+) -> list[list[int]]:
+    """The ids of every document. A document's ids do not depend on the others.
+
+    Half of a surrogate pair alone, which JSON can have and no tokenizer takes, becomes U+FFFD.
+
+    Raises:
+        ValueError: the tokenizer cannot frame documents so, or has no chat template for a conversation.
+    """
     front, behind = frame_tokens(tokenizer, frame)
-    batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return [[*front, *ids, *behind] for ids in batch]
+    texts = [each.render(tokenizer) if isinstance(each, Conversation) else each for each in documents]
+    texts = [_LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text in texts]
+    batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [
+        list(ids) if isinstance(each, Conversation) else [*front, *ids, *behind]
+        for each, ids in zip(documents, batch, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some documents in a row, as tokens."""
+
+    token: np.ndarray
+    """(tokens,) ids."""
+    documents: int
+    skipped: int
+    """Documents without text, which are not among `documents`."""
+
+
+def tokenise(
+    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+) -> Iterator[Batch]:
+    """All documents, some at a time; takes no more from the iterator than it has given; errors as `encode`."""
+    dtype = token_dtype(tokenizer)
+    while True:
+        batch, characters = [], 0
+        for document in itertools.islice(documents, _DOCUMENTS_AT_A_TIME):
+            batch.append(document)
+            characters += len(document)
+            if characters >= _CHARACTERS_AT_A_TIME:
+                break
+        if not batch:
+            return
+        used = [document for document in batch if not is_blank(document)]
+        ids = itertools.chain.from_iterable(encode(used, tokenizer, frame)) if used else ()
+        yield Batch(np.fromiter(ids, dtype=dtype), len(used), len(batch) - len(used))
+
+
+def without_text(name: str, skipped: int) -> ValueError:
+    """The error of a source that has no text."""
+    return ValueError(
+        f"--dataset {name}: there is no text in it ({skipped:,} documents, all of them null or blank); give another "
+        "text, or name the field that holds it with --text_field"
+    )
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -168,49 +222,29 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
     return "uint16" if len(tokenizer) <= 2**16 else "uint32"
 
 
-def fingerprint(
-    documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
-) -> list[object]:
-    """What decides the row of tokens of a text, as JSON types.
+def cache_key(
+    documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame, *more: object
+) -> str:
+    """A name for the tokens of a text, of all that decides them.
 
     Raises:
         ValueError: the tokenizer cannot frame documents so.
     """
-    # Caches were once framed as by `auto` only, and are named without it.
-    framed = [] if frame_tokens(tokenizer, frame) == frame_tokens(tokenizer) else [frame]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    # The null is a length that caches once had.
-    parts: list[object] = [_FORMAT, documents.identity, None, tokenizer.bos_token_id]
-    return [*parts, tokenizer.eos_token_id, type(tokenizer).__name__, vocabulary, *framed]
+    parts = [documents.identity, _of_tokenizer(tokenizer), frame_tokens(tokenizer, frame), *more]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def facts(
     documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> dict[str, Any]:
-    """What `fingerprint` stands for, as JSON types by names that users know, to say what differs from another text."""
-    *_, bos, eos, kind, vocabulary = fingerprint(documents, tokenizer)
+    """What a `cache_key` stands for, as JSON types by names that users know, to say what differs from another text."""
     front, behind = (" ".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in frame_tokens(tokenizer, frame))
-    digest = hashlib.sha256(json.dumps([bos, eos, kind, vocabulary]).encode()).hexdigest()[:16]
-    how = {"--document_frame": f"{front} ... {behind}".strip(), "tokenizer": f"{kind}, hash {digest}"}
-    return {**documents.facts, **how}
+    digest = hashlib.sha256(json.dumps(_of_tokenizer(tokenizer)).encode()).hexdigest()[:16]
+    named = f"{type(tokenizer).__name__}, hash {digest}"
+    return {**documents.facts, "--document_frame": f"{front} ... {behind}".strip(), "tokenizer": named}
 
 
-def _write(
-    documents: Documents, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame, file: IO[bytes]
-) -> tuple[str, int, int, int, int]:
-    dtype = token_dtype(tokenizer)
-    tokens, count, largest, skipped = 0, 0, 0, 0
-    texts = iter(documents)
-    while batch := list(itertools.islice(texts, _DOCUMENTS_AT_A_TIME)):
-        used = [text for text in batch if text.strip()]
-        skipped += len(batch) - len(used)
-        for ids in encode(used, tokenizer, frame) if used else ():
-            file.write(np.asarray(ids, dtype=dtype).tobytes())
-            tokens, count, largest = tokens + len(ids), count + 1, max(largest, *ids)
-    if not tokens:
-        raise ValueError(
-            f"--dataset {documents.name}: there is no text in it ({skipped:,} documents, all of them null or blank); "
-            "give another text, or name the field that holds it with --text_field"
-        )
-    return dtype, tokens, count, largest, skipped
+def _of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return [type(tokenizer).__name__, vocabulary, tokenizer.chat_template]

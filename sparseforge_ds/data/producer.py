@@ -7,12 +7,13 @@ however that ends, and whatever moment it ends at, the chunks are whole and the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,20 +22,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.chunks import Chunks, Record, Sizes
 from sparseforge_ds.data.documents import Stream
-from sparseforge_ds.data.packing import token_dtype
-from sparseforge_ds.data.token_row import TokenRow
+from sparseforge_ds.data.packing import Batch, token_dtype, tokenise, without_text
 
 AHEAD = 2
 """Chunks that are made before they are needed."""
-KEEP = 8
-"""Chunks behind the run whose tokens stay, so that probes that look back find them."""
 _PATIENCE_SECONDS = 60.0
-_FAREWELL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,8 @@ class Job:
     """Ids that the model knows."""
     frame: DocumentFrame = "auto"
     """Which of the tokenizer's tokens stand around every document."""
+    revision: str | None = None
+    """Of a hub dataset, where a checkpoint names it; None is that of the chunks, or today's."""
 
     @property
     def chunks(self) -> Chunks:
@@ -57,63 +57,70 @@ class Job:
 
 
 class Maker:
-    """Makes chunks, in any order, though in their order it is quickest."""
+    """Makes chunks in their order, from where the folder ends: an endless row of tokens, cut into chunks.
+
+    After the last document comes the first again.
+
+    Raises:
+        ValueError: the text cannot be read.
+        OSError: the folder cannot be written.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.chunks = job.chunks
         self.chunks.prepare()
-        self._row: TokenRow | None = None
-        self._next = 0
-        self._kept_from = 0
+        self.finished = self.chunks.finished()
+        last = self.finished - 1
+        record = self.chunks.record(last) if self.finished else None
+        if record is None:
+            record = {"reader": {"revision": job.revision}, "epoch": 0, "skipped": 0, "left": 0}
+            self._left = np.empty(0, dtype=self.chunks.dtype)
+        else:
+            self._left = np.array(self.chunks.open(last, record["left"])[self.chunks.tokens(last) :])
+        self._epoch, self._skipped = record["epoch"], record["skipped"]
+        self._reader = job.stream.read(record["reader"])
+        self._batches = tokenise(self._reader, job.tokenizer, job.frame)
 
-    def make(self, chunk: int) -> Record:
-        """The record of a chunk that is then there.
+    def make(self) -> None:
+        """Make the next chunk.
 
         Raises:
-            ValueError: the text cannot be read, or is not what it was, or does not suit the model.
+            ValueError: the text cannot be read, has no text, or does not suit the model.
             OSError: the disk is full.
         """
-        record = self.chunks.whole(chunk)
-        if record is not None:
-            return record
-        row = self._seek(chunk)
-        while True:
-            start = row.cursor()
-            token = row.take(self.chunks.tokens(self._next))
-            if int(token.max()) >= self._job.vocabulary:
-                raise ValueError(
-                    f"the tokenizer gives token {int(token.max())}, but the model knows {self._job.vocabulary}; "
-                    "tokenizer and weights do not belong together"
-                )
-            keep = self._next == chunk or self._next >= self._kept_from
-            record = self.chunks.write(self._next, token, start, row.cursor(), keep)
-            self._next += 1
-            if self._next > chunk:
-                return record
+        wanted, parts, had = self.chunks.tokens(self.finished), [self._left], len(self._left)
+        while had < wanted:
+            batch = self._next_batch()
+            self._skipped += batch.skipped
+            parts.append(batch.token)
+            had += len(batch.token)
+        token = np.concatenate(parts)
+        if int(token.max()) >= self._job.vocabulary:
+            raise ValueError(
+                f"the tokenizer gives token {int(token.max())}, but the model knows {self._job.vocabulary}; "
+                "tokenizer and weights do not belong together"
+            )
+        self.chunks.write(self.finished, token, self._reader.state(), self._epoch, self._skipped)
+        self._left = token[wanted:]
+        self.finished += 1
 
-    def discard(self, before: int) -> None:
-        """Remove the tokens of the chunks before `before`, which can be made again, and write none on the way."""
-        self._kept_from = before
-        self.chunks.discard(before)
-
-    def _seek(self, chunk: int) -> TokenRow:
-        """The row at the start of `chunk`, or of the first chunk whose start is not known yet."""
-        if self._row is not None and self._next == chunk:
-            return self._row
-        known = self.chunks.record(chunk)
-        if known is not None:
-            self._next, cursor = chunk, known["start"]
-        else:
-            newest = self.chunks.newest_before(chunk)
-            before = self.chunks.record(newest) if newest >= 0 else None
-            self._next, cursor = newest + 1, None if before is None else before["end"]
-        self._row = TokenRow(self._job.stream, self._job.tokenizer, cursor, self._job.frame)
-        return self._row
+    def _next_batch(self) -> Batch:
+        """Documents with text, with those without text before them; the first ones again after the last."""
+        skipped = ends = 0
+        while ends < 2:
+            for batch in self._batches:
+                skipped += batch.skipped
+                if len(batch.token):
+                    return dataclasses.replace(batch, skipped=skipped)
+            self._reader.rewind()
+            self._batches = tokenise(self._reader, self._job.tokenizer, self._job.frame)
+            self._epoch, ends = self._epoch + 1, ends + 1
+        raise without_text(self._job.stream.name, skipped)
 
 
 class Producer:
-    """A maker in a process of its own.
+    """A maker in a process of its own, which starts when a chunk is wanted for the first time.
 
     Args:
         job: what it makes.
@@ -121,13 +128,47 @@ class Producer:
     """
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
-        self._name = job.stream.name
+        self.job = job
         self._say = say
-        self._made: dict[int, Record] = {}
         self._wanted = -1
         self._failure: str | None = None
-        self._end_announced = False
-        self._connection, theirs = Pipe()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._connection, self._theirs = Pipe()
+
+    def want(self, chunk: int) -> None:
+        """Have a chunk made, and some ahead, if that was not done before. Does not wait."""
+        if self.process is None:
+            self._start()
+        if chunk + AHEAD > self._wanted:
+            self._wanted = chunk + AHEAD
+            self._send(self._wanted)
+
+    def wait(self, chunk: int) -> Record:
+        """The record of a chunk, when it is there and its tokens are whole.
+
+        Raises:
+            ValueError: it cannot be made; the message says why.
+        """
+        self.want(chunk)
+        chunks = self.job.chunks
+        while True:
+            record = chunks.record(chunk)
+            if record is not None:
+                chunks.check(chunk)
+                return record
+            if self._failure is not None:
+                raise ValueError(self._failure)
+            if self._connection.poll(_PATIENCE_SECONDS):
+                self._listen()
+            else:
+                self._say(f"waiting for text: --dataset {self.job.stream.name} comes more slowly than the run reads it")
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self._end()
+
+    def _start(self) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -135,120 +176,73 @@ class Producer:
             "CUDA_VISIBLE_DEVICES": "",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            [sys.executable, "-m", __name__, str(self._theirs.fileno()), str(os.getpid())],
             env=environment,
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[self._theirs.fileno()],
             start_new_session=True,  # Ctrl-C is for the ranks; this process sees that they are gone
         )
-        theirs.close()
-        self._end = weakref.finalize(self, _end, self._connection, self.process)
-        self._send(job)
+        self._theirs.close()
+        self._end = weakref.finalize(self, _end, self.process)
+        self._send(self.job)
 
-    def want(self, chunk: int) -> None:
-        """Have a chunk made, and some ahead, if that was not done before. Does not wait."""
-        if chunk not in self._made or chunk + AHEAD > self._wanted:
-            self._wanted = chunk + AHEAD
-            self._send(("make", chunk))
-
-    def wait(self, chunk: int) -> Record:
-        """The record of a chunk, when it is there.
-
-        Raises:
-            ValueError: it cannot be made; the message says why.
-        """
-        self.want(chunk)
-        while chunk not in self._made:
-            if self._failure is not None:
-                raise ValueError(self._failure)
-            if not self._connection.poll(_PATIENCE_SECONDS):
-                self._say(f"waiting for text: --dataset {self._name} comes more slowly than the run reads it")
-                continue
-            try:
-                number, record, self._failure = self._connection.recv()
-            except (EOFError, ConnectionResetError):
-                code = self.process.wait()
-                self._failure = (
-                    f"--dataset {self._name}: the process that tokenises it ended "
-                    f"({f'signal {-code}' if code < 0 else f'exit code {code}'}); its last words are further up; "
-                    "continue with --resume"
-                )
-                continue
-            if self._failure is None:
-                self._made[number] = record
-                self._announce_end(record)
-        return self._made[chunk]
-
-    def adopt(self, records: dict[int, Record]) -> None:
-        """Take over what a checkpoint knows of chunks."""
-        self._send(("adopt", records))
-
-    def discard(self, before: int) -> None:
-        """Remove the tokens of old chunks."""
-        for chunk in [chunk for chunk in self._made if chunk < before]:
-            del self._made[chunk]
-        self._send(("discard", before))
-
-    def close(self) -> None:
-        """End the process."""
-        self._end()
-
-    def _announce_end(self, record: Record) -> None:
-        if record["end"]["epoch"] and not self._end_announced:
-            self._end_announced = True
-            self._say(f"--dataset {self._name}: its last document has been read; the first follows again")
+    def _listen(self) -> None:
+        assert self.process is not None
+        try:
+            self._failure = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            code = self.process.wait()
+            self._failure = (
+                f"--dataset {self.job.stream.name}: the process that tokenises it ended "
+                f"({f'signal {-code}' if code < 0 else f'exit code {code}'}); its last words are further up; "
+                "continue with --resume"
+            )
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds out why
             self._connection.send(message)
+        while self._failure is None and self._connection.poll():  # so that the pipe does not fill up
+            self._listen()
 
 
-def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
-    connection.close()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()  # chunks appear whole, at whatever moment
+    process.wait()
+
+
+def serve(connection: Connection, parent: int) -> None:
+    """The producer's own life: make what is wanted, say after each chunk that it is there, and end with the parent.
+
+    Args:
+        connection: gives the job and then the last chunk that is wanted, again and again; takes None for a chunk that
+            was made, or why none can be.
+        parent: process id of rank 0.
+    """
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    wanted = -1
     try:
-        process.wait(_FAREWELL_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def serve(connection: Connection) -> None:
-    """The producer's own life: make what is wanted, say so, and end with the other side."""
-    messages: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=_listen, args=(connection, messages), daemon=True).start()
-    number, last = 0, -1
-    try:
-        maker = Maker(messages.get())
+        maker = Maker(connection.recv())
         while True:
-            while number > last or not messages.empty():
-                verb, what = messages.get()
-                if verb == "make":
-                    number, last = what, what + AHEAD
-                elif verb == "discard":
-                    maker.discard(what)
-                else:
-                    for chunk, record in what.items():
-                        maker.chunks.adopt(chunk, record)
-            connection.send((number, maker.make(number), None))
-            number += 1
-    except (BrokenPipeError, ConnectionResetError):
+            while maker.finished > wanted or connection.poll():
+                wanted = connection.recv()
+            maker.make()
+            connection.send(None)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # rank 0 is gone, and nobody is left to tell
     except ValueError as error:
-        connection.send((-1, None, str(error)))
+        connection.send(str(error))
     except OSError as error:
-        connection.send((-1, None, f"{type(error).__name__}: {error}; continue with --resume when that is repaired"))
+        connection.send(f"{type(error).__name__}: {error}; continue with --resume when that is repaired")
 
 
-def _listen(connection: Connection, messages: queue.Queue[Any]) -> None:
-    while True:
-        try:
-            messages.put(connection.recv())
-        except (EOFError, ConnectionResetError):  # rank 0 is gone: nobody needs what is being made
-            os._exit(0)
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to the children of a rank too, which still trains
     from sparseforge_ds.data import producer
 
-    producer.serve(Connection(int(sys.argv[1])))
+    producer.serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

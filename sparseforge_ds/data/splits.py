@@ -98,7 +98,7 @@ def find_files(path: Path, split: str = "train") -> Files:
     if not names:
         raise ValueError(f"--dataset {path}: the folder holds no file of {KINDS}")
     card = _splits_of_card(path)
-    splits = {name: card.get(name) or _split_of_saved(name, saved) or split_of(name) for name in names}
+    splits = {name: card.get(name) or saved.get(name) or split_of(name) for name in names}
     chosen, left_out = choose(splits, split, f"--dataset {path}")
     if caches:
         left_out["cached by datasets"] = caches
@@ -155,25 +155,26 @@ def _words() -> tuple[re.Pattern[str], dict[str, str]]:
 
 
 def _text_files(root: Path) -> tuple[list[str], dict[str, frozenset[str]], int]:
-    """Names below a folder of files that may be text, the splits that saved datasets have by folder, and caches."""
+    """Names below a folder of files that may be text, the splits of those in saved datasets, and how many caches."""
     from datasets.data_files import FILES_TO_IGNORE
 
     names, splits, caches = [], {}, 0
+    split_of_folder: dict[Path, str] = {}
     for folder, files in _walk(root):
         if "dataset_dict.json" in files:
             found = _read_json(folder / "dataset_dict.json").get("splits")
-            splits[folder.relative_to(root).as_posix()] = frozenset(found if isinstance(found, list) else ())
+            split_of_folder |= {folder / split: split for split in (found if isinstance(found, list) else ())}
         saved = _saved_files(folder) if {"state.json", "dataset_info.json"} <= set(files) else None
-        for name in files:
-            is_cache = name.startswith("cache-") and name.endswith(".arrow")
-            if saved is not None and name not in saved or is_cache and saved is None:
+        for path in map(folder.joinpath, files):
+            is_cache = path.name.startswith("cache-") and path.suffix == ".arrow"
+            if path.name not in saved if saved is not None else is_cache:
                 caches += is_cache
-            elif is_readable(name) and name not in FILES_TO_IGNORE:
-                path = folder / name
+            elif is_readable(path.name) and path.name not in FILES_TO_IGNORE:
                 if path.is_symlink() and not path.exists():
                     raise ValueError(f"--dataset {root}: {path} is a link to nothing; bring its file back or remove it")
                 if path.is_file():
                     names.append(path.relative_to(root).as_posix())
+                    splits[names[-1]] = frozenset(split_of_folder[up] for up in path.parents if up in split_of_folder)
     return names, splits, caches
 
 
@@ -204,16 +205,6 @@ def _saved_files(folder: Path) -> set[str] | None:
         if not (folder / name).is_file():
             raise ValueError(f"--dataset {folder}: {name}, which its state.json names, is missing; bring it back")
     return saved
-
-
-def _split_of_saved(name: str, saved: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """The split of a file in a folder that `DatasetDict.save_to_disk` wrote."""
-    path = PurePosixPath(name)
-    for folder in path.parents:
-        below = path.relative_to(folder).parts[0]
-        if below in saved.get(str(folder), ()):
-            return frozenset({below})
-    return frozenset()
 
 
 def _splits_of_card(root: Path) -> dict[str, frozenset[str]]:

@@ -6,8 +6,7 @@ nothing else. All ranks wait for a chunk together, and what the producer cannot 
 
 from __future__ import annotations
 
-import hashlib
-import json
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,12 +16,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
-from sparseforge_ds.data.batches import Reading, differences
+from sparseforge_ds.data.batches import Reading
 from sparseforge_ds.data.chunks import Chunks, Record, Sizes
 from sparseforge_ds.data.documents import Stream
-from sparseforge_ds.data.packing import facts, fingerprint, token_dtype
-from sparseforge_ds.data.producer import KEEP, Job, Producer
-from sparseforge_ds.data.token_row import Cursor
+from sparseforge_ds.data.packing import cache_key, facts, token_dtype
+from sparseforge_ds.data.producer import Job, Producer
 
 T = TypeVar("T")
 
@@ -72,9 +70,7 @@ def plan_stream(
     Raises:
         ValueError: the tokenizer cannot frame documents so.
     """
-    parts = [*fingerprint(stream, tokenizer, frame), asdict(sizes)]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    known = facts(stream, tokenizer, frame)
+    key, known = cache_key(stream, tokenizer, frame, asdict(sizes)), facts(stream, tokenizer, frame)
     return Streamed(str(folder / key), key, token_dtype(tokenizer), sizes, frame, known)
 
 
@@ -103,8 +99,7 @@ class StreamedWindows:
         self._producer = producer
         self._chunks = Chunks(Path(streamed.folder), streamed.sizes, streamed.dtype)
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # tokens and order, least recently used first
-        self._records: dict[int, Record] = {}
-        self._passed = 0
+        self._newest: tuple[int, Record] | None = None
 
     def prepare(self, first: int, stop: int) -> None:
         """Have the windows from `first` to before `stop` at hand; waits until they are made.
@@ -125,77 +120,58 @@ class StreamedWindows:
         start = int(order[place]) * self.seq_length
         return token[start : start + self.seq_length]
 
-    def passed(self, position: int) -> None:
-        """Let go of the tokens that are far behind."""
-        chunk = self._sizes.place(position)[0]
-        if chunk > self._passed:
-            self._passed = chunk
-            self._records = {other: record for other, record in self._records.items() if other >= chunk - KEEP}
-            if self._producer is not None:
-                self._producer.discard(chunk - KEEP)
-
     def state(self) -> dict[str, Any]:
-        """The records of the chunks around the position, so that it can be found again without those before."""
-        chunks = {str(chunk): record for chunk, record in sorted(self._records.items())}
-        return {"key": self.key, "facts": dict(self.facts), "chunks": chunks}
+        """The key, what it stands for, and the newest chunk that was read, which says what came before it."""
+        return {"key": self.key, "facts": dict(self.facts), "newest": self._newest}
 
-    def load(self, state: dict[str, Any], position: int) -> None:
+    def load(self, state: Mapping[str, Any], position: int) -> None:
         """Continue at `position`: have its chunk made, and do not wait for it.
 
-        Of another stream's state it takes over what lies in files that both begin with. Without that the stream is
-        tokenised from its first document up to the position.
+        Where the folder of chunks was lost, and of another stream's state, the stream is tokenised from its first
+        document up to the position.
 
         Raises:
             ValueError: `state` is not one of a stream.
         """
-        # Earlier versions wrote down neither; then the text at the position will tell.
-        before = state.get("facts")
-        same = before is None or state.get("key", self.key) == self.key
+        newest = state.get("newest") if state.get("key") == self.key else None
         try:
-            self._records = {
-                int(chunk): dict(record)
-                for chunk, record in state["chunks"].items()
-                if same or _lies_in_common_files(record["end"], before or {}, self.facts)
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._newest = None if newest is None else (int(newest[0]), dict(newest[1]))
+            revision = self._newest[1]["reader"].get("revision") if self._newest else None
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"the checkpoint's position in the stream is damaged ({error!r}); resume from another checkpoint"
             ) from None
-        self._passed = self._sizes.place(position)[0]
         self._open.clear()
         if self._producer is not None:
-            self._producer.adopt(self._records)
-            self._producer.discard(self._passed - KEEP)
-            self._producer.want(self._passed)
+            self._producer.job = dataclasses.replace(self._producer.job, revision=revision)
+            self._producer.want(self._sizes.place(position)[0])
 
     def reading(self, position: int) -> list[Reading]:
-        """How far the stream has been read when the run has consumed `position` windows; counts whole epochs."""
-        chunk = self._sizes.place(position)[0]
-        known = [other for other in self._records if other <= chunk]
-        # The chunk that comes next may not have been made yet; it starts where the one before it ends.
-        newest = max(known, default=None)
-        epochs = 0 if newest is None else self._records[newest]["start" if newest == chunk else "end"]["epoch"]
-        skipped = 0 if newest is None else self._records[newest]["end"].get("skipped", 0)
-        return [Reading(self.name, position, float(epochs), skipped)]
+        """How far the stream has been read when the run has consumed `position` windows.
 
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """What the text of `state` has otherwise, as lines for people."""
-        return differences(state.get("facts"), self.facts)
+        Epochs and documents without text are those of the newest chunk, with what was read ahead for the next one.
+        """
+        record = self._newest[1] if self._newest else {"epoch": 0, "skipped": 0}
+        return [Reading(self.name, position, float(record["epoch"]), record["skipped"])]
 
     def _wait(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         producer = self._producer
-        self._records[chunk] = self._ranks.on_first(lambda: producer.wait(chunk) if producer is not None else {})
+        record = self._ranks.on_first(lambda: self._known(chunk, producer.wait(chunk)) if producer is not None else {})
         token = self._ranks.everywhere(lambda: self._chunks.open(chunk))
+        if self._newest is None or chunk >= self._newest[0]:
+            self._newest = chunk, record
         order = np.random.default_rng([self.seed, chunk]).permutation(self._sizes.windows(chunk))
         return token, order
 
-
-def _lies_in_common_files(end: Cursor, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a cursor of one stream is one of another, because all files up to there are the same."""
-    files, others = (list(facts.get("files", {}).values()) for facts in (before, now))
-    how, other_how = ({name: fact for name, fact in facts.items() if name != "files"} for facts in (before, now))
-    passed = end["reader"].get("file", len(files)) + 1
-    return how == other_how and end["epoch"] == 0 and passed <= len(files) and files[:passed] == others[:passed]
+    def _known(self, chunk: int, record: Record) -> Record:
+        """The record, if the checkpoint knows no other one of this chunk."""
+        if self._newest is not None and self._newest[0] == chunk and self._newest[1]["sha256"] != record["sha256"]:
+            raise ValueError(
+                f"--dataset {self.name}: chunk {chunk} of its tokens in {self._chunks.folder} has come out differently "
+                "from before: text, tokenizer or the version of tokenizers have changed; bring the old ones back, or "
+                "start in a new --output_dir"
+            )
+        return record
 
 
 def open_stream(
@@ -206,7 +182,7 @@ def open_stream(
     seed: int,
     ranks: Agreement,
 ) -> StreamedWindows:
-    """The windows of a stream on this rank; rank 0 starts the process that makes them.
+    """The windows of a stream on this rank, and on rank 0 the handle of the process that makes them.
 
     Args:
         streamed: from `plan_stream`, the same on every rank.

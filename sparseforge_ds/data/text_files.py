@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from sparseforge_ds.config.arguments import SampleBy
-from sparseforge_ds.data.formats import DAMAGED, documents_of
+from sparseforge_ds.data.formats import Document, documents_of
 from sparseforge_ds.data.splits import Files
-
-File = TypeVar("File")
-
-
-def read_file(file: Path, text_field: str, sample_by: SampleBy = "document") -> Iterator[str]:
-    """The documents of one local file, "" for each without text.
-
-    Raises:
-        ValueError: it cannot be read or has a record with something else than text; the message names the line or row.
-    """
-    try:
-        yield from documents_of(str(file), text_field, sample_by)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--dataset {file}: not readable ({error}); save it as UTF-8 (iconv -f OLD -t UTF-8), or leave it out"
-        ) from error
-    except (OSError, *DAMAGED) as error:
-        raise ValueError(f"--dataset {file}: not readable ({error}); repair the file or leave it out") from error
 
 
 @dataclass(frozen=True)
@@ -49,44 +30,46 @@ class FileStream:
     @property
     def identity(self) -> str:
         """Two streams with equal identity give the same documents."""
-        return json.dumps(["file stream", self.files.identity, self.text_field, self.sample_by])
+        return json.dumps(["files", self.files.identity, self.text_field, self.sample_by])
 
-    def read(self, state: dict[str, Any] | None = None) -> FileReader[Path]:
+    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
         """The documents from the start, or from where a reader's `state` was taken."""
-        return FileReader(self.files.paths, lambda file: read_file(file, self.text_field, self.sample_by), state)
+        files = [str(path) for path in self.files.paths]
+        return Reader(files, lambda file: documents_of(file, self.text_field, self.sample_by), state or {})
 
 
-class FileReader(Generic[File]):
+class Reader:
     """An iterator over the documents of files that knows where it is.
 
     Args:
-        files: the files.
+        files: paths or addresses.
         read: the documents of one of them, from its start.
-        state: where to begin; None is the first document.
+        state: where to begin, as `state` gave it; without a file at the first document.
     """
 
     def __init__(
-        self, files: Sequence[File], read: Callable[[File], Iterator[str]], state: dict[str, Any] | None
+        self, files: Sequence[str], read: Callable[[str], Iterator[Document]], state: Mapping[str, Any]
     ) -> None:
         self._files = files
         self._read = read
-        self._go_to(0, 0) if state is None else self._go_to(state["file"], state["record"])
+        self._pinned = {name: value for name, value in state.items() if name not in ("file", "record")}
+        self._go_to(state.get("file", 0), state.get("record", 0))
 
-    def __iter__(self) -> FileReader[File]:
+    def __iter__(self) -> Reader:
         return self
 
-    def __next__(self) -> str:
+    def __next__(self) -> Document:
         while self._file < len(self._files):
-            text = next(self._texts, None)
-            if text is not None:
+            document = next(self._documents, None)
+            if document is not None:
                 self._record += 1
-                return text
+                return document
             self._go_to(self._file + 1, 0)
         raise StopIteration
 
     def state(self) -> dict[str, Any]:
-        """Where the next document is: which file, and which record of it."""
-        return {"file": self._file, "record": self._record}
+        """Where the next document is, as JSON types: which file, which record of it, and of which revision."""
+        return {**self._pinned, "file": self._file, "record": self._record}
 
     def rewind(self) -> None:
         """Go back to the first document."""
@@ -94,5 +77,5 @@ class FileReader(Generic[File]):
 
     def _go_to(self, file: int, record: int) -> None:
         self._file, self._record = file, record
-        texts = self._read(self._files[file]) if file < len(self._files) else iter(())
-        self._texts = itertools.islice(texts, record, None)
+        documents = self._read(self._files[file]) if file < len(self._files) else iter(())
+        self._documents = itertools.islice(documents, record, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from multiprocessing import Pipe
 
 import datasets
 import pytest
@@ -16,7 +15,7 @@ from tests.tiny_folders import deepspeed_json
 from tests.tiny_streams import texts, write_stream
 
 STEPS = 10
-"""Of 8 windows each, so that the ninth step begins another block of 64 turns."""
+"""Of 8 windows each, 6 of them of the stream, whose first two chunks have 48 windows."""
 
 
 def small_sizes(seq_length):
@@ -24,17 +23,19 @@ def small_sizes(seq_length):
 
 
 def main_on_small_chunks(command_line, dies_at):
-    """The launcher's body with chunks of some windows; the process that tokenises is killed before a chunk."""
-    from sparseforge_ds.train import producer, text
+    """The launcher's body with chunks of some windows; the process that tokenises dies before it makes a chunk."""
+    from sparseforge_ds.data import producer
+    from sparseforge_ds.train import text
     from sparseforge_ds.train.run import main
 
     wait = producer.Producer.wait
 
     def die_or_wait(self, chunk):
         if chunk == dies_at:
-            self.process.kill()
-            self._connection, other = Pipe()  # what was made ahead may be in the old one
-            other.close()
+            self.close()
+            for path in self.job.folder.glob("chunk_*"):  # what was made ahead
+                if int(path.stem[6:]) >= chunk:
+                    path.unlink()
         return wait(self, chunk)
 
     text.Sizes, producer.Producer.wait = small_sizes, die_or_wait
@@ -111,7 +112,7 @@ def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(strai
     assert "documents without text were skipped so far" in said
     assert "nothing to resume: there is no run in" in said and "the process that tokenises it ended" in said
     saved = [path.name for path in (straight / "died" / "checkpoints").glob("step_*")]
-    assert saved == ["step_000008"], "its first two chunks have 48 windows, as many as the first 64 turns need"
+    assert saved == ["step_000008"], "its first two chunks have 48 windows, as many as eight steps need"
     shutil.rmtree(straight / "died" / "data")
     train(*flags)
     assert "resumed from" in capfd.readouterr().out

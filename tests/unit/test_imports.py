@@ -68,7 +68,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "config.deepspeed_keys": {"deepspeed", "pydantic"},
     "config.optimizer_settings": {"torch", "deepspeed"},
     "config.refused_settings": {"torch", "deepspeed"},
-    "data.formats": {"fsspec"},
+    "data.formats": {"fsspec", "huggingface_hub", "jinja2"},
     "data.hub": {"huggingface_hub"},
     "data.splits": {"yaml", "huggingface_hub"},
     "export.loaded": {"safetensors"},

@@ -115,7 +115,7 @@ def test_too_little_text_is_refused():
         batches(micro=3, seq_length=400)
 
 
-def test_the_order_is_that_of_earlier_versions():
+def test_the_order_is_the_one_that_results_were_measured_with():
     """Results that were measured with this order can be had again."""
     first = [row[0].item() for row in itertools.chain.from_iterable(itertools.islice(batches(micro=1, seed=3), 105))]
     order = [*np.random.default_rng([3, 0]).permutation(100), *np.random.default_rng([3, 1]).permutation(100)[:5]]

@@ -99,7 +99,6 @@ def test_files_are_a_stream_on_request(files):
     stream = find_documents(f"stream:{files}", "text")
     assert isinstance(stream, FileStream)
     assert list(stream.read()) == ["\n".join(TEXTS), *TEXTS * 4]
-    assert stream.identity != find_documents(str(files), "text").identity
     with pytest.raises(ValueError, match="no field 'body'"):
         find_documents(f"stream:{files}", "body")
     with pytest.raises(ValueError, match="--dataset stream:owner/name: no such file or folder"):

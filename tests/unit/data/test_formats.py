@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import locale
 import lzma
 
 import pyarrow
@@ -62,6 +63,7 @@ def test_plain_text_is_one_document_or_divided(tmp_path, compression):
     path = tmp_path / f"a.txt{compression}"
     path.write_bytes(PACKS[compression](b"\xef\xbb\xbfone\r\nstill one\r\n \r\n\r\ntwo\r\n"))
     assert read(path) == ["one\nstill one\n \n\ntwo\n"]
+    path.write_bytes(PACKS[compression](b"\xef\xbb\xbfone\r\nstill one\r\n\r\n\r\n\r\ntwo\r\n"))
     assert read(path, sample_by="paragraph") == ["one\nstill one", "two"]
     assert read(path, sample_by="line") == ["one", "still one", "two"]
 
@@ -115,7 +117,7 @@ def test_columns_of_every_type_of_text_are_read(tmp_path, column, kind):
 )
 def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=rf"a\.parquet, row 0: field 'text' is {what}, not text; use --text_field"):
+    with pytest.raises(ValueError, match=rf"a\.parquet, row 0: field 'text' is {what}, not text .*; use --text_field"):
         find_documents(str(tmp_path / "a.parquet"), "text")
 
 
@@ -134,10 +136,10 @@ def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
         ("a.tsv", b"n\ttext\n3\n", "line 2: 1 fields, its first line names 2"),
         ("a.csv", b'text\n"never closed\n', r"a\.csv, line \d: not a readable table"),
         ("a.csv", b"body\nx\n", r"a\.csv, line 1: no field 'text'.*there are: body"),
-        ("a.parquet", b"PAR1 is not enough", "not a readable .parquet file"),
-        ("a.parquet", b"", "not a readable .parquet file"),
-        ("a.arrow", b"nothing of the kind", "not a readable .arrow file"),
-        ("a.arrow", b"", "not a readable .arrow file"),
+        ("a.parquet", b"PAR1 is not enough", r"a\.parquet: not readable .*; repair"),
+        ("a.parquet", b"", r"a\.parquet: not readable .*; repair"),
+        ("a.arrow", b"nothing of the kind", r"a\.arrow: not readable .*; repair"),
+        ("a.arrow", b"", r"a\.arrow: not readable .*; repair"),
         ("a.xml", b"<text/>", "unknown kind of file '.xml'; use one of .txt, .jsonl, .json, .csv, .tsv"),
         *((f"a.json{end}", b"nothing of the kind", f"a.json{end}: not readable.*repair") for end in PACKS if end),
     ],
@@ -153,15 +155,73 @@ def test_an_unusable_file_says_why(tmp_path, name, content, message):
 def test_a_compressed_file_that_breaks_off_says_so(tmp_path, end):
     whole = PACKS[end]("".join(json.dumps({"text": str(i**9)}) + "\n" for i in range(9999)).encode())
     (tmp_path / f"a.jsonl{end}").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=f"a.jsonl{end}: not readable.*repair"):
+    with pytest.raises(ValueError, match=f"a.jsonl{end}(, after .* documents)?: not readable.*repair"):
         read(tmp_path / f"a.jsonl{end}")
 
 
-def test_null_is_an_empty_document_and_half_a_character_a_replacement(tmp_path):
+def test_an_environment_that_would_read_text_as_something_else_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(CONTENTS[".jsonl"])
+    monkeypatch.setattr(locale, "getpreferredencoding", lambda *_: "ISO-8859-1")
+    with pytest.raises(ValueError, match="a.jsonl: text would be read as ISO-8859-1; set PYTHONUTF8=1"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_null_is_an_empty_document(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": null}\n{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n{"text": ""}\n')
-    assert list(documents_of(str(path), "text")) == ["", "a\N{REPLACEMENT CHARACTER}b", "\N{GRINNING FACE}", ""]
+    path.write_text('{"text": null}\n{"text": "a"}\n{"text": ""}\n')
+    assert list(documents_of(str(path), "text")) == ["", "a", ""]
     pyarrow.parquet.write_table(pyarrow.table({"text": [None, "x", None]}), tmp_path / "a.parquet")
     assert list(documents_of(str(tmp_path / "a.parquet"), "text")) == ["", "x", ""]
     (tmp_path / "a.csv").write_text('n,text\n1,\n2,x\n\n3,""\n')
     assert list(documents_of(str(tmp_path / "a.csv"), "text")) == ["", "x", ""]
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a?b.jsonl", "a b.jsonl", ".hidden/a.jsonl", "__x/a.jsonl"])
+def test_a_file_of_any_name_is_read(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(CONTENTS[".jsonl"])
+    assert read(tmp_path / name) == TEXTS
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": CHAT, "source": "x"}, CHAT),
+        ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 = 2"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT),
+        ({"text": "x", "messages": CHAT}, "x"),
+        ({"text": CHAT}, CHAT),
+        ({"messages": None}, ""),
+    ],
+)
+def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_them(tmp_path, kind, record, expected):
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text(json.dumps(record) + "\n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    (document,) = read(path)
+    assert (document if isinstance(document, str) else list(document.messages)) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        ({"messages": "hi"}, None),
+        ({"messages": [{"content": "hi"}]}, "field 'messages' is list, not text nor a list of messages with a role"),
+        ({"messages": ["hi"]}, "field 'messages' is list"),
+        ({"prompt": CHAT, "completion": "x"}, "field 'completion' is str|field 'prompt' is list"),
+        ({"prompt": "x"}, "no field 'text', nor messages, nor prompt and completion"),
+    ],
+)
+def test_what_is_no_conversation_names_record_and_field(tmp_path, record, what):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    if what is None:
+        assert read(tmp_path / "a.jsonl") == ["hi"]
+        return
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*({what})"):
+        read(tmp_path / "a.jsonl")

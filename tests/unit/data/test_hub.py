@@ -14,10 +14,10 @@ import fsspec
 import huggingface_hub
 import pytest
 
-from sparseforge_ds.data import hub
+from sparseforge_ds.data import formats
 from sparseforge_ds.data.documents import find_documents
 from sparseforge_ds.data.formats import documents_of
-from sparseforge_ds.data.hub import HubStream, read_url
+from sparseforge_ds.data.hub import HubStream
 from tests.distributed import ROOT
 from tests.hub_folders import write_c4, write_dolmino
 from tests.pretend_hub import REVISION, pretend_hub
@@ -50,10 +50,10 @@ def test_a_missing_field_names_the_line(c4):
         next(HubStream(c4.name, "body").read())
 
 
-def test_a_shard_that_breaks_off_names_the_document(c4, tmp_path):
+def test_a_shard_that_breaks_off_is_named(c4, tmp_path):
     path = tmp_path / "en" / "c4-train.00002-of-00003.json.gz"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"00002-of-00003.json.gz, document \d+: not readable.*--resume"):
+    with pytest.raises(ValueError, match=r"00002-of-00003.json.gz(, after \d+ documents)?: not readable"):
         list(c4.read())
 
 
@@ -73,7 +73,7 @@ def test_shards_of_every_schema_and_compression_are_read(tmp_path, part, count):
 
 
 def test_reading_by_datasets_itself_would_fail(tmp_path):
-    """Why the files are read here: if this test fails, hub.py can become simpler."""
+    """Why records are parsed here: if this test fails, hub.py and formats.py can become simpler."""
     write_dolmino(tmp_path)
     with pytest.raises((datasets.exceptions.DatasetsError, ValueError, TypeError, OSError)):
         list(datasets.load_dataset(str(tmp_path), "math", split="train", streaming=True))
@@ -117,38 +117,44 @@ def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):
 
 def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, capsys):
     waited, attempts = [], []
-    monkeypatch.setattr(hub.time, "sleep", waited.append)
+    monkeypatch.setattr(formats.time, "sleep", waited.append)
 
-    def flaky(file, text_field):
+    def flaky(file, *_):
         attempts.append(file)
         for i in range(10):
             if i == 2 * len(attempts):
                 raise huggingface_hub.errors.HTTPError("reset")
             yield f"{i}"
 
-    assert list(read_url("hf://x", "text", "--dataset x", flaky)) == [str(i) for i in range(10)]
+    monkeypatch.setattr(formats, "_documents_of", flaky)
+    assert list(documents_of("hf://x", "text")) == [str(i) for i in range(10)]
     assert len(attempts) == 5 and waited == [1.0] * 4, "it was readable again each time"
     assert capsys.readouterr().out.count("trying again") == 4
 
-    def dead(file, text_field):
+    def dead(*_):
         yield "0"
         raise OSError("no route")
 
     waited.clear()
-    with pytest.raises(ValueError, match=r"hf://x, document 1: cannot be read any further \(no route\).*--resume"):
-        list(read_url("hf://x", "text", "--dataset x", dead))
-    assert waited == list(hub._WAITS)
+    monkeypatch.setattr(formats, "_documents_of", dead)
+    with pytest.raises(ValueError, match=r"hf://x, after 1 documents: not readable \(no route\).*--resume"):
+        list(documents_of("hf://x", "text"))
+    assert waited == list(formats._WAITS)
 
 
-def test_a_file_that_is_gone_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(hub.time, "sleep", lambda seconds: pytest.fail("waited for a file that is not there"))
+@pytest.mark.parametrize("error", [FileNotFoundError, gzip.BadGzipFile, EOFError])
+def test_a_file_that_is_gone_or_damaged_is_not_waited_for(monkeypatch, error):
+    monkeypatch.setattr(
+        formats.time, "sleep", lambda seconds: pytest.fail("waited for a file that will not get better")
+    )
 
-    def gone(file, text_field):
+    def gone(file, *_):
         yield "0"
-        raise FileNotFoundError(file)
+        raise error(file)
 
-    with pytest.raises(ValueError, match="hf://x, document 1: cannot be read any further"):
-        list(read_url("hf://x", "text", "--dataset x", gone))
+    monkeypatch.setattr(formats, "_documents_of", gone)
+    with pytest.raises(ValueError, match="hf://x, after 1 documents: not readable"):
+        list(documents_of("hf://x", "text"))
 
 
 def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
@@ -176,13 +182,6 @@ def test_a_dataset_that_cannot_be_had_says_so(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="--dataset owner/name: neither a local file or folder nor a readable hub"):
         HubStream("owner/name", "text").read()
-
-
-def test_a_damaged_file_is_not_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub.time, "sleep", lambda _: pytest.fail("waited for a file that will not get better"))
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "x"}\n') + b"no gzip")
-    with pytest.raises(ValueError, match="a.json.gz, document 1: not readable"):
-        list(read_url(str(tmp_path / "a.json.gz"), "text", "--dataset x"))
 
 
 CLIENT = """

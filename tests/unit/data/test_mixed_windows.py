@@ -47,7 +47,7 @@ def test_every_source_has_its_share_at_any_moment(parts):
     order = turns(parts)
     had = np.stack([np.cumsum(order == source) for source in range(len(parts))], axis=1)
     share = np.outer(np.arange(1, len(order) + 1), np.array(parts) / sum(parts))
-    assert np.abs(had - share).max() < 1
+    assert np.abs(had - share).max() < 2
     assert had[-1].tolist() == parts
 
 
@@ -59,18 +59,15 @@ def test_shares_of_tokens_are_the_weights_and_no_window_of_a_source_is_left_out(
     for source, windows in enumerate((40, 70, 9)):
         of_source = (seen[seen // OF_SOURCE == source] % OF_SOURCE).tolist()
         alone = packed(source, windows)
-        # The turns are shuffled within blocks of 64, and 1,600 is a number of whole ones.
         expected = [int(alone.window(i)[0]) % OF_SOURCE for i in range(len(of_source))]
         assert sorted(of_source) == sorted(expected)
         assert len({of_source.count(i) for i in range(windows)}) <= 2, "no window twice before each was there once"
 
 
-def test_shares_hold_soon_and_no_source_has_a_fixed_place():
-    batches = mixed(Layout(10, 1, 1, 0), parts=(1, 1), windows=(500, 500))
-    source = torch.stack([next(batches)[:, 0] // OF_SOURCE for _ in range(64)])
-    for consumed in range(64, 640, 64):
-        assert int((source.flatten()[:consumed] == 0).sum()) == consumed // 2
-    assert float(source.double().mean(0).min()) > 0.2 and float(source.double().mean(0).max()) < 0.8
+def test_shares_hold_in_every_step():
+    batches = mixed(Layout(10, 1, 1, 0), windows=(500, 500, 500))
+    for _ in range(64):
+        assert torch.bincount(next(batches)[:, 0] // OF_SOURCE).tolist() == list(PARTS)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,7 @@ def test_the_order_belongs_to_seed_and_weights():
 @pytest.mark.parametrize(
     ("other", "cure"),
     [
-        ({"parts": (3, 5, 3)}, r"shares was \[3, 5, 3\], is .*--dataset"),
+        ({"parts": (3, 5, 3)}, r"shares were \[3, 5, 3\], are .*--dataset"),
         ({"seed": 4}, "--seed"),
         ({}, "mixture is damaged"),
     ],
@@ -190,7 +187,7 @@ def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_th
     for position in range(0, 840, 6):
         state = json.loads(json.dumps(batches.state_dict()))
         if position % 42 == 0:
-            shutil.rmtree(tmp_path / "data")
+            shutil.rmtree(tmp_path / "data", ignore_errors=True)
             ranks = [in_place(tmp_path, Layout(3, 1, 2, rank)) for rank in range(2)]
             for rank in ranks:
                 rank.load_state_dict(state)
@@ -201,8 +198,7 @@ def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_th
     assert [reading.windows for reading in batches.windows.reading(640)] == [128, 320, 192]
     for name, reading in zip(("one", "two"), batches.reading()[1:], strict=True):
         once = sum(1 + len(text) for text in documents(name) if text.strip())
-        _, place = SIZES.place(reading.windows)
-        assert reading.epochs == (reading.windows - place) * 5 // once > 0, "as of the start of its chunk"
+        assert abs(reading.epochs - reading.windows * 5 / once) < 1.5 + 80 / once, "with what was read ahead"
 
 
 def read_on_ranks(folder, steps, state):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
+import os
+import time
 
 import numpy as np
 import pytest
 
 from sparseforge_ds.data.documents import Documents
-from sparseforge_ds.data.packing import fingerprint, pack
+from sparseforge_ds.data.formats import Conversation
+from sparseforge_ds.data.packing import cache_key, pack
 from tests.tiny_folders import byte_tokenizer
 
 TEXTS = ["abc", "", "  \n", "de"]
@@ -100,16 +101,6 @@ def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_p
     assert pack(documents(), byte_tokenizer(bos=False), tmp_path).key not in (first.key, other.key)
 
 
-def test_a_cache_of_an_earlier_version_is_used(tmp_path):
-    """It does not say what its key stands for, nor how many documents were skipped."""
-    first = pack(documents(), byte_tokenizer(), tmp_path)
-    (record,) = tmp_path.glob("*.json")
-    known = json.loads(record.read_text())
-    record.write_text(json.dumps({name: value for name, value in known.items() if name not in ("skipped", "facts")}))
-    unread = documents(itertools.repeat("never read"))
-    assert pack(unread, byte_tokenizer(), tmp_path) == dataclasses.replace(first, skipped=0)
-
-
 def test_a_moved_cache_is_found_where_it_is(tmp_path):
     pack(documents(), byte_tokenizer(), tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
@@ -161,13 +152,6 @@ def test_ids_survive_the_file(tmp_path):
     assert np.array_equal(packed.open(), [256, *ids(text)])
 
 
-def test_what_names_a_cache_is_that_of_earlier_versions():
-    """So a run that was started before goes on with its cache and its position."""
-    parts = fingerprint(documents(), byte_tokenizer())
-    assert parts[:-1] == [1, "test", None, 256, 257, type(byte_tokenizer()).__name__]
-    assert parts[-1] == byte_tokenizer().backend_tokenizer.to_str()
-
-
 def test_two_runs_fill_one_folder_at_once(tmp_path):
     """`sparseforge compare` starts runs side by side; the second tokenises while the first is half done."""
     inner = []
@@ -184,10 +168,38 @@ def test_two_runs_fill_one_folder_at_once(tmp_path):
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".json"]
 
 
-def test_what_a_killed_run_left_is_swept(tmp_path):
-    key = pack(documents(), byte_tokenizer(), tmp_path).key
-    (tmp_path / f"{key}.json").unlink()
-    for name in (f"{key}.0123abcd.tmp", "another.0123abcd.tmp"):
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    for name, age in (("old.0123abcd.tmp", 3600), ("of_a_living_run.0123abcd.tmp", 0)):
         (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
     pack(documents(), byte_tokenizer(), tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == ["another.0123abcd.tmp"]
+    assert [path.name for path in tmp_path.glob("*.tmp")] == ["of_a_living_run.0123abcd.tmp"]
+
+
+def test_half_a_character_becomes_a_replacement(tmp_path):
+    packed = pack(documents(["a\ud83db", "\N{GRINNING FACE}"]), byte_tokenizer(), tmp_path)
+    assert packed.open().tolist() == [256, *ids("a\N{REPLACEMENT CHARACTER}b"), 256, *ids("\N{GRINNING FACE}")]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
+)
+
+
+def chat(*roles):
+    return Conversation(tuple({"role": role, "content": "hi"} for role in roles), "a.jsonl, line 3")
+
+
+def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ValueError, match="--dataset a.jsonl, line 3: is a conversation, and the tokenizer has no chat"):
+        pack(documents([chat("user")]), tokenizer, tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    packed = pack(documents(["abc", chat("user", "assistant"), Conversation((), "x")]), tokenizer, tmp_path)
+    assert packed.open().tolist() == [256, *ids("abc"), *ids("<user>hi"), 257, *ids("<assistant>hi"), 257]
+    assert (packed.documents, packed.skipped) == (2, 1)
+    with pytest.raises(ValueError, match="line 3: the tokenizer's chat template refuses the conversation .no critics"):
+        pack(documents([chat("critic")], "other"), tokenizer, tmp_path)
+    tokenizer.chat_template = TEMPLATE.upper()
+    assert cache_key(documents(), tokenizer, "auto") != packed.key, "another template is another text"

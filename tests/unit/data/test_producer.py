@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gzip
+import json
 import os
 import random
 import signal
@@ -13,9 +16,11 @@ import time
 import numpy as np
 import pytest
 
+from sparseforge_ds.data import packing
 from sparseforge_ds.data import producer as producer_module
 from sparseforge_ds.data.chunks import Sizes
-from sparseforge_ds.data.producer import AHEAD, KEEP, Maker, Producer
+from sparseforge_ds.data.hub import HubStream
+from sparseforge_ds.data.producer import AHEAD, Maker, Producer
 from tests.distributed import ROOT
 from tests.tiny_streams import SIZES, job, row_of, texts, write_stream
 
@@ -34,7 +39,7 @@ def producing(some_job, say=lambda line: None):
         yield producer
     finally:
         producer.close()
-        assert producer.process.poll() is not None
+        assert producer.process is None or producer.process.poll() is not None
 
 
 def until(condition, seconds=60):
@@ -44,78 +49,96 @@ def until(condition, seconds=60):
         time.sleep(0.02)
 
 
-def test_chunks_are_the_row_without_a_gap(tmp_path):
-    maker = Maker(job(write_stream(tmp_path / "text"), tmp_path / "data"))
-    for chunk in range(CHUNKS):
-        record = maker.make(chunk)
-        assert maker.chunks.open(chunk).tolist() == expected(chunk)
-        assert record == maker.chunks.record(chunk) == maker.make(chunk)
-
-
-def test_chunks_come_out_the_same_in_any_order_and_by_any_maker(tmp_path):
-    some_job = job(write_stream(tmp_path / "text"), tmp_path / "data")
-    order = [9, 2, 2, 13, 0, 12, 5, 9]
-    for chunk in order:
-        maker = Maker(some_job)
-        maker.make(chunk)
-        assert maker.chunks.open(chunk).tolist() == expected(chunk)
-        maker.chunks.discard(before=CHUNKS)
+def make(some_job, count):
+    """The chunks before `count`, by a maker that goes on where the folder ends."""
     maker = Maker(some_job)
-    for chunk in order:
-        maker.make(chunk)
-        assert maker.chunks.open(chunk).tolist() == expected(chunk)
+    while maker.finished < count:
+        maker.make()
+    return maker.chunks
 
 
-def test_a_record_alone_is_enough_to_make_a_chunk(tmp_path):
-    """What a checkpoint has, when the cache is lost."""
-    stream = write_stream(tmp_path / "text")
-    record = Maker(job(stream, tmp_path / "data")).make(11)
-    maker = Maker(job(stream, tmp_path / "elsewhere"))
-    maker.chunks.adopt(11, record)
-    maker.make(11)
-    assert maker.chunks.open(11).tolist() == expected(11)
-    assert maker.make(12)["start"] == record["end"]
-    assert sorted(path.stem for path in (tmp_path / "elsewhere").glob("*.json")) == ["chunk_000011", "chunk_000012"]
+def test_chunks_are_the_row_without_a_gap(tmp_path):
+    chunks = make(job(write_stream(tmp_path / "text"), tmp_path / "data"), CHUNKS)
+    for chunk in range(CHUNKS):
+        assert chunks.open(chunk).tolist() == expected(chunk)
+        chunks.check(chunk)
 
 
-def test_a_damaged_chunk_is_made_again(tmp_path):
+def hub_stream(folder):
+    folder.mkdir()
+    for part in range(3):
+        with gzip.open(folder / f"c4-train.{part:05d}-of-00003.json.gz", "wt") as file:
+            file.writelines(
+                json.dumps({"text": text, "url": "x"}) + "\n" for text in texts()[part * 20 : part * 20 + 20]
+            )
+    return HubStream(str(folder), "text")
+
+
+@pytest.mark.parametrize(
+    ("write", "documents", "frame"),
+    [
+        *((write_stream, 1, "auto"), (write_stream, 4, "auto"), (write_stream, 256, "auto")),
+        *((hub_stream, 4, "auto"), (write_stream, 4, "both"), (write_stream, 4, "eos")),
+    ],
+)
+def test_every_chunk_may_be_made_by_another_maker(tmp_path, monkeypatch, write, documents, frame):
+    """In the middle of a document, of a batch and of a file, before and after the end of the text."""
+    monkeypatch.setattr(packing, "_DOCUMENTS_AT_A_TIME", documents)
+    some_job = dataclasses.replace(job(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
+    count, end = 100, sum(SIZES.windows(chunk) for chunk in range(100)) * SIZES.seq_length
+    for finished in range(count):
+        make(some_job, finished + 1)
+    chunks = some_job.chunks
+    row = [token for chunk in range(count) for token in chunks.open(chunk).tolist()]
+    assert row == row_of(texts(), end, frame)
+    length = sum(len(text) + 1 + (frame == "both") for text in texts() if text.strip())
+    blank = sum(not text.strip() for text in texts())
+    last = chunks.record(count - 1)
+    assert abs(last["epoch"] - end // length) <= 1 and end // length >= 2
+    assert abs(last["skipped"] - blank * end // length) <= 2 * blank
+
+
+def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "_CHARACTERS_AT_A_TIME", 50)
+    sizes: list[int] = []
+    encode = packing.encode
+    monkeypatch.setattr(packing, "encode", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
+    documents = ["x" * 60] * 5 + ["y"] * 20
+    chunks = make(job(write_stream(tmp_path / "text", documents), tmp_path / "data"), 6)
+    row = [token for chunk in range(6) for token in chunks.open(chunk).tolist()]
+    assert row == row_of(documents, 380)
+    assert set(sizes) == {1, 20}
+
+
+def test_a_stream_without_text_is_refused(tmp_path):
+    for name, documents in (("blank", ["", " ", "\n"]), ("none", [])):
+        some_job = job(write_stream(tmp_path / name, documents), tmp_path / f"{name} data")
+        with pytest.raises(ValueError, match=rf"--dataset stream:.*{name}: there is no text in it"):
+            make(some_job, 1)
+
+
+def test_a_damaged_chunk_is_refused(tmp_path):
     some_job = job(write_stream(tmp_path / "text"), tmp_path / "data")
-    Maker(some_job).make(3)
+    make(some_job, 4)
     path = tmp_path / "data" / "chunk_000002.bin"
     path.write_bytes(path.read_bytes()[::-1])
-    maker = Maker(some_job)
-    maker.make(2)
-    assert maker.chunks.open(2).tolist() == expected(2)
-
-
-def test_a_text_that_has_changed_is_refused_when_a_chunk_is_made_again(tmp_path):
-    Maker(job(write_stream(tmp_path / "text"), tmp_path / "data")).make(3)
-    (tmp_path / "data" / "chunk_000000.bin").unlink()
-    other = write_stream(tmp_path / "other", [text.replace("a", "b") for text in texts()])
-    with pytest.raises(ValueError, match="chunk 0 .*differently from before"):
-        Maker(job(other, tmp_path / "data")).make(0)
-
-
-def test_catching_up_keeps_the_disk_bounded(tmp_path):
-    maker = Maker(job(write_stream(tmp_path / "text"), tmp_path / "data"))
-    maker.discard(30 - KEEP)
-    maker.make(30)
-    assert sorted(int(path.stem[6:]) for path in (tmp_path / "data").glob("*.bin")) == list(range(30 - KEEP, 31))
-    assert len(list((tmp_path / "data").glob("*.json"))) == 31
-    maker.make(4)
-    assert maker.chunks.open(4).tolist() == expected(4), "one that is asked for is there all the same"
+    with producing(some_job) as producer:
+        producer.wait(3)
+        with pytest.raises(ValueError, match="chunk_000002.bin is damaged.*--resume"):
+            producer.wait(2)
 
 
 def test_the_process_makes_what_is_wanted_and_a_bit_ahead(tmp_path):
     with producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
-        assert producer.wait(3)["tokens"] == 80
+        assert producer.wait(3)["left"] >= 0
         until((tmp_path / "data" / f"chunk_{3 + AHEAD:06d}.json").exists)
         time.sleep(0.3)
         assert not (tmp_path / "data" / f"chunk_{3 + AHEAD + 1:06d}.json").exists()
         producer.wait(12)
-        producer.discard(10)
-        producer.wait(2)  # looks back further than anything that is kept
-        assert Maker(job(write_stream(tmp_path / "text"), tmp_path / "data")).chunks.open(2).tolist() == expected(2)
+        producer.wait(2)  # all of them stay
+    with producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
+        assert producer.wait(12) == producer.job.chunks.record(12), "what is there is not made again"
+        assert producer.job.chunks.open(12).tolist() == expected(12)
 
 
 def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path):
@@ -146,10 +169,8 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
     chunks = some_job.chunks
     reference = np.array(row_of(texts(4000), (count + 1) * 20_000)).reshape(-1, 20_000)
     for chunk in range(count + 1):
-        record = chunks.record(chunk)
-        assert record is not None and (chunk == 0 or record["start"] == chunks.record(chunk - 1)["end"])
-        if (tmp_path / "data" / f"chunk_{chunk:06d}.bin").exists():
-            assert np.array_equal(chunks.open(chunk), reference[chunk])
+        chunks.check(chunk)
+        assert np.array_equal(chunks.open(chunk), reference[chunk])
 
 
 def test_what_cannot_be_read_is_told_and_stays_told(tmp_path):
@@ -178,10 +199,11 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
         producer.wait(0)
 
 
-def test_a_slow_text_and_its_end_are_said(tmp_path, monkeypatch):
+def test_a_slow_text_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(producer_module, "_PATIENCE_SECONDS", 0.1)
     lines = []
     with producing(job(write_stream(tmp_path / "text"), tmp_path / "data"), lines.append) as producer:
+        producer.want(0)
         os.kill(producer.process.pid, signal.SIGSTOP)
         timer = subprocess.Popen(
             [
@@ -193,8 +215,6 @@ def test_a_slow_text_and_its_end_are_said(tmp_path, monkeypatch):
         producer.wait(0)
         timer.wait()
         assert any("comes more slowly" in line for line in lines)
-        producer.wait(60)
-    assert sum("last document has been read; the first follows again" in line for line in lines) == 1
 
 
 PARENT = """

@@ -9,8 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.splits import find_files
-from sparseforge_ds.data.text_files import FileStream, read_file
+from sparseforge_ds.data.text_files import FileStream
 from tests.hub_folders import zstd
 
 TEXTS = [f"text {i}" for i in range(5)]
@@ -40,7 +41,7 @@ def test_compressed_lines_are_documents(tmp_path, suffix):
     path = tmp_path / f"part.{suffix}"
     path.write_bytes(pack(LINES.encode()) + pack(LINES.encode()))
     assert find_files(tmp_path).paths == (path,)
-    assert list(read_file(path, "text")) == TEXTS * 2, "files that were put one behind the other are one"
+    assert list(documents_of(str(path), "text")) == TEXTS * 2, "files that were put one behind the other are one"
 
 
 def test_a_reader_continues_from_every_document(folder):
