@@ -20,24 +20,33 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext, SumsEstimator
 from sparseforge_ds.curvature.fisher_sums import FisherSums
 from sparseforge_ds.curvature.hutchinson import Hutchinson
 from sparseforge_ds.curvature.input_norms import InputNorms
 from sparseforge_ds.curvature.output_hutchinson import OutputHutchinson
 from sparseforge_ds.curvature.running_sums import RunningSums
-from sparseforge_ds.curvature.shards import Diagonal, Estimator, Shards, SumsEstimator
 from sparseforge_ds.curvature.squared_gradients import SquaredGradients
 
-__all__ = ["Diagonal", "Estimator", "FisherSums", "RunningSums", "Shards", "SumsEstimator", "estimator_of", "sums_of"]
+__all__ = [
+    "Diagonal",
+    "Estimator",
+    "FisherSums",
+    "RunningSums",
+    "EstimatorContext",
+    "SumsEstimator",
+    "estimator_of",
+    "sums_of",
+]
 
 
-def estimator_of(shards: Shards, config: SparseForgeConfig) -> Estimator:
+def estimator_of(shards: EstimatorContext, config: SparseForgeConfig) -> Estimator:
     """The estimator of elements that a config names.
 
     Raises:
         ValueError: it cannot work on some prunable weight.
     """
-    kinds: dict[str, Callable[[Shards, SparseForgeConfig], Estimator]] = {
+    kinds: dict[str, Callable[[EstimatorContext, SparseForgeConfig], Estimator]] = {
         "hutchinson": Hutchinson,
         "gauss_newton": SquaredGradients,
         "fisher": SquaredGradients,
@@ -46,7 +55,7 @@ def estimator_of(shards: Shards, config: SparseForgeConfig) -> Estimator:
     return kinds[config.importance](shards, config)
 
 
-def sums_of(shards: Shards, config: SparseForgeConfig) -> SumsEstimator:
+def sums_of(shards: EstimatorContext, config: SparseForgeConfig) -> SumsEstimator:
     """The estimator of row and column sums that a config names.
 
     Raises:

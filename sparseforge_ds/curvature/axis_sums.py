@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.factored import add_sums, segment_sums, shares
 from sparseforge_ds.mask.runs import runs
-from sparseforge_ds.zero.moments import Matrices, Part
+from sparseforge_ds.zero.matrices import Matrices, Part
 from sparseforge_ds.zero.shard import Shard
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
+from sparseforge_ds.curvature.context import EstimatorContext
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
-from sparseforge_ds.curvature.shards import Shards
 from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_taps import expert_gradients
 from sparseforge_ds.zero.probe import ProbeBatches
@@ -36,7 +36,7 @@ class FisherSums:
     `gauss_newton` draws the labels of a refresh's passes from the model.
     """
 
-    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
         """Find the layers; that every weight has one is known before (`model.measurable`)."""
         self.on = shards
         self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.curvature.shards import Diagonal, Shards
+from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
 from sparseforge_ds.mask.curvature import counter_key, hutchinson_sample, rademacher
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
@@ -21,7 +21,7 @@ RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 class Hutchinson:
     """v (H v), by gradient differences (design 2.1)."""
 
-    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
         self.on = shards
         self.seed = config.seed
         dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype

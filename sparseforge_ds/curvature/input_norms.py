@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.curvature.shards import Diagonal, Shards
+from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
 from sparseforge_ds.zero.expert_taps import expert_inputs
 from sparseforge_ds.zero.probe import ProbeBatches
 from sparseforge_ds.zero.taps import layer_inputs
@@ -19,7 +19,7 @@ from sparseforge_ds.zero.taps import layer_inputs
 class InputNorms:
     """Wanda's activation norms as a curvature: H_oi = mean x_i^2, so that H W^2 is Wanda's score squared."""
 
-    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
         self.on = shards
         if missing := sorted(set(shards.shards) - set(shards.modules) - set(shards.load.rows)):
             raise ValueError(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparseforge_ds.curvature.shards import Diagonal, Shards
+from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
 from sparseforge_ds.mask.curvature import token_fisher
 from sparseforge_ds.zero.probe import reduce_to_shard
 from sparseforge_ds.zero.taps import block_gradients
@@ -22,7 +22,7 @@ from sparseforge_ds.zero.taps import block_gradients
 class ListedExperts:
     """The experts in lists of one model."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: EstimatorContext) -> None:
         self.on = shards
         model = shards.layout.engine.module
         self._blocks = {layer: model.get_submodule(layer.rpartition(".")[0]) for layer in shards.lists}

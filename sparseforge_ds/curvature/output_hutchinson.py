@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.curvature.shards import Shards
+from sparseforge_ds.curvature.context import EstimatorContext
 from sparseforge_ds.mask.curvature import counter_key, rademacher_rows
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.taps import displaced_outputs
@@ -52,7 +52,7 @@ class _Between:
 class OutputHutchinson:
     """v (g(y + r v) - g(y - r v)) / 2r at the outputs, times x^2."""
 
-    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
         self.on = shards
         self.seed = config.seed
         self.radius = config.curvature.radius or RADIUS

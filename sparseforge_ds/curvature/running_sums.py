@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 
 _DAMAGED = "the checkpoint's sparseforge state has no or damaged row and column sums ({}); use another checkpoint"

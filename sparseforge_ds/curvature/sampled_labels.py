@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sparseforge_ds.curvature.shards import Shards
+from sparseforge_ds.curvature.context import EstimatorContext
 from sparseforge_ds.mask.curvature import counter_key, sample_labels
 from sparseforge_ds.zero.probe import Closure
 from sparseforge_ds.zero.taps import captured_logits
@@ -24,7 +24,7 @@ class SampledLabels:
     The logits are those that the model returns: behind a softcap or a scale that follows its head.
     """
 
-    def __init__(self, shards: Shards, seed: int) -> None:
+    def __init__(self, shards: EstimatorContext, seed: int) -> None:
         self.layout = shards.layout
         self.seed = seed
 

@@ -8,9 +8,9 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
 from sparseforge_ds.curvature.listed_experts import ListedExperts
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
-from sparseforge_ds.curvature.shards import Diagonal, Shards
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
 from sparseforge_ds.zero.expert_taps import expert_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, reduce_to_shard
@@ -21,7 +21,7 @@ from sparseforge_ds.zero.taps import token_gradients
 class SquaredGradients:
     """Fisher and Gauss-Newton: squared gradients, per token where the weight belongs to a linear layer."""
 
-    def __init__(self, shards: Shards, config: SparseForgeConfig) -> None:
+    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
         self.on = shards
         self.per_token = config.curvature.per_token
         self.modules = shards.modules if self.per_token else {}

@@ -24,8 +24,8 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.mask.codes import values_of
+from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import Pattern, top_n
-from sparseforge_ds.mask.quench import is_kept
 
 UNDECIDED = (0.05, 0.95)
 """A mask value between these is neither kept nor pruned yet."""

@@ -23,8 +23,8 @@ from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.codes import values_of
+from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.mask.quench import is_kept
 from sparseforge_ds.model.family_table import LOW_RANK, SCALE
 
 

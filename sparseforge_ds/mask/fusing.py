@@ -109,9 +109,10 @@ def between(start: Tensor, end: Tensor, share: float, late: bool) -> Tensor:
     return end - gap * (1 - share) if late else start + gap * share
 
 
-def mixed(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    """(1 - share) start + share end, exactly `start` at 0 and `end` at 1; (...) fp32 each, share in [0, 1]."""
-    return start * (1 - share) + end * share
+def moved(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
+    """start + share (end - start): exactly `end` at 1, either where they are equal, and `start` at 0 unless one is many
+    times the other; (...) fp32 each, share in [0, 1]."""
+    return end - (end - start) * (1 - share)
 
 
 def without_sign(values: Tensor) -> Tensor:

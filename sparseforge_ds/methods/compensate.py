@@ -19,7 +19,7 @@ from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.low_rank import branches
-from sparseforge_ds.zero.edges import Edges
+from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.shard import Layout, Shard
 
 
@@ -88,8 +88,8 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
     run_of = {name: NM(1, branch.k) for name, branch in added.items()}
     spans = {name: run_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
     _forget_moments(layout, [on.weights[name] for name in added])
-    edges = Edges(layout, shards, spans)
-    missing = edges.exchange(on.reader(on.dense))
+    edges = HaloExchange(layout, shards, spans)
+    halo = edges.exchange(on.reader(on.dense))
     for name, branch in added.items():
         weight, k = on.weights[name], branch.k
         inputs = weight.shape[weight.input_axis]
@@ -100,7 +100,7 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         before[own.start : own.stop] = master
         places = []
         for piece in edges.pieces[name]:
-            dense = edges.widen(piece, on.dense(piece), missing)
+            dense = edges.widen(piece, on.dense(piece), halo)
             run_RK = run_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
             first = piece.start - piece.start % spans[name]  # flat element that the first span of the piece begins with
             number = torch.arange(first // k, first // k + len(run_RK), device=layout.device)

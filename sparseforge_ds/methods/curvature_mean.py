@@ -16,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.curvature import (
     Diagonal,
     Estimator,
+    EstimatorContext,
     FisherSums,
     RunningSums,
-    Shards,
     SumsEstimator,
     estimator_of,
     sums_of,
@@ -63,7 +63,7 @@ class CurvatureMean:
             layers = {weight.name: module.get_submodule(weight.module) for weight in on.weights.values()}
             linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
             fused = {w.module: module.get_submodule(w.module) for w in on.routed if len(w.shape) == 3}
-            self.shards = Shards(probe, on.matrices, on.edges, linear, on.load, fused)
+            self.shards = EstimatorContext(probe, on.matrices, on.edges, linear, on.load, fused)
             if config.keeps_sums:
                 self.sums = sums_of(self.shards, config)
                 self.running = RunningSums(on.matrices, on.shards)

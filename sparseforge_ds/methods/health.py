@@ -16,12 +16,12 @@ import math
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.effective_mask import disagreement
 from sparseforge_ds.mask.pattern import Pattern, top_n
-from sparseforge_ds.mask.quench import disagreement
 from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.mask.update import tally
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 
 _SUMS = (

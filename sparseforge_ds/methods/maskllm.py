@@ -18,13 +18,13 @@ from torch import Tensor
 from sparseforge_ds.config.rules import logit_keys
 from sparseforge_ds.mask.anneal import progress
 from sparseforge_ds.mask.curvature import counter_key
+from sparseforge_ds.mask.effective_mask import publish
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.mask.quench import publish
 from sparseforge_ds.mask.sampling import choice, first_logits, gumbel, logit_gradient, normal, patterns
 from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
-from sparseforge_ds.zero.edges import Missing
+from sparseforge_ds.zero.halo import Halo
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
@@ -46,7 +46,7 @@ class MaskLLM(FixedMask):
         keys = logit_keys(self.kept, self.members)
         planes = len(keys) // 3
         self._keys = {"logit": keys[:planes], "first": keys[planes : 2 * planes], "second": keys[2 * planes :]}
-        self._missing: dict[int, list[Missing]] = {}
+        self._halo: dict[int, list[Halo]] = {}
 
     # -- the method ---------------------------------------------------------------------------------------------------
 
@@ -54,9 +54,9 @@ class MaskLLM(FixedMask):
         """See `MaskMethod`; the chosen mask is what the logits lean to."""
         super().start(probe)
         on = self.on
-        missing = on.exchange("mask")
+        halo = on.exchange("mask")
         for shard in self._shards():
-            mask_GM = on.to_groups(shard, on.state.mask(shard), missing)
+            mask_GM = on.to_groups(shard, on.state.mask(shard), halo)
             key = counter_key(on.config.seed, 0, 0, f"logits/{shard.name}")
             noise_GK = normal(key, self._first(shard), mask_GM.shape[0], self.patterns, mask_GM.device)
             self._write(shard, "logit", first_logits(noise_GK, mask_GM, self.kept, self.part.spread, self.part.prior))
@@ -66,7 +66,7 @@ class MaskLLM(FixedMask):
 
     def resume(self) -> None:
         """See `MaskMethod`."""
-        self._missing = {index: self._exchange(index) for index in self.on.state.flats}
+        self._halo = {index: self._exchange(index) for index in self.on.state.flats}
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """See `MaskMethod`; masks have moved already, and are looked at."""
@@ -95,9 +95,9 @@ class MaskLLM(FixedMask):
             dense = on.dense(shard)
             return dense * (shard.of(gradient) - 2 * reward * dense * on.state.mask(shard))
 
-        missing = on.edges.exchange(on.reader(of_mask), names)
+        halo = on.edges.exchange(on.reader(of_mask), names)
         for shard in self._shards(index):
-            grad_GM = on.to_groups(shard, of_mask(shard), missing)
+            grad_GM = on.to_groups(shard, of_mask(shard), halo)
             choice_GK = choice(self._logits(shard), self._noise(shard, on.step), scale, temperature)
             self._adam(shard, logit_gradient(choice_GK, grad_GM, self._pattern_KM, scale, temperature), group)
         return None
@@ -105,7 +105,7 @@ class MaskLLM(FixedMask):
     def after_step(self, index: int, group: dict[str, Any]) -> None:
         """See `MaskMethod`; the mask of the next forward."""
         if self.on.step < self.on.schedule.freeze_step:
-            self._missing[index] = self._exchange(index)
+            self._halo[index] = self._exchange(index)
             self._sample(index, self.on.step + 1)
 
     # -- logits -------------------------------------------------------------------------------------------------------
@@ -132,15 +132,15 @@ class MaskLLM(FixedMask):
         device = self.on.dense(shard).device
         return gumbel(key, self._first(shard), span // self.members, self.patterns, device)
 
-    def _exchange(self, index: int) -> list[Missing]:
+    def _exchange(self, index: int) -> list[Halo]:
         """What cut groups lack of the logits. Collective."""
         names = [shard.name for shard in self._shards(index, empty=True)]
         return [self.on.exchange(key, names) for key in self._keys["logit"]]
 
     def _logits(self, shard: Shard) -> Tensor:
         """(G, K)."""
-        planes = zip(self._keys["logit"], self._missing[shard.flat], strict=True)
-        held = [self.on.to_groups(shard, self.on.of(shard, key), missing) for key, missing in planes]
+        planes = zip(self._keys["logit"], self._halo[shard.flat], strict=True)
+        held = [self.on.to_groups(shard, self.on.of(shard, key), halo) for key, halo in planes]
         return torch.cat(held, dim=1)[:, : self.patterns]
 
     def _write(self, shard: Shard, kind: str, value_GK: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.quench import publish
+from sparseforge_ds.mask.effective_mask import publish
 from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights

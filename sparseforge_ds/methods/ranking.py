@@ -22,8 +22,8 @@ from sparseforge_ds.mask.importance import (
 )
 from sparseforge_ds.methods.curvature_mean import CurvatureMean
 from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError, ShardedWeights
-from sparseforge_ds.zero.edges import Piece
-from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.halo import Piece
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
@@ -128,9 +128,9 @@ class Ranking:
             ]
             return found[0] if len(found) == 1 else torch.cat(found)
 
-        missing = on.edges.exchange(score)
+        halo = on.edges.exchange(score)
         for piece in on.pieces():
-            yield piece, on.to_groups(piece, score(piece), missing)
+            yield piece, on.to_groups(piece, score(piece), halo)
 
     def scoring(self) -> Scoring:
         """What the scores of all elements are made of. Collective.

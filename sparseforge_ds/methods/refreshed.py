@@ -69,6 +69,6 @@ class RefreshedMask(FixedMask):
     def _choose_again(self, index: int) -> None:
         on = self.on
         names = [name for name, shard in on.shards.items() if shard.flat == index]
-        missing = on.edges.exchange(on.reader(lambda shard: on.dense(shard).abs()), names)
+        halo = on.edges.exchange(on.reader(lambda shard: on.dense(shard).abs()), names)
         for piece in on.pieces(names):
-            on.state.write_mask(piece, on.top(piece, on.dense(piece).abs(), missing))
+            on.state.write_mask(piece, on.top(piece, on.dense(piece).abs(), halo))

@@ -14,9 +14,9 @@ from sparseforge_ds.curvature.expert_load import ExpertLoad
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.methods.health import Health
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
-from sparseforge_ds.zero.edges import Edges, Missing, Piece
+from sparseforge_ds.zero.halo import Halo, HaloExchange, Piece
 from sparseforge_ds.zero.layouts import layout_of
-from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.state import ShardState
 
@@ -55,7 +55,7 @@ class ShardedWeights:
         self.layout.check(self.shards)
         self.state = ShardState(self.layout, self.shards, getattr(torch, config.mask_storage), config.state_keys)
         spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.weights.items()}
-        self.edges = Edges(self.layout, self.shards, spans)
+        self.edges = HaloExchange(self.layout, self.shards, spans)
         self.matrices = Matrices(self.layout, self.shards, {n: w.matrices for n, w in self.weights.items()})
         # A magnitude needs no tokens, and counts none.
         self.routed = [
@@ -87,13 +87,13 @@ class ShardedWeights:
         """(numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
         return self.state.of(shard, key)
 
-    def exchange(self, key: str, names: Collection[str] | None = None) -> Missing:
+    def exchange(self, key: str, names: Collection[str] | None = None) -> Halo:
         """What cut groups lack of a state, of all weights or of the named ones. Collective."""
         values = self.state.mask if key == "mask" else lambda shard: self.of(shard, key)
         return self.edges.exchange(self.reader(values), names)
 
     def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Piece], Tensor]:
-        """How `Edges.exchange` reads pieces of what `values` gives for a shard or a piece of one."""
+        """How `HaloExchange.exchange` reads pieces of what `values` gives for a shard or a piece of one."""
 
         def read(piece: Piece) -> Tensor:
             shard = self.shards[piece.name]
@@ -102,19 +102,19 @@ class ShardedWeights:
 
         return read
 
-    def to_groups(self, shard: Shard, values: Tensor, missing: Missing) -> Tensor:
+    def to_groups(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
         """(numel of the shard,) -> (G, M), all groups that the shard has a member of, cut ones included."""
         weight = self.weights[shard.name]
-        return self.pattern.to_groups(self.edges.widen(shard, values, missing), weight.shape, weight.input_axis)
+        return self.pattern.to_groups(self.edges.widen(shard, values, halo), weight.shape, weight.input_axis)
 
     def from_groups(self, shard: Shard, group_GM: Tensor) -> Tensor:
         """(G, M) -> (numel of the shard,), the shard's own members."""
         weight = self.weights[shard.name]
         return self.edges.own(shard, self.pattern.from_groups(group_GM, weight.shape, weight.input_axis))
 
-    def top(self, shard: Shard, values: Tensor, missing: Missing) -> Tensor:
+    def top(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
         """(numel of the shard,) bool: the top N of the values in every group."""
-        return self.from_groups(shard, top_n(self.to_groups(shard, values, missing), self.pattern.kept))
+        return self.from_groups(shard, top_n(self.to_groups(shard, values, halo), self.pattern.kept))
 
     def dense(self, shard: Shard) -> Tensor:
         """(numel of the shard,) view of W."""
@@ -136,10 +136,10 @@ class ShardedWeights:
         Raises:
             ValueError: some have not: the weights are not of a frozen run.
         """
-        missing = self.exchange("mask")
+        halo = self.exchange("mask")
         strange = torch.zeros((), dtype=torch.int64, device=self.layout.device)
         for piece in self.pieces():
-            kept_G = self.to_groups(piece, self.state.mask(piece), missing).sum(dim=1)
+            kept_G = self.to_groups(piece, self.state.mask(piece), halo).sum(dim=1)
             strange += (kept_G != self.pattern.kept).sum().to(strange.device)
         if self.layout.all_reduce(strange).item():
             raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.codes import stored_as
-from sparseforge_ds.mask.quench import soft_publish, soft_step
+from sparseforge_ds.mask.effective_mask import soft_publish, soft_step
 from sparseforge_ds.mask.update import move_groups
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
@@ -86,13 +86,13 @@ class SoftMask(MaskMethod):
         scoring = self.ranking.scoring()
         by_elements = on.config.keeps_elements and not on.config.factored
         keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
-        missing = {key: on.exchange(key) for key in keys}
+        halo = {key: on.exchange(key) for key in keys}
         stored = partial(stored_as, dtype=on.state.mask_dtype)
-        missing["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in missing["mask"].items()}
+        halo["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in halo["mask"].items()}
         for piece in on.pieces():
             weight, whole = on.weights[piece.name], on.edges.widened(piece)
             mine = {key: on.of(piece, key) for key in keys}
-            wide = {key: on.edges.widen(piece, mine[key], missing[key]) for key in keys}
+            wide = {key: on.edges.widen(piece, mine[key], halo[key]) for key in keys}
             chosen = []
             for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
                 place = (on.pattern, weight.shape, weight.input_axis, on.config.threshold == "midpoint")
@@ -120,6 +120,6 @@ class SoftMask(MaskMethod):
     def _find_kept(self) -> None:
         """hard(m), for the steps until the next update. Collective."""
         on = self.on
-        missing = on.exchange("mask")
+        halo = on.exchange("mask")
         for piece in on.pieces():
-            on.state.write_kept(piece, on.top(piece, on.state.mask(piece), missing))
+            on.state.write_kept(piece, on.top(piece, on.state.mask(piece), halo))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from sparseforge_ds.mask.bits import pack, unpack
 from sparseforge_ds.mask.codes import stored_as, values_of
-from sparseforge_ds.mask.quench import is_kept, masked_gradient
+from sparseforge_ds.mask.effective_mask import is_kept, masked_gradient
 from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.zero.shard import Layout, Shard
 

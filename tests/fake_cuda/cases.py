@@ -10,7 +10,7 @@ ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "pr
 on them; `first` and `ordinary` are steps that do neither."""
 OFFLOADED = {**ALLOWED, "attach": 3, "start": 20, "update": 4}
 """With shards on the host, factors and scalings come down from the device as well, each in one copy."""
-EXCHANGE = "zero/edges.py:exchange (copy to the host)"
+EXCHANGE = "zero/halo.py:exchange (copy to the host)"
 """What cut groups lack travels between devices: with shards on the host every exchange ends in one copy."""
 UPLOADS = {"first": 1, "ordinary": 0}
 """Copies from the host in a moment, with the states on the device: the host waits for these as well. The

@@ -25,7 +25,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.reference import filled_model
 from sparseforge_ds.mask.codes import decode, encode
-from sparseforge_ds.mask.quench import is_kept
+from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.model.families import LOW_RANK
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed

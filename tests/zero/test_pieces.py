@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.zero.edges import pieces_of
+from sparseforge_ds.zero.halo import pieces_of
 from sparseforge_ds.zero.shard import Shard
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, gathered, probe_of, published, train_step
@@ -39,7 +39,7 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
     """Weights and states after a run, numbers of its last update, and pieces."""
     with ExitStack() as stack:
         if small:
-            stack.enter_context(mock.patch("sparseforge_ds.zero.edges.PIECE", 1))
+            stack.enter_context(mock.patch("sparseforge_ds.zero.halo.PIECE", 1))
             stack.enter_context(mock.patch("sparseforge_ds.mask.curvature.EXPERT_BYTES", 1))
         engine, forge = build(case)
         if forge._method.starts:
@@ -81,7 +81,7 @@ def test_a_run_in_pieces_is_the_run_at_once() -> None:
 )
 def test_pieces_are_cut_between_spans(start: int, stop: int, span: int) -> None:
     shard = Shard("w", (300, 320), start, stop, 1, 50)
-    with mock.patch("sparseforge_ds.zero.edges.PIECE", 256):
+    with mock.patch("sparseforge_ds.zero.halo.PIECE", 256):
         pieces = pieces_of(shard, span)
     ends = [start, *(piece.stop for piece in pieces)]
     assert [piece.start for piece in pieces] == ends[:-1] and ends[-1] == stop

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 
 # (shape, stacked): an expert's gate and up lie end to end. Rows of 5 and 7, so that nearly every cut is inside of one.

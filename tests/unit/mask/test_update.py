@@ -17,10 +17,10 @@ from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.bits import pack, unpack
 from sparseforge_ds.mask.codes import CODE, decode, stored_as, values_of
 from sparseforge_ds.mask.curvature import sum_squares, token_squares, weighted_squares
+from sparseforge_ds.mask.effective_mask import masked_gradient, soft_publish, soft_step
 from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_moments, standardized_score
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
-from sparseforge_ds.mask.quench import masked_gradient, soft_publish, soft_step
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
 from tests.reference import updated_mask
 
@@ -160,6 +160,21 @@ def test_a_soft_step_is_its_formula(x_before: float, x: float) -> None:
     torch.testing.assert_close(followed, before + then * (dense - before), atol=1e-6, rtol=0)
     torch.testing.assert_close(out, now * followed, atol=1e-6, rtol=0)
     assert not torch.signbit(out[now == 0]).any() and torch.equal(followed[then == 1], dense[then == 1])
+    still = torch.randn(count, generator=generator)
+    stood = still.clone()
+    soft_step(stood, still.clone(), stored_as(mask, CODE), pack(kept > 0), x_before, x, torch.empty(count))
+    assert torch.equal(stood, still), "a weight that the optimizer left alone moved"
+    near = still * 1.1
+    soft_step(
+        near,
+        still.clone(),
+        torch.zeros(count),
+        torch.zeros(-(-count // 8), dtype=torch.uint8),
+        x_before,
+        x,
+        still.clone(),
+    )
+    assert torch.equal(near, still), "a weight without a share of the step moved"
     assert not gradient[kept == 0].any() and not torch.signbit(gradient[kept == 0]).any()
     assert (gradient[kept == 1] != 0).all()
     assert all(

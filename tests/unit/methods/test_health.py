@@ -14,7 +14,7 @@ from sparseforge_ds.methods.health import Health
 from sparseforge_ds.methods.histograms import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.planning.live import Live
-from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 
 WEIGHT = PrunableWeight("w", (4, 8), -1, "layer")

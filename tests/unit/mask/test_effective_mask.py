@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sparseforge_ds.mask.bits import pack
 from sparseforge_ds.mask.codes import decode, encode
+from sparseforge_ds.mask.effective_mask import disagreement, is_kept, masked_gradient, publish, soft_publish, soft_step
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.mask.quench import disagreement, is_kept, masked_gradient, publish, soft_publish, soft_step
 
 UNIT = st.floats(0, 1, width=32)
 

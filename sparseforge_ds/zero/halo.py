@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseforge_ds.mask.runs import ALIGNMENT, PIECE
 from sparseforge_ds.zero.shard import Layout, Shard
 
-Missing = dict[str, tuple[Tensor, Tensor]]
+Halo = dict[str, tuple[Tensor, Tensor]]
 """(prefix, suffix) that a shard lacks, by weight name."""
 
 
@@ -30,7 +30,7 @@ class Piece:
     stop: int
 
 
-class Edges:
+class HaloExchange:
     """Completes shards to whole groups."""
 
     def __init__(self, layout: Layout, shards: dict[str, Shard], spans: dict[str, int]) -> None:
@@ -98,7 +98,7 @@ class Edges:
                     if holder == me:
                         self.send[reader].append(piece)
 
-    def exchange(self, read: Callable[[Piece], Tensor], names: Collection[str] | None = None) -> Missing:
+    def exchange(self, read: Callable[[Piece], Tensor], names: Collection[str] | None = None) -> Halo:
         """Fetch what this rank's shards lack. Collective when any group is cut on any rank, otherwise free.
 
         Args:
@@ -123,7 +123,7 @@ class Edges:
         incoming = torch.empty(sum(receive_sizes), device=device)
         self.layout.all_to_all(incoming, buffer, receive_sizes, send_sizes)
         incoming = incoming.to(home)
-        missing = {
+        halo = {
             name: (torch.empty(self.prefix[name], device=home), torch.empty(self.suffix[name], device=home))
             for name in names
             if self.prefix[name] or self.suffix[name]
@@ -131,24 +131,24 @@ class Edges:
         position = 0
         for piece in (piece for pieces in receive for piece in pieces):
             length = piece.stop - piece.start
-            shard, (prefix, suffix) = self.shards[piece.name], missing[piece.name]
+            shard, (prefix, suffix) = self.shards[piece.name], halo[piece.name]
             if piece.start < shard.start:
                 target, first = prefix, shard.start - prefix.numel()
             else:
                 target, first = suffix, shard.stop
             target[piece.start - first : piece.stop - first] = incoming[position : position + length]
             position += length
-        return missing
+        return halo
 
-    def widen(self, shard: Shard, mine: Tensor, missing: Missing) -> Tensor:
+    def widen(self, shard: Shard, mine: Tensor, halo: Halo) -> Tensor:
         """(numel,) of a shard or a piece of one -> (prefix + numel + suffix,), whole groups; `mine` where it has them.
 
-        What is missing is so at the ends of the whole shard only.
+        A halo is at the ends of the whole shard only.
         """
-        if shard.name not in missing:
+        if shard.name not in halo:
             return mine
         whole = self.shards[shard.name]
-        prefix, suffix = missing[shard.name]
+        prefix, suffix = halo[shard.name]
         parts = [mine]
         if shard.start == whole.start and prefix.numel():
             parts.insert(0, prefix)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.bits import keep_in_place, values_of_bits
 from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.fusing import between, fused, mixed, without_sign
+from sparseforge_ds.mask.fusing import between, fused, moved, without_sign
 from sparseforge_ds.mask.runs import runs
 
 
@@ -98,7 +98,7 @@ def _soft_step(
 ) -> None:
     soft, hard = values_of(mask), values_of_bits(kept, mask.numel())
     then, now = between(hard, soft, x_before, late_before), between(hard, soft, x, late)
-    followed = mixed(out if before is None else before, dense, then)
+    followed = moved(out if before is None else before, dense, then)
     dense.copy_(followed)
     out.copy_(without_sign(followed * now))
 

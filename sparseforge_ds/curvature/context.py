@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.expert_load import ExpertLoad
-from sparseforge_ds.zero.edges import Edges
 from sparseforge_ds.zero.expert_taps import expert_gradients, untappable
-from sparseforge_ds.zero.moments import Matrices
+from sparseforge_ds.zero.halo import HaloExchange
+from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.probe import Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Layout, Shard
 from sparseforge_ds.zero.taps import token_gradients
@@ -57,14 +57,14 @@ class SumsEstimator(Protocol):
         """
 
 
-class Shards:
+class EstimatorContext:
     """What every estimator needs to know of this rank."""
 
     def __init__(
         self,
         probe: Probe,
         matrices: Matrices,
-        edges: Edges,
+        edges: HaloExchange,
         modules: dict[str, nn.Module],
         load: ExpertLoad,
         fused: dict[str, nn.Module],
