@@ -47,9 +47,8 @@ def adapter_of(name: str, given: str | None) -> str | None:
     if given is not None:
         return None if given == NO_ADAPTER else given
     folder = Path(name)
-    for own in (folder, folder / "adapter"):  # where exports have it, and where they once had it
-        if (own / _CONFIG).is_file():
-            return str(own)
+    if (folder / _CONFIG).is_file():
+        return name
     if (folder / "sparsity.json").is_file() and read_json(folder / "sparsity.json").get("adapter"):
         raise ValueError(
             f"{name}: its low-rank adapter is missing ({_CONFIG}), without which the weights compute nonsense; export "

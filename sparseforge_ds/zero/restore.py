@@ -152,7 +152,7 @@ class _Reader:
             if self.source[name] not in self.group_of:
                 raise ValueError(
                     f"{self.where}: knows no optimizer state of {name}, which is trained here: it was frozen in the "
-                    "saved run, or a version before this one saved at stage 0 (engine.load_checkpoint continues that)"
+                    "saved run; train what that run trained, or start a fresh run from its weights with --model"
                 )
             if others := entries[self.source[name]].others:
                 raise ValueError(
