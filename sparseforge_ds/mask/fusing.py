@@ -110,9 +110,17 @@ def between(start: Tensor, end: Tensor, share: float, late: bool) -> Tensor:
 
 
 def moved(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    """start + share (end - start): exactly `end` at 1, either where they are equal, and `start` at 0 unless one is many
-    times the other; (...) fp32 each, share in [0, 1]."""
-    return end - (end - start) * (1 - share)
+    """`between`, by a share of each element's own: (...) fp32, in [0, 1]."""
+    gap, late = end - start, share >= 0.5
+    return _either(late, end - gap * (1 - share), start + gap * share)
+
+
+def _either(first: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """(...) fp32 `one` where `first`, else `other`."""
+    if torch.compiler.is_compiling() or first.device.type != "cpu":
+        return torch.where(first, one, other)
+    bits, others = one.view(torch.int32), other.view(torch.int32)  # several times faster, step by step
+    return (((bits ^ others) & first.to(torch.int32).neg_()) ^ others).view(torch.float32)
 
 
 def without_sign(values: Tensor) -> Tensor:
