@@ -23,12 +23,24 @@ class _Stage(int):
     """Stand-in of DeepSpeed's ZeroStageEnum."""
 
 
+def _member(kind: object, name: object) -> _Stage:
+    """Stand-in of getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) saves a member of an enumeration."""
+    if kind is not _Stage or name not in _STAGES:
+        raise Refused(f"refused, it takes {str(name)[:100]!r} of {kind!r:.100}, which no DeepSpeed checkpoint does")
+    return _Stage(_STAGES.index(name))
+
+
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Names of ZeRO's stages, as DeepSpeed has them."""
+
+
 class _Attributes:
     """Stand-in of DeepSpeed's small state objects: attributes and nothing else."""
 
 
 _STAND_INS: list[Any] = [
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_member, "builtins.getattr"),
     (_Attributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Attributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from sparseforge_ds.checkpoint.pt_file import PtFile
 
@@ -55,3 +56,30 @@ def test_content_can_be_released_and_read_again(tmp_path: Path) -> None:
     archive.release()
     assert torch.equal(archive.content["x"], first)
     archive.check_bytes()
+
+
+class _Taken:
+    """Pickled as getattr(owner, name), as Python 3.11.0 to 3.11.3 does with members of an enumeration."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.taken = owner, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, self.taken
+
+
+@pytest.mark.parametrize("member", list(ZeroStageEnum))
+def test_a_member_of_an_enumeration_is_read_however_it_was_saved(tmp_path: Path, member: ZeroStageEnum) -> None:
+    torch.save({"by name": _Taken(ZeroStageEnum, member.name), "by value": member}, tmp_path / "a.pt")
+    content = PtFile(tmp_path / "a.pt").content
+    assert content["by name"] == content["by value"] == int(member)
+
+
+@pytest.mark.parametrize("name", ["__subclasses__", "from_bytes", "__class__"])
+def test_nothing_else_is_taken_of_it(tmp_path: Path, name: str) -> None:
+    torch.save({"x": _Taken(ZeroStageEnum, name)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=f"refused, it takes '{name}' of"):
+        _ = PtFile(tmp_path / "a.pt").content
+    torch.save({"x": _Taken(_Taken, "__init__")}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="refused, it refers to .*_Taken"):
+        _ = PtFile(tmp_path / "b.pt").content

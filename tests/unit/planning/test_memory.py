@@ -159,13 +159,13 @@ def test_scores_by_row_and_column_sums() -> None:
         model, laid_out = planned(3, 8, {"distillation": None, **block}, config=config)
         return memory(model, laid_out, lambda *_: NOTHING).moments["mask update"].get("row and column sums", 0)
 
-    listening = {"curvature": {"source": "training"}}
-    assert sums({}) == 8 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
-    assert sums({"importance": "hutchinson"}) == sums({}) == sums(listening) * 8 // 20
+    probe: dict[str, Any] = {"curvature": {"source": "probe"}}
+    assert sums(probe) == 8 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert sums({"importance": "hutchinson"}) == sums(probe) == sums({}) * 8 // 20
     assert sums({"curvature": {"factored": False}}) == sums({"importance": "wanda"}) == 0
     attention, expert = 4 * (2048 + 2048), 3 * (2048 + 1408)
     others = 27 * 3 * (2048 + 2 * 1408) + 3 * (2048 + 10944)
-    assert sums({}, deepseek_moe_16b) == 8 * (28 * attention + 27 * 64 * expert + others)
+    assert sums(probe, deepseek_moe_16b) == 8 * (28 * attention + 27 * 64 * expert + others)
 
 
 def test_elements_of_fisher_take_a_full_matrix_and_sums_do_not() -> None:
