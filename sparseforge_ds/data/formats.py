@@ -24,6 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import SampleBy
+from sparseforge_ds.data.local_rows import load_rows
 
 _LINES = (".txt", ".jsonl", ".json", ".csv", ".tsv")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -160,7 +161,6 @@ def _documents_of(file: str, text_field: str, sample_by: SampleBy) -> Iterator[D
 
 def _rows(builder: str, file: str, **options: Any) -> Any:
     """The rows of a file as dicts, by a builder of `datasets`."""
-    import datasets  # heavy
     import fsspec
     import pyarrow
 
@@ -169,7 +169,7 @@ def _rows(builder: str, file: str, **options: Any) -> Any:
             "zstd", lambda content, mode="rb": pyarrow.input_stream(content, compression="zstd"), "zst"
         )
     name = file if "://" in file else glob.escape(file)
-    return datasets.load_dataset(builder, data_files={"train": [name]}, split="train", streaming=True, **options)
+    return load_rows(builder, data_files={"train": [name]}, split="train", streaming=True, **options)
 
 
 def _text(file: str, **options: Any) -> Iterator[str]:

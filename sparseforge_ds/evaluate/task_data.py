@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from datasets import Dataset, load_dataset, load_from_disk
+from datasets import Dataset, load_from_disk
 from datasets.exceptions import DatasetsError
+
+from sparseforge_ds.data.local_rows import load_rows
 
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 """The loader of `datasets` for a kind of file."""
@@ -69,7 +71,7 @@ def _read(place: Path) -> Dataset:
     files = [place] if place.is_file() else _files(place)
     if len({file.suffix for file in files}) != 1 or files[0].suffix not in _BUILDERS:
         raise ValueError(f"give files of one kind, {', '.join(_BUILDERS)}")
-    return load_dataset(_BUILDERS[files[0].suffix], data_files=[str(file.absolute()) for file in files], split="train")
+    return load_rows(_BUILDERS[files[0].suffix], data_files=[str(file.absolute()) for file in files], split="train")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from sparseforge_ds.data.local_rows import load_rows
+
 NAME = "wikitext2"
 """`--text` of the split on the hub; `wikitext2:PATH` is a copy of its rows on this machine."""
 _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
@@ -48,4 +50,4 @@ def _local(path: Path) -> Dataset:
             f"give a folder of save_to_disk or one of {', '.join(_BUILDERS)}; a text whose rows are joined already is "
             "--text FILE.txt"
         )
-    return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
+    return load_rows(_BUILDERS[path.suffix], data_files=str(path), split="train")

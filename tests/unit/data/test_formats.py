@@ -8,12 +8,14 @@ import json
 import locale
 import lzma
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from sparseforge_ds.data.documents import find_documents
 from sparseforge_ds.data.formats import documents_of
+from sparseforge_ds.data.local_rows import load_rows
 from tests.hub_folders import zstd
 
 TEXTS = ['one, "quoted"', "two\nlines\tand a tab", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s " + "long " * 50_000]
@@ -225,3 +227,14 @@ def test_what_is_no_conversation_names_record_and_field(tmp_path, record, what):
         return
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*({what})"):
         read(tmp_path / "a.jsonl")
+
+
+def test_files_that_lie_here_are_read_without_asking_anybody(tmp_path, monkeypatch):
+    """`datasets` would count the call by a request, and wait for it."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr(datasets.load, "get_session", lambda: pytest.fail("a request to the hub"))
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    rows = load_rows("text", data_files=str(tmp_path / "a.txt"), split="train", streaming=True)
+    assert [row["text"] for row in rows] == ["one", "two"]
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
