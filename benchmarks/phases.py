@@ -86,7 +86,9 @@ class Phases:
         """Measure what a forge does in an update."""
         for path, name in FORGE_PHASES.items():
             owner, _, method = path.rpartition(".")
-            self.wrap(getattr(forge, owner) if owner else forge, method, name)
+            part = getattr(forge, owner) if owner else forge
+            if hasattr(part, method):  # a mask that is frozen from the start has no gate
+                self.wrap(part, method, name)
 
     def take(self) -> dict[str, float]:
         """Seconds of every phase since the last call."""

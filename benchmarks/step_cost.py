@@ -63,7 +63,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--importance", default="fisher", choices=("hutchinson", "gauss_newton", "fisher", "wanda", "magnitude")
     )
-    parser.add_argument("--source", default="training", choices=("training", "probe"), help="curvature.source")
+    parser.add_argument("--source", choices=("training", "probe"), help="curvature.source (default: the default)")
     parser.add_argument(
         "--phase",
         default="hardening",
