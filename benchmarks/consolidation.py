@@ -5,7 +5,7 @@ python benchmarks/consolidation.py /scratch/consolidation                 # abou
 python benchmarks/consolidation.py /scratch/consolidation --cold --json consolidation.json
 python benchmarks/consolidation.py /scratch/consolidation --layers 8      # about 10 GB
 
-The checkpoint is generated (random numbers in DeepSpeed's ZeRO-3 files) unless FOLDER has it from before. Contestants
+The checkpoint is generated (random numbers in DeepSpeed's ZeRO-3 files) unless FOLDER has it from before. Variants
 take turns, so that whatever else the machine does meets all of them; ratios are of medians. Every one is a process of
 its own; the start of Python and its imports do not count. What is written is synced to disk by all.
 """
@@ -46,10 +46,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=24576, help="rows of the tied embedding")
     parser.add_argument("--ranks", type=int, default=4, help="world size of the checkpoint")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="threads of consolidate and verify")
-    parser.add_argument("--repeats", type=int, default=5, help="times that every contestant has its turn")
+    parser.add_argument("--repeats", type=int, default=5, help="times that every variant has its turn")
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each turn")
     parser.add_argument("--json", type=Path, help="also write the numbers to a file")
-    parser.add_argument("--turn", nargs=4, help=argparse.SUPPRESS)  # one contestant, in this process
+    parser.add_argument("--turn", nargs=4, help=argparse.SUPPRESS)  # one variant, in this process
     return parser.parse_args(argv)
 
 
@@ -62,15 +62,15 @@ def main() -> int:
     run = generate(arguments)
     checkpoint = next((run / "checkpoints").glob("step_*"))
     sizes = {"checkpoint": folder_bytes(checkpoint)}
-    contestants = [("copy", 1), *(("consolidate", n) for n in arguments.workers)]
-    contestants += [("read", 1), *(("verify", n) for n in arguments.workers)]
-    turns: dict[tuple[str, int], list[dict[str, float]]] = {contestant: [] for contestant in contestants}
+    variants = [("copy", 1), *(("consolidate", n) for n in arguments.workers)]
+    variants += [("read", 1), *(("verify", n) for n in arguments.workers)]
+    turns: dict[tuple[str, int], list[dict[str, float]]] = {variant: [] for variant in variants}
     model = arguments.folder / "model"
     if not model.exists():
         one_turn("consolidate", run, model, 1)
     sizes["model"] = folder_bytes(model)
     for _ in range(arguments.repeats):
-        for kind, workers in contestants:
+        for kind, workers in variants:
             source = {"copy": checkpoint, "consolidate": run, "read": model, "verify": model}[kind]
             out = arguments.folder / "out"
             shutil.rmtree(out, ignore_errors=True)
@@ -126,7 +126,7 @@ def one_turn(kind: str, source: Path, out: Path, workers: int) -> dict[str, floa
     return answer
 
 
-def contestant(kind: str, source: Path, out: Path, workers: int) -> Callable[[], object]:
+def variant(kind: str, source: Path, out: Path, workers: int) -> Callable[[], object]:
     """What is timed; its imports are not."""
     if kind == "copy":
         return partial(copy, source, out)
@@ -151,7 +151,7 @@ def read_folder(folder: Path) -> None:
 
 def take_turn(kind: str, source: str, out: str, workers: str) -> dict[str, float]:
     """Seconds, and memory in bytes: peak of the process, of its own memory alone, and what it had before."""
-    work = contestant(kind, Path(source), Path(out), int(workers))
+    work = variant(kind, Path(source), Path(out), int(workers))
     before = memory("VmHWM")
     own, done = [memory("RssAnon")], threading.Event()
     watcher = threading.Thread(target=watch, args=(own, done))

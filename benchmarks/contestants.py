@@ -43,7 +43,7 @@ class StepText:
 
 
 @dataclass
-class Contestant:
+class Variant:
     """An engine with all that its training step needs."""
 
     engine: Any
@@ -91,7 +91,7 @@ def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeCon
 
 
 def deepspeed_config(arguments: argparse.Namespace, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of both contestants: that of `ds_configs/`, every "auto" resolved."""
+    """The DeepSpeed configuration of both variants: that of `ds_configs/`, every "auto" resolved."""
     zero: dict[str, Any] = {"stage": arguments.stage}
     if arguments.stage == 3:  # as transformers resolves "auto"
         zero["stage3_param_persistence_threshold"] = 10 * arguments.hidden
@@ -129,8 +129,8 @@ def random_llama(arguments: argparse.Namespace, seed: int) -> PreTrainedModel:
     return model.to(torch.bfloat16) if arguments.dtype == "bf16" else model
 
 
-def build(arguments: argparse.Namespace, config: sf.SparseForgeConfig, phases: Phases, with_forge: bool) -> Contestant:
-    """Start one contestant's engine, its forge and its teacher. Collective."""
+def build(arguments: argparse.Namespace, config: sf.SparseForgeConfig, phases: Phases, with_forge: bool) -> Variant:
+    """Start one variant's engine, its forge and its teacher. Collective."""
     model = random_llama(arguments, arguments.seed)
     if with_forge:
         model = sf.prepare(model, config)
@@ -139,13 +139,13 @@ def build(arguments: argparse.Namespace, config: sf.SparseForgeConfig, phases: P
     parameters = sf.param_groups(model, config, weight_decay=WEIGHT_DECAY) if with_forge else model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
     if not with_forge:
-        return Contestant(engine, None, None, config, phases)
+        return Variant(engine, None, None, config, phases)
     forge = sf.SparseForge(engine, config)
     phases.wrap_forge(forge)
     teacher = None
     if config.distillation is not None:
         teacher = Teacher(random_llama(arguments, arguments.seed + 1), config.distillation, ds_config)
-    return Contestant(engine, forge, teacher, config, phases)
+    return Variant(engine, forge, teacher, config, phases)
 
 
 def memory(base: int | None = None) -> int | None:

@@ -92,8 +92,8 @@ def _steps(
     step(None, "freeze")
     step("frozen step", "frozen step")
     plain = train()
-    taps = heard.less(plain)
-    phases = {"curvature taps beside the passes": taps, **phases}
+    hooks = heard.less(plain)
+    phases = {"curvature hooks beside the passes": hooks, **phases}
     del first
     return sum(forge._shards[w.name].numel for w in forge.weights), len(forge._matrices.names), phases
 

@@ -139,9 +139,9 @@ def _optimizer_file(
         for index, (name, size) in enumerate(sizes.items()):
             values = _values(held[name].numel(), prunable, hash((seed, number, index)))
             for key, flat in flats.items():
-                piece = values[key][rank * size : (rank + 1) * size]
-                flat[offset : offset + piece.numel()] = piece
-                flat[offset + piece.numel() : offset + size] = 0.0
+                chunk = values[key][rank * size : (rank + 1) * size]
+                flat[offset : offset + chunk.numel()] = chunk
+                flat[offset + chunk.numel() : offset + size] = 0.0
             offset += size
         masters.append(flats.pop("master"))
         states[number] = {"step": torch.tensor(float(STEPS)), **flats}

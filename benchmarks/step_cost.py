@@ -25,9 +25,9 @@ if __package__ in (None, ""):
 import deepspeed
 import torch
 import torch.distributed as dist
+from benchmarks.variants import PHASE_WINDOWS, Batch, StepText, Variant, build, forge_config, memory
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.contestants import PHASE_WINDOWS, Batch, Contestant, StepText, build, forge_config, memory
 from benchmarks.phases import PHASES, STATE_KEYS, Messages, Phases, held_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.ranks import unlink_shared_buffers
@@ -102,15 +102,15 @@ def main(argv: list[str] | None = None) -> int:
 
     start_libraries(arguments, config, phases, data)
     growth: dict[str, int | None] = {}
-    contestants: dict[str, Contestant] = {}
+    variants: dict[str, Variant] = {}
     for name in ("plain", "forge"):
         base = memory()
-        contestants[name] = build(arguments, config, phases, with_forge=name == "forge")
-        if (forge := contestants[name].forge) is not None:
-            forge.start(StepText(contestants["forge"].engine, data) if forge.needs_probe else None)
-        run_block(contestants[name], data, arguments)
+        variants[name] = build(arguments, config, phases, with_forge=name == "forge")
+        if (forge := variants[name].forge) is not None:
+            forge.start(StepText(variants["forge"].engine, data) if forge.needs_probe else None)
+        run_block(variants[name], data, arguments)
         growth[name] = memory(base)
-    contestants["split"] = contestants["forge"]
+    variants["split"] = variants["forge"]
 
     measured: dict[str, list[Block]] = {name: [] for name in rounds}
     split: list[dict[str, float]] = []
@@ -118,11 +118,11 @@ def main(argv: list[str] | None = None) -> int:
         for name in rounds:
             phases.synchronize = name == "split"
             phases.take()
-            measured[name].append(run_block(contestants[name], data, arguments))
+            measured[name].append(run_block(variants[name], data, arguments))
             if name == rounds[-1]:
                 split.append(phases.take())
     phases.synchronize = False
-    messages = count_messages(contestants["forge"], data, arguments, phases)
+    messages = count_messages(variants["forge"], data, arguments, phases)
     result = {
         "settings": {
             **{key: value for key, value in vars(arguments).items() if key not in ("json", "local_rank")},
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
             "load_after": os.getloadavg()[0],
         },
         **times(measured, split, arguments.update_every),
-        **sizes(contestants["forge"], growth),
+        **sizes(variants["forge"], growth),
         "collective_bytes_per_update": dict(messages.bytes),
         "collective_calls_per_update": dict(messages.calls),
     }
@@ -158,12 +158,12 @@ def random_batches(arguments: argparse.Namespace, device: str) -> list[Batch]:
 def start_libraries(
     arguments: argparse.Namespace, config: SparseForgeConfig, phases: Phases, data: list[Batch]
 ) -> None:
-    """One step of a small engine, so that the first contestant does not pay for what is loaded once."""
+    """One step of a small engine, so that the first variant does not pay for what is loaded once."""
     small = argparse.Namespace(**{**vars(arguments), "hidden": 64, "layers": 1})
     build(small, config, phases, with_forge=False).step(data)
 
 
-def run_block(contestant: Contestant, data: list[Batch], arguments: argparse.Namespace) -> Block:
+def run_block(variant: Variant, data: list[Batch], arguments: argparse.Namespace) -> Block:
     """T_update steps, the last of which updates the masks. Collective."""
     accelerator = get_accelerator()
     accelerator.synchronize()
@@ -171,18 +171,16 @@ def run_block(contestant: Contestant, data: list[Batch], arguments: argparse.Nam
     processor = time.process_time()
     marks = [time.perf_counter()]
     for _ in range(arguments.update_every):
-        contestant.step(data)
+        variant.step(data)
         accelerator.synchronize()
         marks.append(time.perf_counter())
     steps = [stop - start for start, stop in zip(marks, marks[1:], strict=False)]
     return Block(steps, time.process_time() - processor)
 
 
-def count_messages(
-    contestant: Contestant, data: list[Batch], arguments: argparse.Namespace, phases: Phases
-) -> Messages:
+def count_messages(variant: Variant, data: list[Batch], arguments: argparse.Namespace, phases: Phases) -> Messages:
     """Collectives of `forge.step` in one block of steps: those of one mask update."""
-    messages, forge = Messages(phases), contestant.forge
+    messages, forge = Messages(phases), variant.forge
     assert forge is not None
     original = forge.step
 
@@ -191,7 +189,7 @@ def count_messages(
             return original(*args, **kwargs)
 
     forge.step = counted  # type: ignore[method-assign]
-    run_block(contestant, data, arguments)
+    run_block(variant, data, arguments)
     return messages
 
 
@@ -225,9 +223,9 @@ def times(measured: dict[str, list[Block]], split: list[dict[str, float]], every
     }
 
 
-def sizes(contestant: Contestant, growth: dict[str, int | None]) -> dict[str, Any]:
+def sizes(variant: Variant, growth: dict[str, int | None]) -> dict[str, Any]:
     """Bytes per prunable weight on the rank that holds most. Collective."""
-    forge = contestant.forge
+    forge = variant.forge
     assert forge is not None
     plain_peak, forge_peak = growth["plain"], growth["forge"]
     peak = None if plain_peak is None or forge_peak is None else forge_peak - plain_peak

@@ -52,7 +52,7 @@ class Alone:
 
     first = True
 
-    def everywhere(self, work):
+    def all_or_raise(self, work):
         return work()
 
     def on_first(self, work):

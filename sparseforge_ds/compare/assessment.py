@@ -36,7 +36,7 @@ class Baselines:
     pattern: str
 
 
-class Assessor:
+class Evaluator:
     """Measures models, all in the same way; several threads may use it.
 
     Args:

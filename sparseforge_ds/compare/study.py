@@ -33,7 +33,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from sparseforge_ds.compare.assessment import Assessor, Baselines
+from sparseforge_ds.compare.assessment import Baselines, Evaluator
 from sparseforge_ds.compare.history import read_history
 from sparseforge_ds.compare.records import Records, write_text
 from sparseforge_ds.compare.results import settled, write_pages, write_rows
@@ -69,7 +69,7 @@ class Study:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.texts = read_texts(config)
-        self.assessor = Assessor(config, self.texts)
+        self.evaluator = Evaluator(config, self.texts)
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
@@ -103,11 +103,11 @@ class Study:
             return write_pages(self.out, config, self._write_rows(), self.texts.notes, self.baselines.pattern)
 
     def _baselines(self) -> Baselines:
-        pruned, length = self.assessor.pruned, self.config.evaluation_length
+        pruned, length = self.evaluator.pruned, self.config.evaluation_length
         wanted: dict[str, Any] = {"model": self.config.model, "dtype": self.config.dtype, "texts": self.texts.identity}
         wanted |= {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude, "length": length}
         record = self.records.open(_BASELINES, wanted)
-        found = self.assessor.baselines(record.get("found", {}))
+        found = self.evaluator.baselines(record.get("found", {}))
         self.records.write(_BASELINES, {**record, "found": asdict(found)})
         return found
 
@@ -162,7 +162,7 @@ class Study:
             news.append("diverged" if "diverged" in record else f"validation {record['validation_perplexity']:.4g}")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if counts and "test_perplexity" not in record and "diverged" not in record:
-            record["test_perplexity"] = self.assessor.test(model)
+            record["test_perplexity"] = self.evaluator.test(model)
             self.records.write(run.name, record)
             news.append(f"test {record['test_perplexity']:.4g}")
         if counts and not self.config.keep_models:
@@ -177,9 +177,9 @@ class Study:
         if run.trained:
             history = read_history(folder)
             write_text(self.out / "histories" / f"{run.name}.json", json.dumps(history) + "\n")
-        sparsity = self.assessor.export(folder, model)
+        sparsity = self.evaluator.export(folder, model)
         found = {"sparsity": sparsity, "seconds": result.get("seconds"), "resumed": resumed}
-        return found | self.assessor.validate(model)
+        return found | self.evaluator.validate(model)
 
     def _wanted(self, run: Run) -> dict[str, Any]:
         config = self.config

@@ -70,7 +70,7 @@ class CurvatureConfig:
     decay: float = 0.9
     """EMA decay per refresh, bias-corrected."""
     source: Literal["training", "probe"] | None = None
-    """training: of the training loss, by taps that listen to the passes of the last steps before a mask update, at no
+    """training: of the training loss, by hooks on the passes of the last steps before a mask update, at no
     pass of its own (sparseforge with a soft mask, fisher by row and column sums); probe: of the task loss, on passes of
     its own; null: training where that is possible and the loss has a task part, since the KL of a student that is still
     its teacher has no gradient."""

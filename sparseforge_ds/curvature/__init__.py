@@ -2,7 +2,7 @@
 
 By row and column sums, from which the default scores are made (`SumsEstimator`); no weight-shaped matrix is formed:
 
-    fisher          squared gradients per token, by taps in the training step itself or in passes of their own
+    fisher          squared gradients per token, by layer hooks in the training step itself or in passes of their own
     gauss_newton    the same with labels drawn from the model (Sophia's estimator, arXiv 2305.14342)
     hutchinson      v (H v) by a central gradient difference, v at the outputs of layers
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.factored import add_sums, segment_sums, shares
-from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.zero.matrices import Matrices, Part
 from sparseforge_ds.zero.shard import Shard
 
@@ -84,6 +84,6 @@ class AxisSums:
         for name, shard in self.shards.items():
             for part in self.matrices.parts[name]:
                 inside = values(shard)[part.start : part.stop]
-                for run in runs(inside):
-                    add_sums(inside[run], self.first(name, part) + run.start, *self.of(part.row))
+                for chunk in chunks(inside):
+                    add_sums(inside[chunk], self.first(name, part) + chunk.start, *self.of(part.row))
         self.values = self.matrices.reduce(self.values.to(self.matrices.layout.device)).to(self.values.device)

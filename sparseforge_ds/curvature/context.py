@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.expert_load import ExpertLoad
-from sparseforge_ds.zero.expert_taps import expert_gradients, untappable
+from sparseforge_ds.zero.expert_hooks import expert_gradients, unhookable
 from sparseforge_ds.zero.halo import HaloExchange
+from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.probe import Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Layout, Shard
-from sparseforge_ds.zero.taps import token_gradients
 
 Diagonal = dict[str, Tensor]
 """(numel of the shard,) fp32 by weight name."""
@@ -88,13 +88,13 @@ class EstimatorContext:
         self.layout: Layout = probe.layout
         self.matrices = matrices
         self.ranges = edges.ranges
-        self.pieces = edges.pieces
+        self.chunks = edges.chunks
         self.modules = modules
         self.shards = edges.shards
         self.load = load
         self.fused = fused
         for name, module in fused.items():
-            if (why := untappable(module)) is not None:
+            if (why := unhookable(module)) is not None:
                 raise ValueError(
                     f"{name}: {type(module).__name__} {why}, so the tokens of its experts cannot be counted; "
                     f'use "importance": "magnitude", or keep it dense with "exclude": ["{name}.*"]'

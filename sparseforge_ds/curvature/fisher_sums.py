@@ -5,7 +5,7 @@ tokens of g_to^2 x_ti^2, and a score by row and column sums (`mask.factored`) ne
 
     row sums   sum_t g_to^2 |x_t|^2        column sums   sum_t x_ti^2 |g_t|^2
 
-They cost O(T (in + out)), so taps can listen to the ordinary passes of training, all micro-batches of a step: no pass
+They cost O(T (in + out)), so hooks can listen to the ordinary passes of training, all micro-batches of a step: no pass
 of its own, the least noise that a step offers, and a result that depends on the sequences of the step and not on how
 they were divided. One reduction serves all layers. Experts have sums of their own, over the tokens that they saw.
 
@@ -19,25 +19,26 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.curvature.context import EstimatorContext
+from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
-from sparseforge_ds.zero.expert_taps import expert_gradients
+from sparseforge_ds.zero.expert_hooks import expert_gradients
+from sparseforge_ds.zero.layer_hooks import block_gradients, token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches
-from sparseforge_ds.zero.taps import block_gradients, token_gradients
 
 
-class FisherSums:
+class FisherSums(SumsEstimator):
     """Collects the sums of the passes that it listens to: training's own, or those of a refresh.
 
     `gauss_newton` draws the labels of a refresh's passes from the model.
     """
 
     def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
-        """Find the layers; that every weight has one is known before (`model.measurable`)."""
+        """Find the layers; that every weight has one is known before (`model.estimator_support`)."""
         self.on = shards
         self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
         self._layer = {name: layer for layer, names in shards.lists.items() for name in names}
@@ -68,8 +69,9 @@ class FisherSums:
                 stack.enter_context(block_gradients(self._blocks, self._entered.__setitem__, lambda _layer: None))
             yield
 
+    @override
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
-        """See `SumsEstimator`; a forward and backward pass for every pass of a batch."""
+        """A forward and backward pass for every pass of a batch."""
         self.begin()
         with self.listening():
             for probe in range(probes):
@@ -81,8 +83,9 @@ class FisherSums:
         return self.on.probe.usable(self._sums.values)
 
     @torch.no_grad()
+    @override
     def finish(self) -> tuple[AxisSums, Tensor]:
-        """See `SumsEstimator`; 0 also for a layer that was not heard on any rank."""
+        """0 also for a layer that was not heard on any rank."""
         on, sums = self.on, self._sums
         assert sums is not None
         self._sums = None

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
+from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
 from sparseforge_ds.mask.curvature import counter_key, hutchinson_sample, rademacher
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
@@ -18,7 +19,7 @@ RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 """Step of the gradient difference relative to the weight's RMS: as small as the dtype's rounding allows."""
 
 
-class Hutchinson:
+class Hutchinson(Estimator):
     """v (H v), by gradient differences (design 2.1)."""
 
     def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
@@ -27,10 +28,11 @@ class Hutchinson:
         dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype
         self.radius = config.curvature.radius or RADIUS[dtype]
 
+    @override
     def refresh(
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
-        """See `Estimator`; two forward and backward passes for every pass of a batch."""
+        """Two forward and backward passes for every pass of a batch."""
         on = self.on
         radii = self._radii()
         on.load.begin()
@@ -57,8 +59,8 @@ class Hutchinson:
         on, layout = self.on, self.on.layout
         for name, shard in on.shards.items():
             master = layout.flats[shard.flat].data
-            for piece in on.pieces[name]:
-                piece.of(master).add_(self._sign(keys[name], piece, master.device) * radii[name])
+            for chunk in on.chunks[name]:
+                chunk.of(master).add_(self._sign(keys[name], chunk, master.device) * radii[name])
         layout.push()
 
     def _add_side(
@@ -67,9 +69,9 @@ class Hutchinson:
         """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
 
         def add(shard: Shard, gradient: Tensor) -> None:
-            for piece in self.on.pieces[shard.name]:
-                inside = slice(piece.start - shard.start, piece.stop - shard.start)
-                sign = self._sign(keys[shard.name], piece, gradient.device)
+            for chunk in self.on.chunks[shard.name]:
+                inside = slice(chunk.start - shard.start, chunk.stop - shard.start)
+                sign = self._sign(keys[shard.name], chunk, gradient.device)
                 sample = hutchinson_sample(gradient[inside], sign, radii[shard.name])
                 into[shard.name][inside].add_(sample, alpha=factor)
 

@@ -8,15 +8,16 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
-from sparseforge_ds.zero.expert_taps import expert_inputs
+from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
+from sparseforge_ds.zero.expert_hooks import expert_inputs
+from sparseforge_ds.zero.layer_hooks import layer_inputs
 from sparseforge_ds.zero.probe import ProbeBatches
-from sparseforge_ds.zero.taps import layer_inputs
 
 
-class InputNorms:
+class InputNorms(Estimator):
     """Wanda's activation norms as a curvature: H_oi = mean x_i^2, so that H W^2 is Wanda's score squared."""
 
     def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
@@ -27,10 +28,11 @@ class InputNorms:
                 f'({len(missing)} in all) has not; use "fisher"'
             )
 
+    @override
     def refresh(
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
-        """See `Estimator`; a forward pass for every pass of a batch, and one reduction of a vector per layer."""
+        """A forward pass for every pass of a batch, and one reduction of a vector per layer."""
         on, layout = self.on, self.on.layout
         # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
         sums: dict[str, Tensor] = {}
@@ -69,9 +71,9 @@ class InputNorms:
         on.load.take({name: reduced[name][:, -1] for name in on.load.rows})
         for name, shard in on.shards.items():
             column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
-            for piece in on.pieces[name]:
-                index = torch.arange(piece.start, piece.stop, device=vector.device)
+            for chunk in on.chunks[name]:
+                index = torch.arange(chunk.start, chunk.stop, device=vector.device)
                 inputs = index // shard.shape[-1] if name in on.input_first else index % shard.shape[-1]
                 expert = index // (shard.shape[-2] * shard.shape[-1]) if len(column_EI) > 1 else 0
-                total[name][piece.start - shard.start : piece.stop - shard.start] = column_EI[expert, inputs]
+                total[name][chunk.start - shard.start : chunk.stop - shard.start] = column_EI[expert, inputs]
         return True

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
 from sparseforge_ds.mask.curvature import token_fisher
+from sparseforge_ds.zero.layer_hooks import block_gradients
 from sparseforge_ds.zero.probe import reduce_to_shard
-from sparseforge_ds.zero.taps import block_gradients
 
 
 class ListedExperts:

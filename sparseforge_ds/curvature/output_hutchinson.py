@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.curvature.context import EstimatorContext
+from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.mask.curvature import counter_key, rademacher_rows
+from sparseforge_ds.zero.layer_hooks import displaced_outputs
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
-from sparseforge_ds.zero.taps import displaced_outputs
 
 RADIUS = 0.1
 """Step relative to the RMS of a token's outputs; the same in all dtypes."""
@@ -49,7 +50,7 @@ class _Between:
     """Sum over outputs of v g / 2r, of the first side."""
 
 
-class OutputHutchinson:
+class OutputHutchinson(SumsEstimator):
     """v (g(y + r v) - g(y - r v)) / 2r at the outputs, times x^2."""
 
     def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
@@ -60,8 +61,9 @@ class OutputHutchinson:
         self._passes = 0
         assert shards.modules.keys() == shards.shards.keys() and not shards.load.rows  # refused before
 
+    @override
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
-        """See `SumsEstimator`; two forward and backward passes for every pass of a batch."""
+        """Two forward and backward passes for every pass of a batch."""
         on = self.on
         sums = self._sums = AxisSums(on.matrices, on.shards, on.layout.device)
         self._passes = 0
@@ -74,8 +76,8 @@ class OutputHutchinson:
                 self._passes += 1
         return on.probe.usable(sums.values)
 
+    @override
     def finish(self) -> tuple[AxisSums, Tensor]:
-        """See `SumsEstimator`."""
         assert self._sums is not None
         for name in self.on.shards:
             output_O, input_I = self._sums_of(name, self._sums)

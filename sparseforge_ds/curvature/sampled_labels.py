@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sparseforge_ds.curvature.context import EstimatorContext
 from sparseforge_ds.mask.curvature import counter_key, sample_labels
+from sparseforge_ds.zero.layer_hooks import captured_logits
 from sparseforge_ds.zero.probe import Closure
-from sparseforge_ds.zero.taps import captured_logits
 
 _CHUNK = 1024
 """Rows whose fp32 logits and probabilities exist at a time."""

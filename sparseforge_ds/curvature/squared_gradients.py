@@ -6,19 +6,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.curvature.context import Diagonal, EstimatorContext
+from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
 from sparseforge_ds.curvature.listed_experts import ListedExperts
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
-from sparseforge_ds.zero.expert_taps import expert_gradients
+from sparseforge_ds.zero.expert_hooks import expert_gradients
+from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, reduce_to_shard
 from sparseforge_ds.zero.shard import Shard
-from sparseforge_ds.zero.taps import token_gradients
 
 
-class SquaredGradients:
+class SquaredGradients(Estimator):
     """Fisher and Gauss-Newton: squared gradients, per token where the weight belongs to a linear layer."""
 
     def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
@@ -31,10 +32,11 @@ class SquaredGradients:
         self.per_batch = set(shards.shards) - set(self.modules) - of_fused
         self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
 
+    @override
     def refresh(
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
-        """See `Estimator`; a forward and backward pass for every pass of a batch."""
+        """A forward and backward pass for every pass of a batch."""
         on, layout = self.on, self.on.layout
         passes = batches.passes(0)
 

@@ -36,7 +36,7 @@ class Agreement(Protocol):
         """Whether this is rank 0."""
         ...
 
-    def everywhere(self, work: Callable[[], T]) -> T:
+    def all_or_raise(self, work: Callable[[], T]) -> T:
         """Do something on every rank, and raise on every rank what one rank raises."""
         ...
 
@@ -157,7 +157,7 @@ class StreamedWindows:
     def _wait(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         producer = self._producer
         record = self._ranks.on_first(lambda: self._known(chunk, producer.wait(chunk)) if producer is not None else {})
-        token = self._ranks.everywhere(lambda: self._chunks.open(chunk))
+        token = self._ranks.all_or_raise(lambda: self._chunks.open(chunk))
         if self._newest is None or chunk >= self._newest[0]:
             self._newest = chunk, record
         order = np.random.default_rng([self.seed, chunk]).permutation(self._sizes.windows(chunk))

@@ -211,7 +211,7 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
             prune_by_magnitude(model, pattern)
         return documents, model, tokenizer
 
-    documents, model, tokenizer = shares.everywhere(load)
+    documents, model, tokenizer = shares.all_or_raise(load)
     by_document = args.text.endswith(".jsonl") and not is_wikitext2(args.text)
     protocol: Protocol = args.protocol or ("documents" if by_document else "windows")
     began = time.monotonic()

@@ -57,7 +57,7 @@ class Shares:
             merged[rank :: self.count] = share
         return merged
 
-    def everywhere(self, work: Callable[[], T]) -> T:
+    def all_or_raise(self, work: Callable[[], T]) -> T:
         """Do `work`, which does not communicate, on every rank.
 
         Raises:

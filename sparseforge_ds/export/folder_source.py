@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
@@ -79,8 +80,8 @@ class FolderSource(Source):
         if self._sparsity.get("adapter"):
             self._adapter = self._open_adapter(self.folder)
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `Source.read`."""
         value = self._weights.read(name)
         if hash_tensor(value) != self._listed[name].get("sha256"):
             raise ValueError(
@@ -94,8 +95,9 @@ class FolderSource(Source):
         require_finite(value, name, self.folder)
         return value
 
+    @override
     def read_mask(self, name: str) -> Tensor:
-        """See `Source.read_mask`; where fewer than N are not zero, the first zeros of the group count as kept."""
+        """Where fewer than N are not zero, the first zeros of the group count as kept."""
         weight = self.prunable[name]
         there = (self.read(name) != 0).to(torch.uint8)
         there_GM = self.pattern.to_groups(there.reshape(-1), weight.shape, weight.input_axis)
@@ -104,8 +106,8 @@ class FolderSource(Source):
         kept_GM = top_n(there_GM, self.pattern.kept)
         return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
 
+    @override
     def read_branch(self, name: str) -> Tensor:
-        """See `Source.read_branch`."""
         assert self._adapter is not None
         value = self._adapter.read(_branch_key(name)).to(self.dtype)
         require_finite(value, _branch_key(name), self.folder)

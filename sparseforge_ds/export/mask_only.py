@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from typing_extensions import override
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor, tensor_bytes
@@ -153,8 +154,8 @@ class MaskedSource(Source):
         content = self.masks.content
         self.record = {"format": 1, **{key: content[key] for key in _HEAD}, "dtype": str(self.dtype)[6:]}
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `Source.read`."""
         value = self.read_dense(name)
         if name in self.prunable:
             value = masked(value, self.masks.read(name))
@@ -167,16 +168,18 @@ class MaskedSource(Source):
         value = self._tensors.read_slice(part.of, part.start, part.stop).view(part.shape)
         return value.to(self.specs[name].dtype)
 
+    @override
     def read_mask(self, name: str) -> Tensor:
-        """See `Source.read_mask`."""
         return self.masks.read(name)
 
+    @override
     def read_branch(self, name: str) -> Tensor:
-        """See `Source.read_branch`; there are none."""
+        """There are none."""
         raise KeyError(name)
 
+    @override
     def check_bytes(self, workers: int = 1) -> None:
-        """See `Source.check_bytes`; masks are checked as they are read, the dense model has no checksums."""
+        """Masks are checked as they are read, the dense model has no checksums."""
 
     def _prefix(self) -> str:
         """What the dense folder leaves away: some models are stored without the name of their class' inner model."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.checkpoint.folder import find_run, read_json
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -108,8 +109,8 @@ class RunSource(Source):
         if (experts := _experts(checkpoint, state or {})) is not None:
             self.record["experts"] = experts
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `Source.read`."""
         spec, weight = self.specs[name], self.prunable.get(name)
         flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
         span = 1 if weight is None else self.pattern.span(weight.shape, weight.input_axis)
@@ -122,22 +123,22 @@ class RunSource(Source):
         require_finite(flat, name, self.checkpoint.folder)
         return flat.view(spec.shape)
 
+    @override
     def read_mask(self, name: str) -> Tensor:
-        """See `Source.read_mask`."""
         weight = self.prunable[name]
         flat = torch.empty(math.prod(weight.shape), dtype=torch.bool)
         for start, stop in chunks(flat.numel(), self.pattern.span(weight.shape, weight.input_axis)):
             flat[start:stop], _ = self._kept(weight, start, stop)
         return flat.view(weight.shape)
 
+    @override
     def read_branch(self, name: str) -> Tensor:
-        """See `Source.read_branch`."""
         value = self.checkpoint.weight(f"{name}.{LOW_RANK}").to(self.dtype)
         require_finite(value, f"{name}.{LOW_RANK}", self.checkpoint.folder)
         return value
 
+    @override
     def check_bytes(self, workers: int = 1) -> None:
-        """See `Source.check_bytes`."""
         each(lambda part: self.checkpoint.check_bytes(part, workers), range(workers), workers)
 
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:

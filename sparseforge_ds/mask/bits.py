@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.mask.chunks import chunks
 
 _GATHER = sum(1 << (56 - 7 * place) for place in range(8))
 """Times eight bytes of 0 or 1, read as one integer: byte i lands on bit 56 + i, and nothing is carried."""
@@ -20,16 +20,16 @@ def pack(bit: Tensor) -> Tensor:
     packed = torch.empty(-(-bit.numel() // 8), dtype=torch.uint8, device=bit.device)
     ones = F.pad(bit, (0, rest)) if rest or bit.storage_offset() % 8 else bit
     octets = (ones.clone() if ones.storage_offset() % 8 else ones).contiguous().view(torch.int64)
-    for run in runs(octets):
-        packed[run] = (octets[run] * _GATHER) >> 56
+    for chunk in chunks(octets):
+        packed[chunk] = (octets[chunk] * _GATHER) >> 56
     return packed
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
     """(ceil(count / 8),) uint8 -> (count,) bool, inverse of `pack`."""
     found = torch.empty(count, dtype=torch.bool, device=packed.device)
-    for run in runs(found):
-        found[run] = bits_of(packed[run.start // 8 : -(-run.stop // 8)], run.stop - run.start)
+    for chunk in chunks(found):
+        found[chunk] = bits_of(packed[chunk.start // 8 : -(-chunk.stop // 8)], chunk.stop - chunk.start)
     return found
 
 

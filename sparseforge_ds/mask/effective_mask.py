@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.bits import keep_in_place, values_of_bits
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.fusing import between, fused, moved, without_sign
-from sparseforge_ds.mask.runs import runs
 
 
 def publish(dense: Tensor, effective: Tensor, out: Tensor) -> None:
@@ -59,18 +59,18 @@ def soft_step(
         out: (n,) master weight, fp32 or bf16.
     """
     held = None if before.untyped_storage()._cdata == out.untyped_storage()._cdata else before
-    for run in runs(dense):  # of a multiple of 8 elements
-        bits = kept[run.start // 8 : -(-run.stop // 8)]
+    for chunk in chunks(dense):  # of a multiple of 8 elements
+        bits = kept[chunk.start // 8 : -(-chunk.stop // 8)]
         # A compiled function must not get the same memory twice.
-        given = (dense[run], None if held is None else held[run], mask[run], bits)
-        _soft_step(*given, x_before, x_before >= 0.5, x, x >= 0.5, out[run])
+        given = (dense[chunk], None if held is None else held[chunk], mask[chunk], bits)
+        _soft_step(*given, x_before, x_before >= 0.5, x, x >= 0.5, out[chunk])
 
 
 def soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, out: Tensor) -> None:
     """The second half of `soft_step`: m_eff(x) W into `out`."""
-    for run in runs(dense):
-        bits = kept[run.start // 8 : -(-run.stop // 8)]
-        _soft_publish(dense[run], mask[run], bits, x, x >= 0.5, out[run])
+    for chunk in chunks(dense):
+        bits = kept[chunk.start // 8 : -(-chunk.stop // 8)]
+        _soft_publish(dense[chunk], mask[chunk], bits, x, x >= 0.5, out[chunk])
 
 
 def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
@@ -80,8 +80,8 @@ def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
         gradient: (n,) of any dtype.
         kept: (ceil(n / 8),) packed bits.
     """
-    for run in runs(gradient):
-        _masked_gradient(gradient[run], kept[run.start // 8 : -(-run.stop // 8)])
+    for chunk in chunks(gradient):
+        _masked_gradient(gradient[chunk], kept[chunk.start // 8 : -(-chunk.stop // 8)])
 
 
 @fused(writes=("dense", "out"))

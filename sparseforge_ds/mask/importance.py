@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.fusing import fused
-from sparseforge_ds.mask.runs import runs
 
-MOMENTS = 7
-"""Columns of `score_moments`: count, H, H W^2, W^2, (H W^2)^2, H W^4, W^4."""
+STATS = 7
+"""Columns of `score_stats`: count, H, H W^2, W^2, (H W^2)^2, H W^4, W^4."""
 
 
 class RankOne(NamedTuple):
@@ -42,7 +42,7 @@ def part_of(curvature: Curvature, inside: slice) -> tuple[Tensor | None, Tensor 
     return None if curvature is None else curvature[inside], None, None, 0
 
 
-def score_moments(dense: Tensor, curvature: Curvature) -> Tensor:
+def score_stats(dense: Tensor, curvature: Curvature) -> Tensor:
     """Partial sums of one matrix, to be added over the shards and ranks that hold it.
 
     Args:
@@ -50,21 +50,21 @@ def score_moments(dense: Tensor, curvature: Curvature) -> Tensor:
         curvature: of these elements.
 
     Returns:
-        (7,) fp64, see MOMENTS.
+        (7,) fp64, see STATS.
     """
     found = []
-    for run in runs(dense):
-        sums = _sum_moments(dense[run], *part_of(curvature, run))
-        count = sums[0].new_full((), dense[run].numel())
+    for chunk in chunks(dense):
+        sums = _sum_moments(dense[chunk], *part_of(curvature, chunk))
+        count = sums[0].new_full((), dense[chunk].numel())
         ones = (count, count, sums[0], sums[0], sums[1], sums[1], sums[1])  # H = 1
         found.append(torch.stack(ones if curvature is None else (count, *sums)))
     if len(found) == 1:
         return found[0]
-    return torch.stack(found).sum(0) if found else dense.new_zeros(MOMENTS, dtype=torch.float64)
+    return torch.stack(found).sum(0) if found else dense.new_zeros(STATS, dtype=torch.float64)
 
 
-def magnitude_moments(moments: Tensor) -> Tensor:
-    """(rows, 7) as `score_moments` gives them -> what it gives for the same matrices without a curvature (H = 1)."""
+def magnitude_stats(moments: Tensor) -> Tensor:
+    """(rows, 7) as `score_stats` gives them -> what it gives for the same matrices without a curvature (H = 1)."""
     count, square, fourth = moments[:, 0], moments[:, 3], moments[:, 6]
     return torch.stack([count, count, square, square, fourth, fourth, fourth], dim=1)
 
@@ -117,7 +117,7 @@ def standardized_score(dense: Tensor, curvature: Curvature, scaling: Tensor) -> 
     Returns:
         (n,) fp32.
     """
-    found = [_score_run(dense[run], *part_of(curvature, run), scaling) for run in runs(dense)]
+    found = [_score_run(dense[chunk], *part_of(curvature, chunk), scaling) for chunk in chunks(dense)]
     return found[0] if len(found) == 1 else torch.cat([dense.new_empty(0), *found])
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.mask.chunks import chunks
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,6 @@ def rank_in_group(group_GM: Tensor) -> Tensor:
 def top_n(group_GM: Tensor, n: int) -> Tensor:
     """(G, M) values -> (G, M) bool with exactly `n` True in every row: its `n` largest, ties to the lower index."""
     top_GM = torch.empty(group_GM.shape, dtype=torch.bool, device=group_GM.device)
-    for run in runs(group_GM):
-        torch.lt(rank_in_group(group_GM[run]), n, out=top_GM[run])
+    for chunk in chunks(group_GM):
+        torch.lt(rank_in_group(group_GM[chunk]), n, out=top_GM[chunk])
     return top_GM

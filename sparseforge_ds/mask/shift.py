@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.mask.chunks import chunks
 
 STARTS = 8
 """Points that the search begins from, at most: further ones gain less than 0.1% of what is removed."""
@@ -41,7 +41,7 @@ def best_shift(run_RK: Tensor, kept: int, members: int) -> Tensor:
     """
     removed = members - kept
     best_R = torch.empty(run_RK.shape[0], device=run_RK.device)
-    for some in runs(run_RK):
+    for some in chunks(run_RK):
         best_R[some] = _search(run_RK[some], removed, members)
     return best_R
 

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.bits import pack, set_bits
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.fusing import between, fused
 from sparseforge_ds.mask.importance import Curvature, part_of, score
 from sparseforge_ds.mask.pattern import NM, Pattern, rank_in_group
-from sparseforge_ds.mask.runs import runs
 
 UNROLLED = 16
 """Members of a group at most whose places are found by comparing each with each; larger groups are sorted."""
@@ -82,8 +82,8 @@ def move_groups(
     rates = (dials.temperature, dials.beta, dials.beta >= 0.5, pull, dials.mask_rate, dials.mask_rate >= 0.5)
     settings = (scaling, pattern.members, interleaved, pattern.kept, midpoint, *rates)
     chosen = []
-    for run in runs(dense.view(-1, span)):
-        inside = slice(run.start * span, run.stop * span)
+    for chunk in chunks(dense.view(-1, span)):
+        inside = slice(chunk.start * span, chunk.stop * span)
         elements, share_R, column_C, first = part_of(curvature, inside)
         if side_by_side:
             mask[inside], *found = _fused_move(
@@ -113,10 +113,10 @@ def tally(mask: Tensor, target: Tensor, kept: Tensor | None, before: Tensor | No
         before: (ceil(n / 8),) packed target of the update before, or None where there is none to compare with.
     """
     targets, keeps, sums = [], [], []
-    for run in runs(mask):  # of a multiple of 8 elements
-        octets = slice(run.start // 8, -(-run.stop // 8))
-        given = (None if kept is None else kept[run], None if before is None else before[octets])
-        bits, *found = _tally(mask[run], target[run], *given)
+    for chunk in chunks(mask):  # of a multiple of 8 elements
+        octets = slice(chunk.start // 8, -(-chunk.stop // 8))
+        given = (None if kept is None else kept[chunk], None if before is None else before[octets])
+        bits, *found = _tally(mask[chunk], target[chunk], *given)
         targets.append(bits)
         if kept is not None:
             keeps.append(found.pop(0))
@@ -222,9 +222,9 @@ def _over_group(member: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, member)
 
 
-def _end_to_end(run: Sequence[Tensor]) -> Tensor:
+def _end_to_end(chunk: Sequence[Tensor]) -> Tensor:
     """Results of all runs; those of a single one without a copy."""
-    return run[0] if len(run) == 1 else torch.cat(list(run))
+    return chunk[0] if len(chunk) == 1 else torch.cat(list(chunk))
 
 
 @fused(kernels=3)

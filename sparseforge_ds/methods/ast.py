@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.refreshed import RefreshedMask
@@ -25,8 +26,8 @@ class Ast(RefreshedMask):
         super().__init__(weights, ranking)
         weights.require_adam("ast")
 
+    @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """See `MaskMethod`."""
         trained = self.on.state.trained(index)
         state = self.on.state.partition(index)
         for key in ("exp_avg", "exp_avg_sq"):

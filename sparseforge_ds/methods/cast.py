@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.refreshed import RefreshedMask
@@ -26,27 +27,28 @@ class Cast(RefreshedMask):
         super().__init__(weights, ranking)
         weights.require_adam("cast")
 
+    @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `MaskMethod`; when the mask freezes, factors are folded and masked weights are gone."""
+        """When the mask freezes, factors are folded and masked weights are gone."""
         self.moved = self.on.schedule.is_projection(step)
         if self.moved:
             self._fold()
         return super().update(step, probe)
 
+    @override
     def resume(self) -> None:
-        """See `MaskMethod`."""
         for layer in scaled_layers(self.on.engine.module).values():
             layer.enabled = self.on.step < self.on.schedule.freeze_step
 
+    @override
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        """See `MaskMethod`."""
         if self.on.step >= self.on.schedule.freeze_step:
             super().publish(index, dense, before, out, step)
         else:
             out.copy_(dense.view(out.shape))
 
+    @override
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """See `MaskMethod`."""
         state = self.on.state.partition(index)
         if self.on.step < self.on.schedule.freeze_step and "exp_avg_sq" in state:
             # Where Adam counts its steps on the device, nothing asks for the number.
@@ -59,8 +61,9 @@ class Cast(RefreshedMask):
                 dense[run] = dense[run].sign() * (dense[run].abs() - pull).clamp_(min=0)
         super().after_step(index, group)
 
+    @override
     def is_due(self, step: int) -> bool:
-        """See `RefreshedMask`; the last choice is by the last weights."""
+        """The last choice is by the last weights."""
         return super().is_due(step) or step == self.on.schedule.freeze_step
 
     @torch.no_grad()

@@ -99,15 +99,15 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         b, before = torch.zeros(2, outputs * (inputs // k), device=layout.device)
         before[own.start : own.stop] = master
         places = []
-        for piece in edges.pieces[name]:
-            dense = edges.widen(piece, on.dense(piece), halo)
+        for chunk in edges.chunks[name]:
+            dense = edges.widen(chunk, on.dense(chunk), halo)
             run_RK = run_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
-            first = piece.start - piece.start % spans[name]  # flat element that the first span of the piece begins with
+            first = chunk.start - chunk.start % spans[name]  # flat element that the first span of the chunk begins with
             number = torch.arange(first // k, first // k + len(run_RK), device=layout.device)
             # Runs in the order of `to_groups`: along the inputs of an output, or all outputs of k inputs after another.
             place = number if input_last else number % outputs * (inputs // k) + number // outputs
             begins = number * k if input_last else number // outputs * (k * outputs) + number % outputs
-            mine = (begins >= piece.start) & (begins < piece.stop)  # a run that is cut counts where it begins
+            mine = (begins >= chunk.start) & (begins < chunk.stop)  # a run that is cut counts where it begins
             b[place] = torch.where(mine, best_shift(run_RK, on.pattern.kept, on.pattern.members), b[place])
             places.append(place)
         layout.sum_shards(b)
@@ -116,10 +116,10 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         master.copy_(b[own.start : own.stop])
         seen = branch.low_rank_b.dtype
         b = b.to(master.dtype).to(seen).float() - before.to(seen).float()
-        for piece, place in zip(edges.pieces[name], places, strict=True):
-            dense = on.dense(piece)
+        for chunk, place in zip(edges.chunks[name], places, strict=True):
+            dense = on.dense(chunk)
             b_RK = b[place].to(dense.device)[:, None].expand(-1, k)
-            dense -= edges.own(piece, run_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
+            dense -= edges.own(chunk, run_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
         branch.enabled = True
 
 

@@ -24,11 +24,11 @@ from sparseforge_ds.curvature import (
     sums_of,
 )
 from sparseforge_ds.curvature.axis_sums import AxisSums
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one
-from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
-from sparseforge_ds.model.measurable import refuse_unmeasurable
+from sparseforge_ds.model.estimator_support import refuse_unmeasurable
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 from sparseforge_ds.zero.shard import Shard
 
@@ -176,10 +176,10 @@ class CurvatureMean:
                 on.health.add_refresh(average, sample[name])
                 accumulate(average, sample[name], decay)
             else:
-                for run in runs(average):
-                    first = average[run].clone()
-                    average[run].zero_()
-                    accumulate(average[run], first, decay)
+                for chunk in chunks(average):
+                    first = average[chunk].clone()
+                    average[chunk].zero_()
+                    accumulate(average[chunk], first, decay)
         on.refreshes += 1
 
     def _take_experts(self, name: str, average: Tensor, sample: Tensor | None, rates: list[float]) -> None:
@@ -207,8 +207,8 @@ class CurvatureMean:
         sums.add_shards(lambda shard: on.of(shard, "curvature"))
         return sums
 
-    def pieces(self) -> Iterator[tuple[Shard, Tensor | None]]:
-        """(piece, mean of its elements, without bias correction) for every piece of this rank's shards.
+    def chunks(self) -> Iterator[tuple[Shard, Tensor | None]]:
+        """(chunk, mean of its elements, without bias correction) for every chunk of this rank's shards.
 
         None where there is none, as of elements after the freeze. Of sums, it is the product that scores take.
         Collective, before the first.
@@ -216,15 +216,15 @@ class CurvatureMean:
         on = self.on
         sums = self.whole() if self.running is not None else None
         factors = [] if sums is None else sums.factors(on.layout.flats[0].device)
-        for piece in on.pieces():
+        for chunk in on.chunks():
             if sums is None:
-                yield piece, None if self.estimator is None or on.state.released else on.of(piece, "curvature")
+                yield chunk, None if self.estimator is None or on.state.released else on.of(chunk, "curvature")
                 continue
-            shard, found = on.shards[piece.name], []
-            for part in on.matrices.parts[piece.name]:
-                start = max(part.start, piece.start - shard.start)
-                stop = min(part.stop, piece.stop - shard.start)
+            shard, found = on.shards[chunk.name], []
+            for part in on.matrices.parts[chunk.name]:
+                start = max(part.start, chunk.start - shard.start)
+                stop = min(part.stop, chunk.stop - shard.start)
                 if start < stop:
-                    first = sums.first(piece.name, part) - part.start
+                    first = sums.first(chunk.name, part) - part.start
                     found.append(rank_one(*factors[part.row], first + start, first + stop))
-            yield piece, torch.cat(found)
+            yield chunk, torch.cat(found)

@@ -7,6 +7,7 @@ SparseGPT's, which updates weights as well.
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.methods.method import MaskMethod
@@ -24,8 +25,8 @@ class FixedMask(MaskMethod):
         reconstructed = weights.config.importance == "sparsegpt"
         self._sparsegpt = SparseGPT(weights, ranking.probe) if reconstructed else None
 
+    @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """See `MaskMethod`."""
         self.choose(probe)
 
     @torch.no_grad()

@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.effective_mask import disagreement
 from sparseforge_ds.mask.pattern import Pattern, top_n
-from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.mask.update import tally
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.matrices import Matrices
@@ -62,8 +62,8 @@ class Health:
 
     def add_refresh(self, average: Tensor, sample: Tensor) -> None:
         """Account for one shard's new curvature sample, before it enters the running mean."""
-        for run in runs(sample):
-            new, old = sample[run], average[run]
+        for chunk in chunks(sample):
+            new, old = sample[chunk], average[chunk]
             self._add("agreement", (new * old).sum(dtype=torch.float64))
             self._add("sample_square", new.square().sum(dtype=torch.float64))
             self._add("average_square", old.square().sum(dtype=torch.float64))
@@ -77,7 +77,7 @@ class Health:
         curvature: Tensor | None,
         correction: float = 1.0,
     ) -> None:
-        """Account for the new mask, target and curvature of a shard or a piece of one, each (numel of it,).
+        """Account for the new mask, target and curvature of a shard or a chunk of one, each (numel of it,).
 
         `correction` is the bias correction by which its running mean is to be divided.
         """
@@ -89,8 +89,8 @@ class Health:
         if shard.start // span < shard.stop // span and whole.numel():
             group_GM = self.pattern.to_groups(whole, weight.shape, weight.input_axis)
             if mask.dtype != torch.bool:  # what is binary is its own top N
-                for run in runs(group_GM):
-                    self._add("disagreeing", disagreement(group_GM[run], top_n(group_GM[run], self.pattern.kept)))
+                for chunk in chunks(group_GM):
+                    self._add("disagreeing", disagreement(group_GM[chunk], top_n(group_GM[chunk], self.pattern.kept)))
             self._counts["groups"] += group_GM.shape[0]
 
     def add_moved(
@@ -103,15 +103,15 @@ class Health:
         disagrees: Tensor,
         kept_bits: Tensor | None,
     ) -> None:
-        """Account for what an update made of a shard or a piece of one.
+        """Account for what an update made of a shard or a chunk of one.
 
         Args:
             weight: that it is of.
-            shard: the piece.
+            shard: the chunk.
             mask: (numel,) new mask, fp32 or codes.
             target: (numel,) bool, see `Chosen`.
             kept: (numel,) bool, see `Chosen`.
-            disagrees: of all groups that the piece has a member of, see `Chosen`.
+            disagrees: of all groups that the chunk has a member of, see `Chosen`.
             kept_bits: (ceil(numel / 8),) where to pack `kept`, if anywhere.
         """
         self._account(shard, mask, target, kept, kept_bits)
@@ -140,10 +140,10 @@ class Health:
 
     def add_curvature(self, curvature: Tensor | None, correction: float) -> None:
         """Account for elements of the running mean of H, which is to be divided by `correction`."""
-        for run in runs(curvature) if curvature is not None else ():
+        for chunk in chunks(curvature) if curvature is not None else ():
             assert curvature is not None
-            self._add("curvature", curvature[run].sum(dtype=torch.float64) / correction)
-            self._add("negative", (curvature[run] < 0).sum(dtype=torch.float64))
+            self._add("curvature", curvature[chunk].sum(dtype=torch.float64) / correction)
+            self._add("negative", (curvature[chunk] < 0).sum(dtype=torch.float64))
 
     def report(self, with_curvature: bool) -> dict[str, float]:
         """Reduce over the ranks, read once, start anew. Collective."""

@@ -16,10 +16,10 @@ def histograms(on: ShardedWeights, ranking: Ranking, bins: int) -> dict[str, tup
     """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
     table = torch.zeros(len(on.shards), 2 * bins, dtype=torch.float64, device=on.layout.device)
     row_of = {name: row for row, name in enumerate(on.shards)}
-    for piece, curvature in ranking.curvatures():
-        corrected = None if curvature is None else curvature / on.correction(piece.name)
-        of_piece = histogram_counts(on.state.mask(piece), corrected, bins)
-        table[row_of[piece.name]] += of_piece.to(table.device)
+    for chunk, curvature in ranking.curvatures():
+        corrected = None if curvature is None else curvature / on.correction(chunk.name)
+        of_piece = histogram_counts(on.state.mask(chunk), corrected, bins)
+        table[row_of[chunk.name]] += of_piece.to(table.device)
     counts = on.matrices.reduce(table).long().tolist()
     low, high = CURVATURE_DECADES
     mask_edges = [i / bins for i in range(bins + 1)]

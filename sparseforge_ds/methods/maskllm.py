@@ -1,7 +1,7 @@
 """MaskLLM: frozen weights, and a learned categorical over the patterns of every group (arXiv 2409.17481).
 
 The network sees m W with m a soft sample, a new one for every optimizer step. The gradient in the mask is dL/dw * W,
-which is on the shard; of groups that a boundary cuts, its pieces and the logits travel. Adam's settings are those of
+which is on the shard; of groups that a boundary cuts, its chunks and the logits travel. Adam's settings are those of
 the engine's optimizer, its learning rate is that of the run.
 
 Legend of shape suffixes: G groups, M members of a group, K patterns of a group.
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.config.rules import logit_keys
 from sparseforge_ds.mask.anneal import progress
@@ -50,8 +51,9 @@ class MaskLLM(FixedMask):
 
     # -- the method ---------------------------------------------------------------------------------------------------
 
+    @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """See `MaskMethod`; the chosen mask is what the logits lean to."""
+        """The chosen mask is what the logits lean to."""
         super().start(probe)
         on = self.on
         halo = on.exchange("mask")
@@ -64,25 +66,27 @@ class MaskLLM(FixedMask):
         for index in on.state.flats:
             self._sample(index, 0)
 
+    @override
     def resume(self) -> None:
-        """See `MaskMethod`."""
         self._halo = {index: self._exchange(index) for index in self.on.state.flats}
 
+    @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `MaskMethod`; masks have moved already, and are looked at."""
+        """Masks have moved already, and are looked at."""
         if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
             return None
         for shard in self._shards():
             self.on.add_update(shard, self.on.state.mask(shard), self._best(shard).bool())
         return self.ranking.report()
 
+    @override
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
-        """See `MaskMethod`."""
         for shard in self._shards(index):
             publish(shard.of(dense), self._best(shard), shard.of(out))
 
+    @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """See `MaskMethod`; Adam on the logits, and the weights stay."""
+        """Adam on the logits, and the weights stay."""
         on = self.on
         if on.step >= on.schedule.freeze_step:
             return None
@@ -102,8 +106,9 @@ class MaskLLM(FixedMask):
             self._adam(shard, logit_gradient(choice_GK, grad_GM, self._pattern_KM, scale, temperature), group)
         return None
 
+    @override
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """See `MaskMethod`; the mask of the next forward."""
+        """The mask of the next forward."""
         if self.on.step < self.on.schedule.freeze_step:
             self._halo[index] = self._exchange(index)
             self._sample(index, self.on.step + 1)

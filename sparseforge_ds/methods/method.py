@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import publish
-from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
@@ -76,8 +76,8 @@ class MaskMethod:
             out.copy_(dense.view(out.shape))  # what is pruned is +0.0 in it
             return
         mask = state.partition(index)["mask"].view(-1)
-        for run in runs(mask):
-            publish(dense.view(-1)[run], values_of(mask[run]), out.view(-1)[run])
+        for chunk in chunks(mask):
+            publish(dense.view(-1)[chunk], values_of(mask[chunk]), out.view(-1)[chunk])
 
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
         """`publish` as it would be if masks were frozen now."""

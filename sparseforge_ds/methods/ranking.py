@@ -7,22 +7,23 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.curvature import RunningSums
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.mask.factored import vanishes
 from sparseforge_ds.mask.importance import (
-    MOMENTS,
+    STATS,
     Curvature,
     RankOne,
-    magnitude_moments,
+    magnitude_stats,
     scalings,
-    score_moments,
+    score_stats,
     standardized_score,
 )
 from sparseforge_ds.methods.curvature_mean import CurvatureMean
 from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError, ShardedWeights
-from sparseforge_ds.zero.halo import Piece
+from sparseforge_ds.zero.halo import Chunk
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
@@ -40,17 +41,17 @@ class Scoring:
         self.by_magnitude: set[int] = set()
         """Matrices without a curvature."""
 
-    def of(self, run: Piece | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
+    def of(self, chunk: Chunk | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
         """(elements of the run, their H, scaling) for every matrix that a run of a weight's elements touches.
 
         `elements`: H of the run where it is not a product.
         """
-        rows = self.matrices.rows[run.name]
-        size = self.matrices.size(run.name)
-        for row in rows[run.start // size : -(-run.stop // size)]:
+        rows = self.matrices.rows[chunk.name]
+        size = self.matrices.size(chunk.name)
+        for row in rows[chunk.start // size : -(-chunk.stop // size)]:
             first = (row - rows.start) * size
-            start, stop = max(run.start, first), min(run.stop, first + size)
-            inside = slice(start - run.start, stop - run.start)
+            start, stop = max(chunk.start, first), min(chunk.stop, first + size)
+            inside = slice(start - chunk.start, stop - chunk.start)
             curvature: Curvature = None if elements is None else elements[inside]
             if self.factors:
                 curvature = RankOne(*self.factors[row], start - first)
@@ -60,8 +61,8 @@ class Scoring:
 class Ranking:
     """Scores by the running mean of the curvature, or by magnitude."""
 
+    @override
     def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
-        """See `CurvatureMean`."""
         self.on = weights
         self.probe = probe
         self.mean = CurvatureMean(weights, probe)
@@ -91,46 +92,46 @@ class Ranking:
         return self.mean.lost_refreshes
 
     def listen(self) -> None:
-        """See `CurvatureMean`."""
+        """As `CurvatureMean.listen`."""
         self.mean.listen()
 
     def take_heard(self) -> None:
-        """See `CurvatureMean`."""
+        """As `CurvatureMean.take_heard`."""
         self.mean.take_heard()
 
     def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
-        """See `CurvatureMean`."""
+        """As `CurvatureMean.refresh`."""
         self.mean.refresh(probe, write_masters)
 
     def require_refreshed(self) -> None:
-        """See `CurvatureMean`."""
+        """As `CurvatureMean.require_refreshed`."""
         self.mean.require_refreshed()
 
     def curvatures(self) -> Iterator[tuple[Shard, Tensor | None]]:
-        """See `CurvatureMean.pieces`."""
-        return self.mean.pieces()
+        """As `CurvatureMean.chunks`."""
+        return self.mean.chunks()
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
-        """(piece, (G, M) s~ of its groups) for every piece of this rank's shards. Collective, before the first.
+        """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first.
 
         Raises:
             ForgeError: some matrix has no curvature to speak of.
         """
         on, scoring = self.on, self.scoring()
 
-        def score(piece: Piece | Shard) -> Tensor:
-            dense = on.dense(on.shards[piece.name])[piece.start - on.shards[piece.name].start :]
+        def score(chunk: Chunk | Shard) -> Tensor:
+            dense = on.dense(on.shards[chunk.name])[chunk.start - on.shards[chunk.name].start :]
             found = [
                 standardized_score(dense[inside], curvature, scaling)
-                for inside, curvature, scaling in scoring.of(piece, self._elements(piece))
+                for inside, curvature, scaling in scoring.of(chunk, self._elements(chunk))
             ]
             return found[0] if len(found) == 1 else torch.cat(found)
 
         halo = on.edges.exchange(score)
-        for piece in on.pieces():
-            yield piece, on.to_groups(piece, score(piece), halo)
+        for chunk in on.chunks():
+            yield chunk, on.to_groups(chunk, score(chunk), halo)
 
     def scoring(self) -> Scoring:
         """What the scores of all elements are made of. Collective.
@@ -143,26 +144,26 @@ class Ranking:
         scoring = Scoring(on.matrices)
         if sums is not None:
             scoring.factors = sums.factors(home)
-        moments = torch.zeros(len(on.matrices.names), MOMENTS, dtype=torch.float64, device=home)
+        moments = torch.zeros(len(on.matrices.names), STATS, dtype=torch.float64, device=home)
         scoring.scaling = moments  # of the right shape, until it is known
-        for piece in on.pieces():
-            dense = on.dense(piece)
-            for inside, curvature, of_matrix in scoring.of(piece, self._elements(piece)):
-                of_matrix += score_moments(dense[inside], curvature)
+        for chunk in on.chunks():
+            dense = on.dense(chunk)
+            for inside, curvature, of_matrix in scoring.of(chunk, self._elements(chunk)):
+                of_matrix += score_stats(dense[inside], curvature)
         moments = on.matrices.reduce(moments.to(on.layout.device))
         scoring.by_magnitude = self._read(moments[:, 1], sums)
         if scoring.by_magnitude:
             rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
-            moments[rows] = magnitude_moments(moments[rows])
+            moments[rows] = magnitude_stats(moments[rows])
         scoring.scaling = scalings(moments, on.config.curvature.damping).to(home)
         return scoring
 
-    def _elements(self, piece: Piece | Shard) -> Tensor | None:
+    def _elements(self, chunk: Chunk | Shard) -> Tensor | None:
         """Elements of H where scores are made of them."""
         if not self.on.config.keeps_curvature or self.on.config.factored:
             return None
-        shard = self.on.shards[piece.name]
-        return self.on.of(shard, "curvature")[piece.start - shard.start : piece.stop - shard.start]
+        shard = self.on.shards[chunk.name]
+        return self.on.of(shard, "curvature")[chunk.start - shard.start : chunk.stop - shard.start]
 
     def _read(self, totals: Tensor, sums: AxisSums | None) -> set[int]:
         """What an update must know on the host, in one copy; returns what `_require_curvature` does."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.mask.anneal import progress
-from sparseforge_ds.mask.runs import runs
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
@@ -31,8 +32,9 @@ class RefreshedMask(FixedMask):
         steps = [round(end * weights.config.max_steps) for end in self.part.ramp]
         self._ramp = (steps[0], steps[1])
 
+    @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `MaskMethod`; masks have moved already, and are looked at."""
+        """Masks have moved already, and are looked at."""
         if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
             return None
         self.on.account()
@@ -50,13 +52,13 @@ class RefreshedMask(FixedMask):
         """
         state = self.on.state
         if state.released:
-            yield from ((run, (~kept).float()) for run, kept in state.kept_runs(index))
+            yield from ((chunk, (~kept).float()) for chunk, kept in state.kept_runs(index))
             return
         mask = state.partition(index)["mask"].view(-1)
-        yield from ((run, (~mask[run]).float()) for run in runs(mask))
+        yield from ((chunk, (~mask[chunk]).float()) for chunk in chunks(mask))
 
+    @override
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """See `MaskMethod`."""
         step = self.on.step + 1
         if step <= self.on.schedule.freeze_step and self.is_due(step):
             self._choose_again(index)
@@ -70,5 +72,5 @@ class RefreshedMask(FixedMask):
         on = self.on
         names = [name for name, shard in on.shards.items() if shard.flat == index]
         halo = on.edges.exchange(on.reader(lambda shard: on.dense(shard).abs()), names)
-        for piece in on.pieces(names):
-            on.state.write_mask(piece, on.top(piece, on.dense(piece).abs(), halo))
+        for chunk in on.chunks(names):
+            on.state.write_mask(chunk, on.top(chunk, on.dense(chunk).abs(), halo))

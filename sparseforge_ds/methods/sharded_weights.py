@@ -14,7 +14,7 @@ from sparseforge_ds.curvature.expert_load import ExpertLoad
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.methods.health import Health
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
-from sparseforge_ds.zero.halo import Halo, HaloExchange, Piece
+from sparseforge_ds.zero.halo import Chunk, Halo, HaloExchange
 from sparseforge_ds.zero.layouts import layout_of
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
@@ -78,10 +78,10 @@ class ShardedWeights:
                     'use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'
                 )
 
-    def pieces(self, names: Collection[str] | None = None) -> Iterator[Shard]:
-        """All shards of this rank, or those of the named weights, a bounded piece at a time."""
+    def chunks(self, names: Collection[str] | None = None) -> Iterator[Shard]:
+        """All shards of this rank, or those of the named weights, a bounded chunk at a time."""
         for name in self.shards if names is None else names:
-            yield from self.edges.pieces[name]
+            yield from self.edges.chunks[name]
 
     def of(self, shard: Shard, key: str) -> Tensor:
         """(numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
@@ -92,13 +92,13 @@ class ShardedWeights:
         values = self.state.mask if key == "mask" else lambda shard: self.of(shard, key)
         return self.edges.exchange(self.reader(values), names)
 
-    def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Piece], Tensor]:
-        """How `HaloExchange.exchange` reads pieces of what `values` gives for a shard or a piece of one."""
+    def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Chunk], Tensor]:
+        """How `HaloExchange.exchange` reads chunks of what `values` gives for a shard or a chunk of one."""
 
-        def read(piece: Piece) -> Tensor:
-            shard = self.shards[piece.name]
-            offset = shard.offset + piece.start - shard.start
-            return values(replace(shard, start=piece.start, stop=piece.stop, offset=offset))
+        def read(chunk: Chunk) -> Tensor:
+            shard = self.shards[chunk.name]
+            offset = shard.offset + chunk.start - shard.start
+            return values(replace(shard, start=chunk.start, stop=chunk.stop, offset=offset))
 
         return read
 
@@ -138,8 +138,8 @@ class ShardedWeights:
         """
         halo = self.exchange("mask")
         strange = torch.zeros((), dtype=torch.int64, device=self.layout.device)
-        for piece in self.pieces():
-            kept_G = self.to_groups(piece, self.state.mask(piece), halo).sum(dim=1)
+        for chunk in self.chunks():
+            kept_G = self.to_groups(chunk, self.state.mask(chunk), halo).sum(dim=1)
             strange += (kept_G != self.pattern.kept).sum().to(strange.device)
         if self.layout.all_reduce(strange).item():
             raise ValueError(
@@ -147,23 +147,23 @@ class ShardedWeights:
                 f"{self.pattern}: it was not written by a sparseforge run, or is damaged; use another one"
             )
 
-    def add_update(self, piece: Shard, mask: Tensor, target: Tensor) -> None:
-        """Account for a piece's new mask in the metrics."""
-        curvature = self.of(piece, "curvature") if self.config.keeps_elements and not self.state.released else None
-        self.health.add_update(self.weights[piece.name], piece, mask, target, curvature, self.correction(piece.name))
+    def add_update(self, chunk: Shard, mask: Tensor, target: Tensor) -> None:
+        """Account for a chunk's new mask in the metrics."""
+        curvature = self.of(chunk, "curvature") if self.config.keeps_elements and not self.state.released else None
+        self.health.add_update(self.weights[chunk.name], chunk, mask, target, curvature, self.correction(chunk.name))
 
-    def add_moved(self, piece: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor) -> None:
-        """Account for a piece's new mask, and store what is `kept`. See `Health.add_moved`."""
+    def add_moved(self, chunk: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor) -> None:
+        """Account for a chunk's new mask, and store what is `kept`. See `Health.add_moved`."""
         if self.config.keeps_elements:
-            self.health.add_curvature(self.of(piece, "curvature"), self.correction(piece.name))
-        bits = self.state.own_bytes(piece)
-        self.health.add_moved(self.weights[piece.name], piece, mask, target, kept, disagrees, bits)
+            self.health.add_curvature(self.of(chunk, "curvature"), self.correction(chunk.name))
+        bits = self.state.own_bytes(chunk)
+        self.health.add_moved(self.weights[chunk.name], chunk, mask, target, kept, disagrees, bits)
         if bits is None:
-            self.state.write_kept(piece, kept)
+            self.state.write_kept(chunk, kept)
 
     @torch.no_grad()
     def account(self) -> None:
         """Account for all masks in the metrics; what is kept is the target."""
-        for piece in self.pieces():
-            mask = self.state.mask(piece)
-            self.add_update(piece, mask, mask != 0)
+        for chunk in self.chunks():
+            mask = self.state.mask(chunk)
+            self.add_update(chunk, mask, mask != 0)

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.mask.codes import stored_as
 from sparseforge_ds.mask.effective_mask import soft_publish, soft_step
@@ -21,23 +22,24 @@ class SoftMask(MaskMethod):
     """
 
     @property
+    @override
     def remembers(self) -> bool:
-        """See `MaskMethod`; a frozen mask leaves nothing to decide by the weights that it removed."""
+        """A frozen mask leaves nothing to decide by the weights that it removed."""
         schedule = self.on.config.schedule
         return not schedule.straight_through and self._formed and self.on.step < self.on.schedule.freeze_step
 
     @property
+    @override
     def starts(self) -> bool:
-        """See `MaskMethod`."""
         return False
 
+    @override
     def resume(self) -> None:
-        """See `MaskMethod`."""
         if self._formed and not self.on.state.released:
             self._find_kept()
 
+    @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """See `MaskMethod`."""
         if self.on.schedule.is_update(step):
             self.ranking.refresh(probe, self.write_masters)
             return self.move() if self.ranking.ready else None
@@ -48,8 +50,9 @@ class SoftMask(MaskMethod):
         """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
         return self.on.step >= self.on.schedule.update_every and self.ranking.ready
 
+    @override
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        """See `MaskMethod`; eqs. 1 and 10, and before them the share of the step that W keeps.
+        """Eqs. 1 and 10, and before them the share of the step that W keeps.
 
         Plain gradient descent on the loss of m_eff W has the factor m_eff from the chain rule. Adam divides it out
         again: pruned weights would move as far as the others, by gradients that change nothing, and so would their
@@ -61,8 +64,8 @@ class SoftMask(MaskMethod):
         dials = self.on.schedule.dials
         self._publish(index, dense, before, out, dials(step - 1).x, dials(step).x)
 
+    @override
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
-        """See `MaskMethod`."""
         if self._formed and not self.on.state.released:
             self._publish(index, dense, None, out, 1.0, 0.0)
         else:
@@ -89,10 +92,10 @@ class SoftMask(MaskMethod):
         halo = {key: on.exchange(key) for key in keys}
         stored = partial(stored_as, dtype=on.state.mask_dtype)
         halo["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in halo["mask"].items()}
-        for piece in on.pieces():
-            weight, whole = on.weights[piece.name], on.edges.widened(piece)
-            mine = {key: on.of(piece, key) for key in keys}
-            wide = {key: on.edges.widen(piece, mine[key], halo[key]) for key in keys}
+        for chunk in on.chunks():
+            weight, whole = on.weights[chunk.name], on.edges.widened(chunk)
+            mine = {key: on.of(chunk, key) for key in keys}
+            wide = {key: on.edges.widen(chunk, mine[key], halo[key]) for key in keys}
             chosen = []
             for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
                 place = (on.pattern, weight.shape, weight.input_axis, on.config.threshold == "midpoint")
@@ -100,9 +103,9 @@ class SoftMask(MaskMethod):
                 chosen.append(move_groups(*given, *place))
             target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
             if wide["mask"] is not mine["mask"]:
-                mine["mask"].copy_(on.edges.own(piece, wide["mask"]))
-            target, kept = on.edges.own(piece, target), on.edges.own(piece, kept)
-            on.add_moved(piece, mine["mask"], target, kept, disagrees)
+                mine["mask"].copy_(on.edges.own(chunk, wide["mask"]))
+            target, kept = on.edges.own(chunk, target), on.edges.own(chunk, kept)
+            on.add_moved(chunk, mine["mask"], target, kept, disagrees)
         return self.ranking.report() | on.load.metrics()
 
     @torch.no_grad()
@@ -110,10 +113,10 @@ class SoftMask(MaskMethod):
         """m <- hard(m), eq. 11."""
         on = self.on
         self.ranking.require_refreshed()
-        for piece in on.pieces():
-            kept = on.state.kept_of(piece)
-            on.state.write_mask(piece, kept)
-            on.add_update(piece, kept, kept)
+        for chunk in on.chunks():
+            kept = on.state.kept_of(chunk)
+            on.state.write_mask(chunk, kept)
+            on.add_update(chunk, kept, kept)
         return self.ranking.report()
 
     @torch.no_grad()
@@ -121,5 +124,5 @@ class SoftMask(MaskMethod):
         """hard(m), for the steps until the next update. Collective."""
         on = self.on
         halo = on.exchange("mask")
-        for piece in on.pieces():
-            on.state.write_kept(piece, on.top(piece, on.state.mask(piece), halo))
+        for chunk in on.chunks():
+            on.state.write_kept(chunk, on.top(chunk, on.state.mask(chunk), halo))

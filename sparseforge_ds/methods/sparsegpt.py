@@ -17,9 +17,9 @@ from sparseforge_ds.config import ReconstructionConfig
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.zero.layer_hooks import layer_inputs
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
-from sparseforge_ds.zero.taps import layer_inputs
 
 
 class SparseGPT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from sparseforge_ds.methods.refreshed import RefreshedMask
 
@@ -12,8 +13,8 @@ from sparseforge_ds.methods.refreshed import RefreshedMask
 class SrSte(RefreshedMask):
     """The gradient of W is g(m W) + lambda (1 - m) W, moments and all."""
 
+    @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """See `MaskMethod`."""
         dense, flat = self.on.state.trained(index).view(-1), gradient.view(-1)
         for run, pruned in self.pruned_runs(index):
             flat[run].addcmul_(dense[run], pruned, value=self.decay)

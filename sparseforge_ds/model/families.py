@@ -106,7 +106,7 @@ def prunable_names(
     model_type: str,
     shapes: dict[str, tuple[int, ...]],
     config: SparseForgeConfig,
-    known_as: Mapping[str, str] | None = None,
+    fused_name: Mapping[str, str] | None = None,
 ) -> list[PrunableWeight]:
     """`prunable_weights` for tools that have names and shapes but no model.
 
@@ -114,14 +114,14 @@ def prunable_names(
         model_type: key of `FAMILIES`.
         shapes: full shape of every parameter by name; the order of the result is the order here.
         config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
-        known_as: the name that these globs mean where it is another one: that of the fused weight, for an expert in a
+        fused_name: the name that these globs mean where it is another one: that of the fused weight, for an expert in a
             file.
 
     Raises:
         ValueError: unknown family; too much that the family does not name (`model.uncovered`); a glob that matches
             nothing; a shape that the pattern does not fit; nothing left to prune.
     """
-    return _chosen(model_type, _sort_out(by_table(_family(model_type)), shapes), shapes, config, known_as or {})
+    return _chosen(model_type, _sort_out(by_table(_family(model_type)), shapes), shapes, config, fused_name or {})
 
 
 def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
@@ -202,11 +202,11 @@ def _chosen(
     found: tuple[dict[str, PrunableWeight], dict[str, tuple[int, ...]]],
     shapes: dict[str, tuple[int, ...]],
     config: SparseForgeConfig,
-    known_as: Mapping[str, str] | None = None,
+    fused_name: Mapping[str, str] | None = None,
     choosable: Mapping[str, int] | None = None,
 ) -> list[PrunableWeight]:
     prunable, unnamed = found
-    known = known_as or {}
+    known = fused_name or {}
     check_chosen(config, shapes, prunable, unnamed, known, choosable)
     _uncovered(model_type, prunable, unnamed, config, known, choosable).check()
     chosen = [
@@ -240,16 +240,16 @@ def _uncovered(
     prunable: dict[str, PrunableWeight],
     unnamed: dict[str, tuple[int, ...]],
     config: SparseForgeConfig,
-    known_as: Mapping[str, str],
+    fused_name: Mapping[str, str],
     choosable: Mapping[str, int] | None,
 ) -> Uncovered:
-    names = {name: known_as.get(name, name) for name in unnamed}
+    names = {name: fused_name.get(name, name) for name in unnamed}
     needed, unneeded = [], []
     for glob in config.allow_dense:
         if matches_any(names.values(), glob):
             needed.append(glob)
         else:
-            masked = matches_any([known_as.get(name, name) for name in prunable], glob)
+            masked = matches_any([fused_name.get(name, name) for name in prunable], glob)
             cure = ", and what it does match goes under a mask (exclude would keep that dense)" if masked else ""
             unneeded.append(f"{glob}: not needed, it matches no weight that is undecided{cure}")
     decided = (*config.exclude, *config.allow_dense)

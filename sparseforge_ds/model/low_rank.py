@@ -28,7 +28,7 @@ from sparseforge_ds.model.families import (
     full_shape,
     prunable_weights,
 )
-from sparseforge_ds.model.replacement import refuse_hooks, replace_layer
+from sparseforge_ds.model.layer_swap import refuse_hooks, replace_layer
 from sparseforge_ds.model.weight_scale import add_scales
 from sparseforge_ds.zero.leaves import gather_as_one
 

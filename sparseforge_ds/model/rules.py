@@ -73,7 +73,7 @@ def check_chosen(
     shapes: Mapping[str, tuple[int, ...]],
     prunable: Collection[str],
     unnamed: Collection[str],
-    known_as: Mapping[str, str],
+    fused_name: Mapping[str, str],
     choosable: Collection[str] | None,
 ) -> None:
     """Refuse a glob of `include` or `exclude` that matches nothing that it can decide about.
@@ -83,7 +83,7 @@ def check_chosen(
         shapes: of every parameter.
         prunable: the weights that may go under a mask.
         unnamed: matrices of which nothing is known.
-        known_as: the name that the globs mean where it is another one.
+        fused_name: the name that the globs mean where it is another one.
         choosable: the weights that `include` decides about, in a family without rows; None: the prunable ones.
 
     Raises:
@@ -102,11 +102,11 @@ def check_chosen(
     candidates = prunable if choosable is None else choosable
     matrices = [name for name, shape in shapes.items() if len(shape) > 1]
     for key, globs, chosen_from in (("include", config.include, candidates), ("exclude", config.exclude, matrices)):
-        names = [known_as.get(name, name) for name in chosen_from]
+        names = [fused_name.get(name, name) for name in chosen_from]
         for glob in globs:
             if matches_any(names, glob):
                 continue
-            hit = [name for name in shapes if fnmatchcase(known_as.get(name, name), glob)]
+            hit = [name for name in shapes if fnmatchcase(fused_name.get(name, name), glob)]
             if hit:
                 more = f" (and {len(hit) - 1} more)" if len(hit) > 1 else ""
                 raise ValueError(

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight, full_shape, prunable_weights
 from sparseforge_ds.model.family_table import SCALE
-from sparseforge_ds.model.replacement import refuse_hooks, replace_layer
+from sparseforge_ds.model.layer_swap import refuse_hooks, replace_layer
 
 
 class ScaledLinear(nn.Linear):

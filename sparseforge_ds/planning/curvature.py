@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.chunks import CHUNK
 from sparseforge_ds.mask.curvature import add_fisher_sums, experts_at_once, rademacher, rademacher_rows, token_fisher
-from sparseforge_ds.mask.runs import PIECE
 from sparseforge_ds.planning.architecture import Architecture
 from sparseforge_ds.planning.live import measured
 from sparseforge_ds.planning.settings import Settings
@@ -44,7 +44,7 @@ def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
     if forge.importance == "hutchinson" and forge.curvature.per_token:
         kinds["displaced outputs"] = _displaced(model, settings)
     elif forge.importance == "hutchinson" and not settings.optimizer_on_host:
-        kinds["random signs"] = measured(lambda: rademacher(1, 0, min(shard, PIECE), torch.device("meta")))
+        kinds["random signs"] = measured(lambda: rademacher(1, 0, min(shard, CHUNK), torch.device("meta")))
     return kinds
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparseforge_ds.mask.runs import PIECE
+from sparseforge_ds.mask.chunks import CHUNK
 from sparseforge_ds.model.head import micro_batches_at_once
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture
@@ -139,7 +139,7 @@ def _persistent(model: Architecture, settings: Settings) -> int:
 def _moments(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, frozen: bool
 ) -> dict[str, Kinds]:
-    passing, scratch = _passing(model, settings), _MASK_SCRATCH * min(_largest_shard(model, settings), PIECE)
+    passing, scratch = _passing(model, settings), _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
     activations = trace(settings.micro_batch, settings.checkpointing, True)
     moments: dict[str, Kinds] = {}
     told: Kinds = {}

@@ -14,7 +14,7 @@ from sparseforge_ds.config.deepspeed_config import read_deepspeed_json, resolve,
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
 from sparseforge_ds.planning.duration import Duration, duration
-from sparseforge_ds.planning.measurable import weights_to_prune
+from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.memory import Memory, Trace, memory
 from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.planning.recommend import Advice, Estimate, advise, fewest_ranks, fits, largest_micro_batch

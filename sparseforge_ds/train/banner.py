@@ -9,7 +9,7 @@ from sparseforge_ds.data.mixture import Mixture, file_lines
 from sparseforge_ds.data.packing import Packed, frame_tokens
 from sparseforge_ds.data.streaming import Streamed
 from sparseforge_ds.planning.states import lasting
-from sparseforge_ds.train.plan import Outline, Plan
+from sparseforge_ds.train.plan import Plan, RunSpec
 
 Row = tuple[str, str]
 
@@ -17,7 +17,7 @@ Row = tuple[str, str]
 def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
     """The start banner."""
     read = plan.config.max_steps * plan.tokens_per_step
-    rows = outline_rows(plan)
+    rows = spec_rows(plan)
     rows.insert(-1, ("text", f"{plan.documents.name}: {text.summary(read)}"))
     texts = plan.documents.sources if isinstance(plan.documents, Mixture) else (plan.documents,)
     whose = {source.name: "" if len(texts) == 1 else f"{source.name}: " for source in texts}
@@ -31,7 +31,7 @@ def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
     return table(rows)
 
 
-def outline_rows(plan: Outline) -> list[Row]:
+def spec_rows(plan: RunSpec) -> list[Row]:
     """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
     config, arguments, coverage = plan.config, plan.arguments, plan.coverage
     steps, schedule = config.max_steps, config.resolved_schedule
@@ -85,7 +85,7 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
 
 
-def _mask_line(plan: Outline) -> str:
+def _mask_line(plan: RunSpec) -> str:
     config = plan.config
     if config.method == "sparseforge":
         return f"importance {config.importance}, an update every {config.resolved_schedule.update_every} steps"
@@ -95,7 +95,7 @@ def _mask_line(plan: Outline) -> str:
     return line
 
 
-def _low_rank_line(plan: Outline) -> list[Row]:
+def _low_rank_line(plan: RunSpec) -> list[Row]:
     if plan.config.low_rank is None:
         return []
     parameters, flops = plan.low_rank_share
@@ -103,7 +103,7 @@ def _low_rank_line(plan: Outline) -> list[Row]:
     return [("low rank", f"SLoRB over runs of {plan.config.low_rank.k} inputs: {cost}")]
 
 
-def memory_per_rank(plan: Outline) -> dict[str, int]:
+def memory_per_rank(plan: RunSpec) -> dict[str, int]:
     """Bytes that one rank holds from step to step, as the planner counts them: no activations and gathered weights.
 
     What an offload option moves to the host is counted all the same: it is the host's memory of that rank then.

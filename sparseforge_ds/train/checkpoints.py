@@ -78,7 +78,9 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(self._unwritable(tag, error)) from error
         try:
-            self.ranks.everywhere(lambda: write_json(temporary / random_file(self.ranks.rank), generators, indent=None))
+            self.ranks.all_or_raise(
+                lambda: write_json(temporary / random_file(self.ranks.rank), generators, indent=None)
+            )
             written = time.perf_counter()
             found = self._check_written(temporary)
             checking = time.perf_counter() - written
@@ -154,7 +156,7 @@ class Checkpoints:
                 found[name] = (path.stat().st_size, fingerprint(path))
             return found
 
-        shares = self.ranks.gather(self.ranks.everywhere(check_share))
+        shares = self.ranks.gather(self.ranks.all_or_raise(check_share))
         return dict(sorted(item for share in shares for item in share.items()))
 
     def _complete(self, temporary: Path) -> list[str]:

@@ -28,8 +28,8 @@ from sparseforge_ds.planning.report import memory_lines
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.planning.study import GIB, describe_teacher, estimators
-from sparseforge_ds.train.banner import Row, outline_rows, readable_bytes, table
-from sparseforge_ds.train.plan import Hardware, Outline, make_outline
+from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
+from sparseforge_ds.train.plan import Hardware, RunSpec, make_spec
 from sparseforge_ds.train.pretrained import Pretrained, find_model, read_tokenizer
 from sparseforge_ds.train.ranks import world_size_from_launcher
 from sparseforge_ds.train.run_folder import begins_anew, check_beginning, room_for_checkpoints
@@ -49,7 +49,7 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
     """
     unchecked: list[str] = []
     elsewhere = arguments.gpus is not None
-    plan = make_outline(
+    plan = make_spec(
         arguments,
         arguments.gpus or world_size_from_launcher(),
         lambda name, flag: _find(name, flag, arguments.document_frame, unchecked),
@@ -57,7 +57,7 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
     )
     model = empty_model(plan.model.config, plan.config, plan.dtype)
     yield f"dry run for {plan.world_size} GPUs: nothing is loaded, allocated or written"
-    yield table(row for row in outline_rows(plan) if row[0] != "memory")
+    yield table(row for row in spec_rows(plan) if row[0] != "memory")
     yield "steps\n" + table(_phases(plan))
     yield "weights under a mask\n" + table(_masked(plan, model))
     yield "dense matrices\n" + table(_dense(plan, model))
@@ -80,7 +80,7 @@ def _find(name: str, flag: str, frame: DocumentFrame, unchecked: list[str]) -> P
     return Pretrained(name, Path(name), read_model_config(name, flag))
 
 
-def _phases(plan: Outline) -> Iterator[Row]:
+def _phases(plan: RunSpec) -> Iterator[Row]:
     """Steps, tokens and mask updates of every phase."""
     schedule, steps = plan.config.resolved_schedule, plan.config.max_steps
     start, freeze = schedule.hardening
@@ -102,7 +102,7 @@ def _phases(plan: Outline) -> Iterator[Row]:
         yield "SLoRB", "weights are shifted into branches before the first step" if plan.config.shifts else when
 
 
-def _masked(plan: Outline, model: nn.Module) -> Iterator[Row]:
+def _masked(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
     """A line for every kind of weight: how many, their shape, and how the pattern divides them."""
     kinds = Counter((name_pattern(weight.name), weight.shape, weight.input_axis) for weight in plan.weights)
     for (name, shape, axis), count in kinds.items():
@@ -113,7 +113,7 @@ def _masked(plan: Outline, model: nn.Module) -> Iterator[Row]:
         yield "SLoRB", f"{added:,} parameters more, {readable_bytes(added * plan.layout.low)} to deploy"
 
 
-def _dense(plan: Outline, model: nn.Module) -> Iterator[Row]:
+def _dense(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
     masked = {weight.name for weight in plan.weights}
     kinds = Counter(
         (name_pattern(name), tuple(parameter.shape))
@@ -124,7 +124,7 @@ def _dense(plan: Outline, model: nn.Module) -> Iterator[Row]:
         yield name, f"{count} x {shape} = {count * math.prod(shape):,}"
 
 
-def _text(arguments: RunArguments, plan: Outline, unchecked: list[str]) -> Iterator[Row]:
+def _text(arguments: RunArguments, plan: RunSpec, unchecked: list[str]) -> Iterator[Row]:
     text = find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by)
     read = plan.config.max_steps * plan.tokens_per_step
     sources, shares = (text.sources, text.shares) if isinstance(text, Mixture) else ((text,), (1.0,))
@@ -134,7 +134,7 @@ def _text(arguments: RunArguments, plan: Outline, unchecked: list[str]) -> Itera
             unchecked.append(f"--dataset {source.name}: it is read from the hub, field {arguments.text_field!r}")
 
 
-def _output(plan: Outline, elsewhere: bool, unchecked: list[str]) -> Iterator[Row]:
+def _output(plan: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Row]:
     anew = begins_anew(plan)
     if anew is None:
         check_beginning(plan)
@@ -156,7 +156,7 @@ def _output(plan: Outline, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
         )
 
 
-def _memory(plan: Outline, model: nn.Module, unchecked: list[str]) -> Iterator[str]:
+def _memory(plan: RunSpec, model: nn.Module, unchecked: list[str]) -> Iterator[str]:
     """The memory of a GPU; and an error when it is too small."""
     laid_out, device = plan.layout, int(plan.arguments.gpu_memory * GIB)
     try:

@@ -20,7 +20,7 @@ from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 
 
 @dataclass
-class Workshop:
+class TrainContext:
     """What the loop works with."""
 
     plan: Plan
@@ -32,7 +32,7 @@ class Workshop:
     device: torch.device
 
 
-def build(plan: Plan, ranks: Ranks, batches: Batches) -> Workshop:
+def build(plan: Plan, ranks: Ranks, batches: Batches) -> TrainContext:
     """Load the models and start DeepSpeed and the forge.
 
     Raises:
@@ -40,7 +40,7 @@ def build(plan: Plan, ranks: Ranks, batches: Batches) -> Workshop:
     """
     seed_everything(plan.arguments.seed + ranks.rank)  # ranks differ, so that dropout does
     loaded = load_model(plan.model, plan.dtype, plan.deepspeed if plan.stage == 3 else None)
-    ranks.everywhere(loaded.check)
+    ranks.all_or_raise(loaded.check)
     model = loaded.model
     if plan.arguments.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -53,7 +53,7 @@ def build(plan: Plan, ranks: Ranks, batches: Batches) -> Workshop:
         config=plan.deepspeed,
     )
     forge = sf.SparseForge(engine, plan.config)
-    return Workshop(
+    return TrainContext(
         plan=plan,
         ranks=ranks,
         engine=engine,
@@ -69,5 +69,5 @@ def _teacher(plan: Plan, ranks: Ranks) -> Teacher | None:
         return None
     partitioned = plan.config.distillation.hold == "zero3"
     loaded = load_model(plan.teacher, plan.dtype, teacher_ds_config(plan.deepspeed) if partitioned else None)
-    ranks.everywhere(loaded.check)
+    ranks.all_or_raise(loaded.check)
     return Teacher(loaded.model, plan.config.distillation, plan.deepspeed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.engine import Workshop
+from sparseforge_ds.train.engine import TrainContext
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
 from sparseforge_ds.train.preemption import Preemption, Stopped
@@ -34,7 +34,7 @@ class RunDivergedError(AgreedError):
     """The loss is infinite or NaN: a result, of a learning rate that is too high."""
 
 
-def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption: Preemption) -> dict[str, Any]:
+def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, preemption: Preemption) -> dict[str, Any]:
     """Train until `max_steps` optimizer steps have been applied, and save.
 
     Returns:
@@ -47,16 +47,16 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         ValueError: a weight was pruned without ever having been measured.
         OSError: a checkpoint cannot be written.
     """
-    plan, engine, forge, batches = shop.plan, shop.engine, shop.forge, shop.batches
+    plan, engine, forge, batches = context.plan, context.engine, context.forge, context.batches
     max_steps, rate = plan.config.max_steps, plan.learning_rate
     began, first_step = time.perf_counter(), forge.step_count
     scalars: dict[str, float] = {}
-    whole = shop.objective.decide(batches.at(batches.position)[:1, :1].to(shop.device))
+    whole = context.objective.decide(batches.at(batches.position)[:1, :1].to(context.device))
     if whole:
         monitor.say(f"whole logits of both models, which take more memory than blocks of them: {whole}")
     saved, failures = first_step if plan.arguments.resume else None, 0
     if first_step == 0:
-        forge.start(probe=ProbeText(shop, 0, 1))
+        forge.start(probe=ProbeText(context, 0, 1))
 
     while forge.step_count < max_steps:
         for group in engine.basic_optimizer.param_groups:
@@ -66,22 +66,22 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
             batches.prepare_step()
         except AgreedError:  # between two steps: all ranks are here, and nothing is half done
             if before and saved != before and not failures:
-                save(shop, checkpoints, monitor, before)
+                save(context, checkpoints, monitor, before)
             raise
-        losses = torch.zeros(len(LOSSES), device=shop.device)
-        micro_batches = [token_BS.to(shop.device, non_blocking=True) for token_BS in batches.step()]
+        losses = torch.zeros(len(LOSSES), device=context.device)
+        micro_batches = [token_BS.to(context.device, non_blocking=True) for token_BS in batches.step()]
         with ExitStack() as teaching:
-            targets = teaching.enter_context(shop.objective.targets(micro_batches))
+            targets = teaching.enter_context(context.objective.targets(micro_batches))
             for number, token_BS in enumerate(micro_batches, 1):
                 next(batches)
-                loss, parts = shop.objective.loss(token_BS, targets[number - 1])
+                loss, parts = context.objective.loss(token_BS, targets[number - 1])
                 engine.backward(loss)
                 if number == len(micro_batches):
                     teaching.close()
                 engine.step()
                 losses += parts
                 try:
-                    updated = forge.step(probe=ProbeText(shop, batches.position, -1))
+                    updated = forge.step(probe=ProbeText(context, batches.position, -1))
                 except RuntimeError as error:
                     finite = bool(torch.isfinite(losses).all())
                     if finite and not isinstance(error, DivergedError):
@@ -95,14 +95,14 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
         losses /= batches.layout.accumulation
         agreed = torch.cat([losses, losses.new_full((1,), float(preemption.requested > 0))])
         dist.all_reduce(agreed)
-        *means, asked = (agreed / shop.ranks.world_size).tolist()
+        *means, asked = (agreed / context.ranks.world_size).tolist()
         mean = dict(zip(LOSSES, means, strict=True))
         total = mean["total"]
         failures = 0 if math.isfinite(total) else failures + 1
         if failures == PATIENCE:
             raise _diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before))
         if step > before:  # loss scaling did not skip the step
-            absent = {"kl"} if shop.objective.teacher is None else set()
+            absent = {"kl"} if context.objective.teacher is None else set()
             absent |= {"balance"} if not mean["balance"] else set()
             scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
             scalars["train/learning_rate"] = rate(before)
@@ -115,21 +115,21 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
                 monitor.say(line)
             if updated:
                 monitor.write(step, forge.metrics)
-            _look_closer(shop, monitor, step)
+            _look_closer(context, monitor, step)
         stop = asked > 0 and not failures and step < max_steps
         due = plan.arguments.save_every and step % plan.arguments.save_every == 0
         if (due or stop) and not failures and saved != step and step:
-            save(shop, checkpoints, monitor, step)
+            save(context, checkpoints, monitor, step)
             saved = step
         if stop:
-            asked_by = max(shop.ranks.gather(preemption.requested))
+            asked_by = max(context.ranks.gather(preemption.requested))
             raise Stopped(asked_by, f"at step {step}" + ("" if step else ", with nothing to save yet"))
 
     if failures:
         raise _diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1))
     forge.finish()
     if saved != max_steps:
-        save(shop, checkpoints, monitor, max_steps)
+        save(context, checkpoints, monitor, max_steps)
     return {
         "steps": forge.step_count,
         "tokens": forge.step_count * plan.tokens_per_step,
@@ -139,13 +139,13 @@ def train(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, preemption
     }
 
 
-def save(shop: Workshop, checkpoints: Checkpoints, monitor: Monitor, step: int) -> None:
+def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, step: int) -> None:
     """Save everything that a resumed run needs."""
     state = {
-        "sparseforge": shop.forge.state_dict(),
-        "train": {"step": step, "tokens": step * shop.plan.tokens_per_step, "data": shop.batches.state_dict()},
+        "sparseforge": context.forge.state_dict(),
+        "train": {"step": step, "tokens": step * context.plan.tokens_per_step, "data": context.batches.state_dict()},
     }
-    done = checkpoints.save(shop.engine, step, state)
+    done = checkpoints.save(context.engine, step, state)
     monitor.write(step, {"checkpoint/seconds": done.seconds, "checkpoint/gib": done.bytes / 2**30})
     monitor.say(
         f"saved {done.path.name}: {readable_bytes(done.bytes)} in {done.seconds:.1f} s, "
@@ -157,36 +157,36 @@ class ProbeText:
     """What probes of the curvature read: the task loss on the run's own sequences, which are not consumed.
 
     Args:
-        shop: the run.
+        context: the run.
         position: sequences that the run has consumed.
         direction: -1 to walk back from here, a batch a probe, 1 to look ahead.
     """
 
-    def __init__(self, shop: Workshop, position: int, direction: int) -> None:
-        self.shop = shop
+    def __init__(self, context: TrainContext, position: int, direction: int) -> None:
+        self.context = context
         self.position = position
         self.direction = direction
 
     def passes(self, batch: int) -> list[Closure]:
         """This rank's micro-batches of a probe batch."""
-        layout = self.shop.batches.layout
-        size = self.shop.plan.config.curvature.sequences or layout.global_batch
+        layout = self.context.batches.layout
+        size = self.context.plan.config.curvature.sequences or layout.global_batch
         first = max(0, self.position + size * (batch if self.direction > 0 else -1 - batch))
         stride = layout.micro_batch * layout.world_size
         return [partial(self._loss, position) for position in range(first, first + size, stride)]
 
     def _loss(self, position: int) -> Tensor:
-        return self.shop.objective.cross_entropy(self.shop.batches.at(position).to(self.shop.device))
+        return self.context.objective.cross_entropy(self.context.batches.at(position).to(self.context.device))
 
 
-def _look_closer(shop: Workshop, monitor: Monitor, step: int) -> None:
+def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
     """The log entries that cost something, at their own intervals. Every rank takes part."""
-    every = shop.plan.config.monitor
+    every = context.plan.config.monitor
     if every.histograms_every and step % every.histograms_every == 0:
-        monitor.histograms(step, shop.forge.histograms())
+        monitor.histograms(step, context.forge.histograms())
     if every.gap_every and step % every.gap_every == 0:
-        token_BS = shop.batches.at(shop.batches.position).to(shop.device)
-        gap = shop.forge.soft_to_hard_gap(lambda: shop.objective.cross_entropy(token_BS))
+        token_BS = context.batches.at(context.batches.position).to(context.device)
+        gap = context.forge.soft_to_hard_gap(lambda: context.objective.cross_entropy(token_BS))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})
 
 

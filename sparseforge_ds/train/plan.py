@@ -28,7 +28,7 @@ from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
 from sparseforge_ds.planning.architecture import Sizes, sizes
-from sparseforge_ds.planning.measurable import weights_to_prune
+from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
@@ -54,7 +54,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Outline:
+class RunSpec:
     """A run that is checked as far as it can be without tokenizer and text."""
 
     arguments: RunArguments
@@ -116,7 +116,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Plan(Outline):
+class Plan(RunSpec):
     """A checked run."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -152,19 +152,19 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
     Raises:
         ValueError: something is missing, unreadable, unknown or does not fit.
     """
-    outline = make_outline(arguments, world_size, find_model, Hardware.here())
-    tokenizer = read_tokenizer(outline.model)
+    spec = make_spec(arguments, world_size, find_model, Hardware.here())
+    tokenizer = read_tokenizer(spec.model)
     frame_tokens(tokenizer, arguments.document_frame)  # for its errors
     return Plan(
-        **vars(outline),
+        **vars(spec),
         tokenizer=tokenizer,
         documents=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
     )
 
 
-def make_outline(
+def make_spec(
     arguments: RunArguments, world_size: int, find: Callable[[str, str], Pretrained], hardware: Hardware
-) -> Outline:
+) -> RunSpec:
     """Read and check what does not need tokenizer and text. Does not communicate.
 
     Args:
@@ -205,7 +205,7 @@ def make_outline(
     )
     _check_sequences(filled, config, world_size)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
-    return Outline(
+    return RunSpec(
         arguments=arguments,
         config=config,
         deepspeed=filled,

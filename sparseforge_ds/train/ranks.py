@@ -49,7 +49,7 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def everywhere(self, work: Callable[[], T]) -> T:
+    def all_or_raise(self, work: Callable[[], T]) -> T:
         """Do `work` on every rank. It must not communicate.
 
         Raises:

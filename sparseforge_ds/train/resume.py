@@ -11,7 +11,7 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.engine import Workshop
+from sparseforge_ds.train.engine import TrainContext
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.random_state import (
     fits_accelerator,
@@ -49,11 +49,11 @@ def find_resumption(plan: Plan, ranks: Ranks, checkpoints: Checkpoints) -> Resum
     """
     ranks.on_first(checkpoints.recover)
     manifest = ranks.on_first(checkpoints.find)  # a shared file system may show others an older one
-    ranks.everywhere(lambda: checkpoints.check(manifest))
-    return ranks.everywhere(lambda: _open(plan, manifest))
+    ranks.all_or_raise(lambda: checkpoints.check(manifest))
+    return ranks.all_or_raise(lambda: _open(plan, manifest))
 
 
-def continue_from(found: Resumption, shop: Workshop) -> str:
+def continue_from(found: Resumption, context: TrainContext) -> str:
     """Make engine, forge and generators what they were; the last thing before training goes on. Collective.
 
     Returns:
@@ -63,17 +63,17 @@ def continue_from(found: Resumption, shop: Workshop) -> str:
         ValueError: the checkpoint does not fit the engine.
         AgreedError: the file of a rank's generators is damaged.
     """
-    manifest, plan, ranks = found.manifest, shop.plan, shop.ranks
-    shop.forge.restore(found.checkpoint)
+    manifest, plan, ranks = found.manifest, context.plan, context.ranks
+    context.forge.restore(found.checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
     before, now = (found.checkpoint.world_size, found.checkpoint.stage), (ranks.world_size, plan.stage)
     if before != now:
         line += f" (saved by {before[0]} ranks at ZeRO stage {before[1]}, going on with {now[0]} at stage {now[1]})"
     path = manifest.folder / random_file(ranks.rank)
     if before[0] == now[0] and path.name in manifest.files:
-        state = ranks.everywhere(lambda: read_random_state(path))
+        state = ranks.all_or_raise(lambda: read_random_state(path))
         if all(ranks.gather(fits_accelerator(state))):
-            ranks.everywhere(_named(path.name, lambda: set_random_state(state)))
+            ranks.all_or_raise(_named(path.name, lambda: set_random_state(state)))
             return line
     seed_anew(plan.arguments.seed, manifest.step, ranks.rank)
     return f"{line}; random numbers start anew from seed {plan.arguments.seed}, step and rank"

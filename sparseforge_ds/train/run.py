@@ -58,25 +58,25 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     deepspeed.init_distributed()
     unlink_shared_buffers()
     ranks = Ranks()
-    plan = ranks.everywhere(lambda: make_plan(arguments, ranks.world_size))
+    plan = ranks.all_or_raise(lambda: make_plan(arguments, ranks.world_size))
     plan = _settle_resume(plan, ranks)
     arguments = plan.arguments
     checkpoints = Checkpoints(plan.folder / "checkpoints", ranks, plan.stage, arguments.keep_checkpoints)
-    ranks.everywhere(lambda: check_folder(plan))
+    ranks.all_or_raise(lambda: check_folder(plan))
     ranks.on_first(lambda: lock_folder(plan.folder))
     changed = ranks.on_first(lambda: changed_flags(plan)) if arguments.resume else []
     found = find_resumption(plan, ranks, checkpoints) if arguments.resume else None
     packed = pack_text(plan, ranks)
     batches = make_batches(plan, ranks, packed)
     if found is not None:
-        ranks.everywhere(lambda: load_position(found, batches))
+        ranks.all_or_raise(lambda: load_position(found, batches))
     batches.prepare()
     _say(ranks, banner(plan, packed))
 
-    shop = build(plan, ranks, batches)
-    resumed = continue_from(found, shop) if found is not None else None
+    context = build(plan, ranks, batches)
+    resumed = continue_from(found, context) if found is not None else None
     ranks.on_first(lambda: _open_folder(plan, checkpoints))
-    start = shop.forge.step_count
+    start = context.forge.step_count
     if resumed is not None and start >= plan.config.max_steps:
         _say(ranks, f"the run in {plan.folder} is complete ({start} steps): nothing to do")
     else:
@@ -94,7 +94,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         ranks.on_first(lambda: (plan.folder / "result.json").unlink(missing_ok=True))  # of an earlier start
         preemption.begin_training()
         try:
-            result = train(shop, checkpoints, monitor, preemption)
+            result = train(context, checkpoints, monitor, preemption)
         except Stopped:
             ranks.leave()
             raise

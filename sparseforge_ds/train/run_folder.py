@@ -37,13 +37,13 @@ from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
-from sparseforge_ds.train.plan import Outline, Plan
+from sparseforge_ds.train.plan import Plan, RunSpec
 
 _LOG = logging.getLogger(__name__)
 _PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
 
 
-def describe(plan: Outline) -> dict[str, Any]:
+def describe(plan: RunSpec) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
     low_rank = plan.config.low_rank
     parameter_share, flop_share = plan.low_rank_share
@@ -83,7 +83,7 @@ def check_folder(plan: Plan) -> None:
         )
 
 
-def check_beginning(plan: Outline) -> None:
+def check_beginning(plan: RunSpec) -> None:
     """Refuse a folder that holds another run, or nothing to resume; writes nothing.
 
     Raises:
@@ -98,7 +98,7 @@ def check_beginning(plan: Outline) -> None:
         )
 
 
-def begins_anew(plan: Outline) -> str | None:
+def begins_anew(plan: RunSpec) -> str | None:
     """Whether a run that is to be resumed has nothing to resume yet, as a line that says so.
 
     That is a run which ended before its first checkpoint, and with `--resume auto` also a folder without any run.
@@ -152,7 +152,7 @@ def has_checkpoints(folder: Path) -> bool:
     return bool(list_checkpoints(folder))
 
 
-def room_for_checkpoints(plan: Outline) -> int:
+def room_for_checkpoints(plan: RunSpec) -> int:
     """Bytes of the checkpoints that this run will have on disk at once, the one being written included."""
     arguments = plan.arguments
     written = -(-plan.config.max_steps // arguments.save_every) if arguments.save_every else 1
@@ -202,7 +202,7 @@ def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _check_same_run(plan: Outline) -> None:
+def _check_same_run(plan: RunSpec) -> None:
     path = plan.folder / "sparseforge.json"
     try:
         before = _read_if_there(path)
@@ -246,7 +246,7 @@ def _check_same_run(plan: Outline) -> None:
         )
 
 
-def _other_length(plan: Outline, steps: int) -> str:
+def _other_length(plan: RunSpec, steps: int) -> str:
     """Why a run cannot become a longer one, and what can be done instead."""
     now = plan.config.max_steps
     further = (
@@ -261,7 +261,7 @@ def _other_length(plan: Outline, steps: int) -> str:
     )
 
 
-def _own(plan: Outline) -> dict[str, Any]:
+def _own(plan: RunSpec) -> dict[str, Any]:
     """The model's config as `write_folder` writes it."""
     with tempfile.TemporaryDirectory() as folder:
         plan.model.config.save_pretrained(folder)

@@ -61,7 +61,7 @@ def _pack_source(plan: Plan, ranks: Ranks, source: Documents | Stream, at_least:
             )
         _windows(plan, ranks, documents, packed, at_least)
 
-    ranks.everywhere(check)
+    ranks.all_or_raise(check)
     return packed
 
 

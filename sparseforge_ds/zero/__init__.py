@@ -22,8 +22,8 @@ refuse      engine settings under which the journey would break, as errors at at
 state       W, mask and curvature as optimizer state, and the one bit a weight that is left once masks are frozen
 step_hooks  the two hooks around the inner optimizer's step
 restore     an engine of any layout filled from a checkpoint of any layout
-edges       groups that a shard boundary cuts
-moments     one table of sums for all matrices
-taps        what linear layers see and receive during a pass
+halo        groups that a shard boundary cuts
+matrices    one table of sums for all matrices
+layer_hooks what linear layers see and receive during a pass
 probe       an extra forward and backward that leaves no trace
 """

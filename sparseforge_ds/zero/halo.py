@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.runs import ALIGNMENT, PIECE
+from sparseforge_ds.mask.chunks import ALIGNMENT, CHUNK
 from sparseforge_ds.zero.shard import Layout, Shard
 
 Halo = dict[str, tuple[Tensor, Tensor]]
@@ -22,7 +22,7 @@ Halo = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A run of one weight's flat elements that one rank holds and another needs."""
 
     name: str
@@ -48,11 +48,11 @@ class HaloExchange:
         self.shards = shards
         self.prefix = {name: shard.start % spans[name] if shard.numel else 0 for name, shard in shards.items()}
         self.suffix = {name: -shard.stop % spans[name] if shard.numel else 0 for name, shard in shards.items()}
-        self.pieces = {name: pieces_of(shard, spans[name]) for name, shard in shards.items()}
+        self.chunks = {name: chunks_of(shard, spans[name]) for name, shard in shards.items()}
         """Each shard as consecutive runs, so that what is worked on at a time has a limit; none of an empty one."""
         self.ranges = self._all_ranges()
-        self.send: list[list[Piece]] = [[] for _ in range(layout.world_size)]
-        self.receive: list[list[Piece]] = [[] for _ in range(layout.world_size)]
+        self.send: list[list[Chunk]] = [[] for _ in range(layout.world_size)]
+        self.receive: list[list[Chunk]] = [[] for _ in range(layout.world_size)]
         if not layout.replicated:
             for name in shards:
                 self._plan(name, spans[name])
@@ -72,9 +72,9 @@ class HaloExchange:
             for extent in shard.shape:
                 numel *= extent
             if self.layout.replicated:
-                tiled = all(piece == (0, numel) for piece in ranges[name])
+                tiled = all(chunk == (0, numel) for chunk in ranges[name])
             else:
-                held = sorted(piece for piece in ranges[name] if piece[0] < piece[1])
+                held = sorted(chunk for chunk in ranges[name] if chunk[0] < chunk[1])
                 starts, stops = [start for start, _ in held], [stop for _, stop in held]
                 tiled = starts == [0, *stops[:-1]] and stops[-1:] == [numel]
             if not tiled:
@@ -90,19 +90,19 @@ class HaloExchange:
                 if low == high:
                     continue
                 for holder, (first, last) in enumerate(self.ranges[name]):
-                    piece = Piece(name, max(low, first), min(high, last))
-                    if piece.start >= piece.stop or holder == reader:
+                    chunk = Chunk(name, max(low, first), min(high, last))
+                    if chunk.start >= chunk.stop or holder == reader:
                         continue
                     if reader == me:
-                        self.receive[holder].append(piece)
+                        self.receive[holder].append(chunk)
                     if holder == me:
-                        self.send[reader].append(piece)
+                        self.send[reader].append(chunk)
 
-    def exchange(self, read: Callable[[Piece], Tensor], names: Collection[str] | None = None) -> Halo:
+    def exchange(self, read: Callable[[Chunk], Tensor], names: Collection[str] | None = None) -> Halo:
         """Fetch what this rank's shards lack. Collective when any group is cut on any rank, otherwise free.
 
         Args:
-            read: gives the (stop - start,) fp32 values of a piece that this rank holds.
+            read: gives the (stop - start,) fp32 values of a chunk that this rank holds.
             names: the weights meant, the same on every rank; None for all.
 
         Returns:
@@ -113,11 +113,11 @@ class HaloExchange:
         device, home = self.layout.device, self.layout.flats[0].device
         names = self.shards.keys() if names is None else names
         send, receive = (
-            [[p for p in pieces if p.name in names] for pieces in plan] for plan in (self.send, self.receive)
+            [[p for p in chunks if p.name in names] for chunks in plan] for plan in (self.send, self.receive)
         )
-        outgoing = [read(piece) for pieces in send for piece in pieces]
-        send_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in send]
-        receive_sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in receive]
+        outgoing = [read(chunk) for chunks in send for chunk in chunks]
+        send_sizes = [sum(chunk.stop - chunk.start for chunk in chunks) for chunks in send]
+        receive_sizes = [sum(chunk.stop - chunk.start for chunk in chunks) for chunks in receive]
         # With optimizer offload the shards are on the host: one copy there and one back.
         buffer = torch.cat(outgoing).to(device) if outgoing else torch.empty(0, device=device)
         incoming = torch.empty(sum(receive_sizes), device=device)
@@ -129,19 +129,19 @@ class HaloExchange:
             if self.prefix[name] or self.suffix[name]
         }
         position = 0
-        for piece in (piece for pieces in receive for piece in pieces):
-            length = piece.stop - piece.start
-            shard, (prefix, suffix) = self.shards[piece.name], halo[piece.name]
-            if piece.start < shard.start:
+        for chunk in (chunk for chunks in receive for chunk in chunks):
+            length = chunk.stop - chunk.start
+            shard, (prefix, suffix) = self.shards[chunk.name], halo[chunk.name]
+            if chunk.start < shard.start:
                 target, first = prefix, shard.start - prefix.numel()
             else:
                 target, first = suffix, shard.stop
-            target[piece.start - first : piece.stop - first] = incoming[position : position + length]
+            target[chunk.start - first : chunk.stop - first] = incoming[position : position + length]
             position += length
         return halo
 
     def widen(self, shard: Shard, mine: Tensor, halo: Halo) -> Tensor:
-        """(numel,) of a shard or a piece of one -> (prefix + numel + suffix,), whole groups; `mine` where it has them.
+        """(numel,) of a shard or a chunk of one -> (prefix + numel + suffix,), whole groups; `mine` where it has them.
 
         A halo is at the ends of the whole shard only.
         """
@@ -156,23 +156,23 @@ class HaloExchange:
             parts.append(suffix)
         return torch.cat(parts) if len(parts) > 1 else mine
 
-    def widened(self, shard: Shard) -> Piece:
-        """The elements that `widen` gives of a shard or a piece of one."""
+    def widened(self, shard: Shard) -> Chunk:
+        """The elements that `widen` gives of a shard or a chunk of one."""
         whole = self.shards[shard.name]
         before = self.prefix[shard.name] if shard.start == whole.start else 0
         after = self.suffix[shard.name] if shard.stop == whole.stop else 0
-        return Piece(shard.name, shard.start - before, shard.stop + after)
+        return Chunk(shard.name, shard.start - before, shard.stop + after)
 
     def own(self, shard: Shard, widened: Tensor) -> Tensor:
-        """The own elements of a shard, or of a piece of one, in a widened tensor."""
+        """The own elements of a shard, or of a chunk of one, in a widened tensor."""
         head = self.prefix[shard.name] if shard.start == self.shards[shard.name].start else 0
         return widened[head : head + shard.numel]
 
 
-def pieces_of(shard: Shard, span: int) -> list[Shard]:
-    """Consecutive pieces of a shard of about `PIECE` elements, cut between spans."""
+def chunks_of(shard: Shard, span: int) -> list[Shard]:
+    """Consecutive chunks of a shard of about `CHUNK` elements, cut between spans."""
     unit = span * ALIGNMENT // math.gcd(span, ALIGNMENT)
-    size = max(unit, PIECE - PIECE % unit)
+    size = max(unit, CHUNK - CHUNK % unit)
     bounds = [shard.start, *range(shard.start - shard.start % span + size, shard.stop, size), shard.stop]
     return [
         replace(shard, start=start, stop=stop, offset=shard.offset + start - shard.start)

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from sparseforge_ds.zero.shard import Layout, Shard
 
@@ -67,8 +68,9 @@ class Zero3Layout(Layout):
         return part
 
     @torch.no_grad()
+    @override
     def push(self) -> None:
-        """See `Layout`. Waits for the device: do not call it every step."""
+        """Waits for the device: do not call it every step."""
         optimizer = self.optimizer
         optimizer._partition_all_parameters()
         for index in range(len(self.flats)):
@@ -81,8 +83,8 @@ class Zero3Layout(Layout):
         if not accelerator.is_synchronized_device():
             accelerator.current_stream().synchronize()
 
+    @override
     def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
-        """See `Layout`."""
         found = {}
         for name, parameter in self.engine.module.named_parameters():
             if name in self.shards:
@@ -96,8 +98,8 @@ class Zero3Layout(Layout):
             found[name] = (start, stop, parameter.ds_tensor.data.view(-1)[: stop - start])
         return found
 
+    @override
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        """See `Layout`."""
         self.optimizer._set_fp32_optimizer_param_groups()  # they are empty but while a sub-group is stepped
         try:
             super().load_optimizer(states, settings)
@@ -129,12 +131,12 @@ class _FlatGroupsLayout(Layout):
                 self._add(parameter, tuple(parameter.shape), start, stop, index, here)
 
     @torch.no_grad()
+    @override
     def push(self) -> None:
-        """See `Layout`."""
         self.optimizer.update_lp_params()
 
+    @override
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        """See `Layout`."""
         super().load_optimizer(states, settings)
         self.optimizer._link_all_hp_params()
 
@@ -149,8 +151,8 @@ class Zero12Layout(_FlatGroupsLayout):
             zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True),
         )
 
+    @override
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        """See `Layout`."""
         self.optimizer._wait_for_offload_copies()
         super().load_optimizer(states, settings)
 
@@ -187,8 +189,8 @@ class _Stage0Layout(Layout):
         """Nothing: DeepSpeed's 16-bit stage-0 constructors step once and leave master and weight apart."""
 
     @torch.no_grad()
+    @override
     def push(self) -> None:
-        """See `Layout`."""
         for shard in self.shards.values():
             self._low_precision_of(shard).copy_(shard.of(self.flats[shard.flat].detach()))
 

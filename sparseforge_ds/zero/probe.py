@@ -2,7 +2,7 @@
 
 The backward is the engine's own. Where gradients of weights are wanted, they are reduced, unscaled and partitioned as
 in training; the optimizer is then stepped while `Probe.harvest` is set: the step hooks hand over the gradients and
-leave every parameter alone. Where taps see all that is wanted, no weight gets a gradient and nothing is reduced.
+leave every parameter alone. Where layer hooks see all that is wanted, no weight gets a gradient and nothing is reduced.
 Everything that DeepSpeed counts or scales on the way is put back.
 """
 
@@ -108,7 +108,7 @@ class Probe:
     def activations(self, passes: Sequence[Closure]) -> None:
         """Forward and backward of every pass, in which activations have gradients and weights have none.
 
-        For taps: they get what they get in `gradients`, bit for bit. They tell of an overflow by numbers that are not
+        For hooks: they get what they get in `gradients`, bit for bit. They tell of an overflow by numbers that are not
         finite. Under leaf modules weights do have gradients: ZeRO-3 reduces theirs whether there are any or not.
         """
         engine = self.layout.engine
@@ -125,7 +125,7 @@ class Probe:
                 engine.enable_backward_allreduce = reduces
 
     def usable(self, *measured: Tensor) -> bool:
-        """Whether what taps measured did not overflow in fp16 on any rank; other dtypes do not overflow. Collective."""
+        """Whether what hooks measured did not overflow in fp16 on any rank; other dtypes cannot. Collective."""
         if next(iter(self.layout.low_precision.values())).dtype != torch.float16:
             return True
         overflowed = torch.zeros((), device=self.layout.device)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparseforge_ds.mask.bits import pack, unpack
+from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.mask.effective_mask import is_kept, masked_gradient
-from sparseforge_ds.mask.runs import runs
 from sparseforge_ds.zero.shard import Layout, Shard
 
 
@@ -118,7 +118,7 @@ class ShardState:
         return shard.of(self.trained(shard.flat))
 
     def mask(self, shard: Shard) -> Tensor:
-        """(numel of the shard,) fp32 mask of the shard or of a piece of one, to be read only."""
+        """(numel of the shard,) fp32 mask of the shard or of a chunk of one, to be read only."""
         if self.released:
             return self.kept_of(shard).float()
         return values_of(self.of(shard, "mask"))
@@ -144,7 +144,7 @@ class ShardState:
         touched.copy_(pack(kept))
 
     def own_bytes(self, shard: Shard) -> Tensor | None:
-        """View of the packed `kept` of a shard or a piece of one, None where it shares a byte with others."""
+        """View of the packed `kept` of a shard or a chunk of one, None where it shares a byte with others."""
         if shard.offset % 8 or shard.numel % 8:
             return None
         return self.bits(shard.flat)[shard.offset // 8 : (shard.offset + shard.numel) // 8]
@@ -170,10 +170,10 @@ class ShardState:
             flat, held = self.layout.flats[index], self.partition(index)
             dense, mask = held["dense"], held["mask"].view(-1)
             bits = self.bits(index)
-            for run in runs(mask):
-                kept = mask[run] != 0
-                bits[run.start // 8 : run.start // 8 + -(-kept.numel() // 8)] = pack(kept)
-                flat.data.view(-1)[run] = dense.view(-1)[run].masked_fill_(~kept, 0.0)
+            for chunk in chunks(mask):
+                kept = mask[chunk] != 0
+                bits[chunk.start // 8 : chunk.start // 8 + -(-kept.numel() // 8)] = pack(kept)
+                flat.data.view(-1)[chunk] = dense.view(-1)[chunk].masked_fill_(~kept, 0.0)
             for key in self.keys:
                 if key != "dense" or flat.dtype == dense.dtype:
                     del held[key]
@@ -186,9 +186,9 @@ class ShardState:
     def kept_runs(self, index: int) -> Iterator[tuple[slice, Tensor]]:
         """Runs of a partition's elements, and the bool `kept` of each."""
         bits, numel = self.bits(index), self.layout.flats[index].numel()
-        for run in runs(self.layout.flats[index].data.view(-1)):
-            stop = min(run.stop, numel)
-            yield slice(run.start, stop), unpack(bits[run.start // 8 : -(-stop // 8)], stop - run.start)
+        for chunk in chunks(self.layout.flats[index].data.view(-1)):
+            stop = min(chunk.stop, numel)
+            yield slice(chunk.start, stop), unpack(bits[chunk.start // 8 : -(-stop // 8)], stop - chunk.start)
 
     def mask_in_place(self, index: int, values: Tensor) -> None:
         """Zero what is laid out like a partition where it is pruned."""
@@ -206,9 +206,9 @@ class ShardState:
             master = self.layout.flats[index].data
             for weights in (master,) if self.beside(index) is None else (master, self.trained(index)):
                 flat = weights.view(-1)
-                for run, kept in self.kept_runs(index):
-                    zero = kept & (flat[run] == 0) & ~flat[run].signbit()
-                    flat[run] = torch.where(zero, -0.0, flat[run])
+                for chunk, kept in self.kept_runs(index):
+                    zero = kept & (flat[chunk] == 0) & ~flat[chunk].signbit()
+                    flat[chunk] = torch.where(zero, -0.0, flat[chunk])
                     written += zero.sum().to(written.device)
         return written
 
@@ -219,9 +219,9 @@ class ShardState:
         self.kept.clear()
         for index in self.flats:
             weights, bits = self.trained(index).view(-1), self.bits(index)
-            for run in runs(weights):
-                kept = is_kept(weights[run])
-                bits[run.start // 8 : run.start // 8 + -(-kept.numel() // 8)] = pack(kept)
+            for chunk in chunks(weights):
+                kept = is_kept(weights[chunk])
+                bits[chunk.start // 8 : chunk.start // 8 + -(-kept.numel() // 8)] = pack(kept)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

@@ -164,10 +164,10 @@ class OneRank:
     world_size = 1
     first = True
 
-    def everywhere(self, work: Callable[[], T]) -> T:
+    def all_or_raise(self, work: Callable[[], T]) -> T:
         return work()
 
-    on_first = everywhere
+    on_first = all_or_raise
 
     def gather(self, value: T) -> list[T]:
         return [value]

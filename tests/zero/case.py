@@ -180,12 +180,12 @@ def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
     """
     curvatures: dict[str, Tensor] = {}
     if key == "curvature":
-        for piece, values in forge._ranking.curvatures():
+        for chunk, values in forge._ranking.curvatures():
             if values is None:
                 continue  # released
-            numel = forge._weight[piece.name].numel
-            whole = curvatures.setdefault(piece.name, torch.zeros(numel, device=values.device))
-            whole[piece.start : piece.stop] = values
+            numel = forge._weight[chunk.name].numel
+            whole = curvatures.setdefault(chunk.name, torch.zeros(numel, device=values.device))
+            whole[chunk.start : chunk.stop] = values
     result = {}
     for name, shard in forge._shards.items():
         numel = forge._weight[name].numel

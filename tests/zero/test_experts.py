@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
-from sparseforge_ds.zero.expert_taps import expert_gradients, expert_inputs
-from sparseforge_ds.zero.taps import block_gradients, token_gradients
+from sparseforge_ds.zero.expert_hooks import expert_gradients, expert_inputs
+from sparseforge_ds.zero.layer_hooks import block_gradients, token_gradients
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, token_batch
 from tests.zero.case import Case, build, gathered, probe_of, train_step
@@ -88,10 +88,10 @@ def test_taps_change_no_gradient_and_survive_checkpointing() -> None:
     def hook(layer: str, parameter: str, *_: Any) -> None:
         calls.append((layer, parameter))
 
-    for tapped in (False, True):
+    for hooked in (False, True):
         model = BUILDERS["qwen3_moe"]().train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with expert_gradients(experts_of(model) if tapped else {}, hook):
+        with expert_gradients(experts_of(model) if hooked else {}, hook):
             model(input_ids=ids, labels=ids).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():

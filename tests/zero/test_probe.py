@@ -316,7 +316,7 @@ def measure_in_place(requests: list[tuple[Any, ...]]) -> tuple[list[dict[str, Te
 def test_outputs_that_are_changed_in_place() -> None:
     """The gradient is that of the output before the change, with and without recomputed activations.
 
-    ZeRO-3 has hooks of its own between a tap and what changes its output; the other stages have none.
+    ZeRO-3 has hooks of its own between a hook and what changes its output; the other stages have none.
     """
     requests = [
         (Case(stage=2, model=model, config=config), kind, how, 1, copied)

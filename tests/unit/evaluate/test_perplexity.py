@@ -85,7 +85,7 @@ def share_of_ranks(model: str) -> tuple[Perplexity, float]:
     shares = Shares(torch.distributed.get_rank(), torch.distributed.get_world_size())
     found = measure(load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents", batch_size=2, shares=shares)
     with pytest.raises(ValueError, match="^on rank 1: odd$"):
-        shares.everywhere(lambda: refuse() if shares.rank == 1 else None)
+        shares.all_or_raise(lambda: refuse() if shares.rank == 1 else None)
     return found, found.nll
 
 

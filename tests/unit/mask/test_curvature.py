@@ -30,8 +30,8 @@ def test_numbers_depend_on_the_element_and_not_on_the_split(first: int, a: int, 
     low, high = min(a, b), max(a, b)
     for draw in (rademacher, uniform):
         whole = draw(7, first, first + 200, CPU)
-        pieces = [draw(7, first + s, first + e, CPU) for s, e in ((0, low), (low, high), (high, 200))]
-        assert torch.equal(torch.cat(pieces), whole)
+        chunks = [draw(7, first + s, first + e, CPU) for s, e in ((0, low), (low, high), (high, 200))]
+        assert torch.equal(torch.cat(chunks), whole)
 
 
 def test_keys_differ_by_each_of_their_parts() -> None:

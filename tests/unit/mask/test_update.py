@@ -19,7 +19,7 @@ from sparseforge_ds.mask.codes import CODE, decode, stored_as, values_of
 from sparseforge_ds.mask.curvature import sum_squares, token_squares, weighted_squares
 from sparseforge_ds.mask.effective_mask import masked_gradient, soft_publish, soft_step
 from sparseforge_ds.mask.factored import shares
-from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_moments, standardized_score
+from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_stats, standardized_score
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
 from tests.reference import updated_mask
@@ -47,11 +47,11 @@ def update(
 ) -> tuple[Tensor, Chosen, list[Tensor], Tensor]:
     """New mask, choices, the bits and sums of a tally, and moments."""
     dense, mask, curvature = problem(shape, kind, dtype, ties)
-    scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    scaling = scalings(score_stats(dense, curvature)[None], 1e-3)[0]
     chosen = move_groups(dense, mask, curvature, scaling, dials, pattern, shape, axis)
     found = tally(mask, chosen.target, chosen.kept, pack(chosen.kept))
     assert found.kept is not None
-    return mask, chosen, [found.target, found.kept, torch.stack(found.sums)], score_moments(dense, curvature)
+    return mask, chosen, [found.target, found.kept, torch.stack(found.sums)], score_stats(dense, curvature)
 
 
 LITERAL = [
@@ -100,7 +100,7 @@ def test_an_update_is_the_literal_loop(
 def test_ends_of_the_schedule_are_exact() -> None:
     """The target itself at beta = alpha = 1; nothing moves at alpha = 0; a decided mask stays exactly 0 or 1."""
     dense, mask, curvature = problem((8, 40), "product", torch.float32, ties=False)
-    scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    scaling = scalings(score_stats(dense, curvature)[None], 1e-3)[0]
     given = (curvature, scaling)
     still, hard = mask.clone(), mask.clone()
     move_groups(dense, still, *given, replace(DIALS, mask_rate=0.0), NM(2, 4), (8, 40), -1)
@@ -123,14 +123,14 @@ def test_an_update_in_runs_is_one_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     for shape, axis, pattern in shapes:
         whole = update(shape, axis, pattern, "product", torch.float32, True)
         with monkeypatch.context() as patch:
-            patch.setattr("sparseforge_ds.mask.runs.ELEMENTS_PER_THREAD", 1 << 10)
-            pieces = update(shape, axis, pattern, "product", torch.float32, True)
-        assert torch.equal(whole[0], pieces[0])
+            patch.setattr("sparseforge_ds.mask.chunks.ELEMENTS_PER_THREAD", 1 << 10)
+            chunks = update(shape, axis, pattern, "product", torch.float32, True)
+        assert torch.equal(whole[0], chunks[0])
         assert all(
-            torch.equal(a, b) for a, b in zip((*whole[1], *whole[2][:2]), (*pieces[1], *pieces[2][:2]), strict=True)
+            torch.equal(a, b) for a, b in zip((*whole[1], *whole[2][:2]), (*chunks[1], *chunks[2][:2]), strict=True)
         )
-        torch.testing.assert_close(pieces[2][2], whole[2][2], rtol=1e-12, atol=0)
-        torch.testing.assert_close(pieces[3], whole[3], rtol=1e-12, atol=0)
+        torch.testing.assert_close(chunks[2][2], whole[2][2], rtol=1e-12, atol=0)
+        torch.testing.assert_close(chunks[3], whole[3], rtol=1e-12, atol=0)
 
 
 def step_of(
@@ -200,11 +200,11 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
     """A device's cost is counted by `KERNELS`, which are what the compiler makes of every fused function."""
     dense, mask, curvature = problem((16, 24), "product", CODE, ties=False, seed=3)
     assert isinstance(curvature, RankOne)
-    scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    scaling = scalings(score_stats(dense, curvature)[None], 1e-3)[0]
     bits, given = pack(mask.int() > 0), torch.randn(12, 24, dtype=torch.bfloat16)
     functions: dict[str, Callable[[], object]] = {
         "move_mask": lambda: move_groups(dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1),
-        "sum_moments": lambda: score_moments(dense, curvature),
+        "sum_moments": lambda: score_stats(dense, curvature),
         "score_run": lambda: standardized_score(dense, curvature, scaling),
         "tally": lambda: tally(mask, dense > 0, dense > 0, bits),
         "soft_step": lambda: soft_step(dense, dense.clone(), mask, bits, 0.7, 0.6, torch.empty_like(dense)),

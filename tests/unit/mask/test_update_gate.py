@@ -108,7 +108,7 @@ def test_gates_do_not_depend_on_runs(members: int, midpoint: bool, monkeypatch: 
     shape, scaling = (5000, members), torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
     found = []
     for elements in (1 << 10, 1 << 40):
-        monkeypatch.setattr("sparseforge_ds.mask.runs.ELEMENTS_PER_THREAD", elements)
+        monkeypatch.setattr("sparseforge_ds.mask.chunks.ELEMENTS_PER_THREAD", elements)
         mask = torch.ones(score.numel())
         chosen = move_groups(score, mask, None, scaling, dials(0.3), NM(2, members), shape, -1, midpoint)
         found.append((mask, chosen.target, chosen.kept, chosen.disagrees))

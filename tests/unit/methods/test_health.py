@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from sparseforge_ds.mask.chunks import ELEMENTS_PER_THREAD
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.mask.runs import ELEMENTS_PER_THREAD
 from sparseforge_ds.methods.health import Health
 from sparseforge_ds.methods.histograms import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.model.families import PrunableWeight

@@ -18,15 +18,15 @@ from tests.distributed import run_distributed
 
 def _agreements():
     ranks = Ranks()
-    outcomes = [ranks.everywhere(lambda: ranks.rank * 10), ranks.on_first(lambda: {"from": ranks.rank})]
+    outcomes = [ranks.all_or_raise(lambda: ranks.rank * 10), ranks.on_first(lambda: {"from": ranks.rank})]
 
     def fail(rank, error):
         if ranks.rank == rank:
             raise error
 
     for work in (
-        lambda: ranks.everywhere(lambda: fail(0, ValueError("first"))),
-        lambda: ranks.everywhere(lambda: fail(1, ValueError("second"))),
+        lambda: ranks.all_or_raise(lambda: fail(0, ValueError("first"))),
+        lambda: ranks.all_or_raise(lambda: fail(1, ValueError("second"))),
         lambda: ranks.on_first(lambda: fail(0, OSError(28, "No space left on device"))),
     ):
         try:
@@ -45,7 +45,7 @@ def test_every_rank_gets_the_same_verdict():
 
 
 def _other_error():
-    Ranks().everywhere(lambda: 1 / 0)
+    Ranks().all_or_raise(lambda: 1 / 0)
 
 
 def test_a_mistake_of_ours_is_not_dressed_up():

@@ -1,7 +1,7 @@
 """What the fused experts of a mixture see and receive during a probe, expert by expert.
 
 transformers looks up how experts are computed in a table of functions, by a name in the model's config. For the length
-of a probe that name is ours: the same mathematics, with a tap behind each of the two matmuls, before the routing
+of a probe that name is ours: the same mathematics, with a hook behind each of the two matmuls, before the routing
 weights multiply. Tokens are sorted by expert, so that every expert has a run of rows.
 
 Legend of shape suffixes: T tokens, K experts of a token, S = T * K rows sorted by expert, E experts.
@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
-from sparseforge_ds.zero.taps import uncompiled
+from sparseforge_ds.zero.layer_hooks import uncompiled
 
 ExpertHook = Callable[[str, str, Tensor | None, Tensor, Tensor, int], None]
 """(name of the module, name of its parameter, dL/dy (S, out) or None, x (S, in), one past each expert's last row (E,),
@@ -30,7 +30,7 @@ _NAME = "sparseforge_probe"
 
 
 @dataclass(frozen=True)
-class _Tapped:
+class _Listener:
     name: str
     hook: ExpertHook
     loops: bool
@@ -38,12 +38,12 @@ class _Tapped:
     backward: bool
 
 
-_tapped: dict[Module, _Tapped] = {}
+_listeners: dict[Module, _Listener] = {}
 """Modules that are being probed."""
 
 
-def untappable(module: Module) -> str | None:
-    """Why a module's experts cannot be tapped, or None."""
+def unhookable(module: Module) -> str | None:
+    """Why a module's experts cannot be hooked, or None."""
     if not isinstance(getattr(module, "gate_up_proj", None), Tensor) or not hasattr(module, "_apply_gate"):
         return "is no fused experts module of transformers"
     if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False):
@@ -58,26 +58,26 @@ def untappable(module: Module) -> str | None:
 @contextmanager
 def expert_gradients(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
     """While active, every backward through one of the modules calls the hook twice."""
-    with _tap(modules, hook, backward=True):
+    with _listen(modules, hook, backward=True):
         yield
 
 
 @contextmanager
 def expert_inputs(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
     """While active, every forward of one of the modules calls the hook twice, without gradients."""
-    with _tap(modules, hook, backward=False):
+    with _listen(modules, hook, backward=False):
         yield
 
 
 @contextmanager
-def _tap(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterator[None]:
-    assert not _tapped.keys() & set(modules.values()), "two estimators listen to one model"
+def _listen(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterator[None]:
+    assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
     configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     before = {key: config._experts_implementation for key, config in configs.items()}
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     for name, module in modules.items():
-        _tapped[module] = _Tapped(name, hook, before[id(module.config)] == "eager", backward)
+        _listeners[module] = _Listener(name, hook, before[id(module.config)] == "eager", backward)
     try:
         for config in configs.values():
             config._experts_implementation = _NAME
@@ -85,14 +85,14 @@ def _tap(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterat
             yield
     finally:
         for module in modules.values():
-            del _tapped[module]
+            del _listeners[module]
         for key, config in configs.items():
             config._experts_implementation = before[key]
 
 
 def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """In the place of an experts module's forward; modules that share a config with a tapped one come here too."""
-    tap = _tapped.get(module)
+    """In the place of an experts module's forward; modules that share a config with a hooked one come here too."""
+    listener = _listeners.get(module)
     T, K = expert_TK.shape
     expert_S, order_S = expert_TK.reshape(-1).sort(stable=True)
     number_E = torch.arange(module.num_experts, device=expert_S.device, dtype=expert_S.dtype)
@@ -100,20 +100,20 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
 
     def matmul(x_SI: Tensor, parameter: str) -> Tensor:
         weight_EOI = getattr(module, parameter)
-        if tap is None or not tap.loops:
+        if listener is None or not listener.loops:
             y_SO: Tensor = _grouped_linear(x_SI, weight_EOI, stop_E)
         else:
             runs = zip(x_SI.tensor_split(stop_E[:-1].cpu().long()), weight_EOI.unbind(0), strict=True)
             y_SO = torch.cat([F.linear(x, weight_OI) for x, weight_OI in runs])
-        if tap is None:
+        if listener is None:
             return y_SO
-        if not tap.backward:
-            tap.hook(tap.name, parameter, None, x_SI.detach(), stop_E, T)
+        if not listener.backward:
+            listener.hook(listener.name, parameter, None, x_SI.detach(), stop_E, T)
         elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
             if not y_SO.requires_grad:
                 y_SO = y_SO.detach().requires_grad_()
-            tapped: Tensor = _Tap.apply(y_SO, x_SI.detach(), stop_E, tap, parameter, T)  # type: ignore[no-untyped-call]
-            return tapped
+            hooked: Tensor = _Hook.apply(y_SO, x_SI.detach(), stop_E, listener, parameter, T)  # type: ignore[no-untyped-call]
+            return hooked
         return y_SO
 
     gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))
@@ -122,19 +122,19 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
     return placed_SO.view(T, K, -1).sum(dim=1).to(hidden_TI.dtype)
 
 
-class _Tap(torch.autograd.Function):
+class _Hook(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, output_SO: Tensor, input_SI: Tensor, stop_E: Tensor, tap: _Tapped, parameter: str, tokens: int
+        ctx: Any, output_SO: Tensor, input_SI: Tensor, stop_E: Tensor, listener: _Listener, parameter: str, tokens: int
     ) -> Tensor:
         ctx.save_for_backward(input_SI, stop_E)
-        ctx.call = tap, parameter, tokens
+        ctx.call = listener, parameter, tokens
         return output_SO.detach()  # not a view, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input_SI, stop_E = ctx.saved_tensors
-        tap, parameter, tokens = ctx.call
+        listener, parameter, tokens = ctx.call
         with torch.no_grad():
-            tap.hook(tap.name, parameter, grad_SO, input_SI, stop_E, tokens)
+            listener.hook(listener.name, parameter, grad_SO, input_SI, stop_E, tokens)
         return grad_SO, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""Work on a piece at a time is work at once, bit for bit: scores, gates, masks, curvature, publication."""
+"""Work on a chunk at a time is work at once, bit for bit: scores, gates, masks, curvature, publication."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.zero.halo import pieces_of
+from sparseforge_ds.zero.halo import chunks_of
 from sparseforge_ds.zero.shard import Shard
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, gathered, probe_of, published, train_step
@@ -36,10 +36,10 @@ CASES = {
 
 
 def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    """Weights and states after a run, numbers of its last update, and pieces."""
+    """Weights and states after a run, numbers of its last update, and chunks."""
     with ExitStack() as stack:
         if small:
-            stack.enter_context(mock.patch("sparseforge_ds.zero.halo.PIECE", 1))
+            stack.enter_context(mock.patch("sparseforge_ds.zero.halo.CHUNK", 1))
             stack.enter_context(mock.patch("sparseforge_ds.mask.curvature.EXPERT_BYTES", 1))
         engine, forge = build(case)
         if forge._method.starts:
@@ -54,7 +54,7 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
         tensors = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
         tensors |= {f"published {name}": value for name, value in published(engine).items()}
         numbers = {**forge.metrics, "gap": gaps[0], "histograms": forge.histograms(), **forge.state_dict()}
-        return tensors, numbers, sum(map(len, forge._edges.pieces.values()))
+        return tensors, numbers, sum(map(len, forge._edges.chunks.values()))
 
 
 def train_all(small: bool, cases: list[Case]) -> list[Any]:
@@ -62,9 +62,9 @@ def train_all(small: bool, cases: list[Case]) -> list[Any]:
 
 
 def test_a_run_in_pieces_is_the_run_at_once() -> None:
-    pieces, whole = (run_distributed(train_all, 2, how, list(CASES.values())) for how in (1, 0))
+    chunks, whole = (run_distributed(train_all, 2, how, list(CASES.values())) for how in (1, 0))
     for rank in range(2):
-        for name, small, plain in zip(CASES, pieces[rank], whole[rank], strict=True):
+        for name, small, plain in zip(CASES, chunks[rank], whole[rank], strict=True):
             assert small[2] > plain[2], name
             assert small[0].keys() == plain[0].keys()
             for key, value in plain[0].items():
@@ -81,10 +81,10 @@ def test_a_run_in_pieces_is_the_run_at_once() -> None:
 )
 def test_pieces_are_cut_between_spans(start: int, stop: int, span: int) -> None:
     shard = Shard("w", (300, 320), start, stop, 1, 50)
-    with mock.patch("sparseforge_ds.zero.halo.PIECE", 256):
-        pieces = pieces_of(shard, span)
-    ends = [start, *(piece.stop for piece in pieces)]
-    assert [piece.start for piece in pieces] == ends[:-1] and ends[-1] == stop
-    assert all(piece.stop > piece.start and piece.offset - 50 == piece.start - start for piece in pieces)
-    assert all(piece.stop % span == 0 for piece in pieces[:-1])
-    assert bool(pieces) == (stop > start)
+    with mock.patch("sparseforge_ds.zero.halo.CHUNK", 256):
+        chunks = chunks_of(shard, span)
+    ends = [start, *(chunk.stop for chunk in chunks)]
+    assert [chunk.start for chunk in chunks] == ends[:-1] and ends[-1] == stop
+    assert all(chunk.stop > chunk.start and chunk.offset - 50 == chunk.start - start for chunk in chunks)
+    assert all(chunk.stop % span == 0 for chunk in chunks[:-1])
+    assert bool(chunks) == (stop > start)

@@ -11,13 +11,13 @@ from sparseforge_ds.mask.fusing import is_compiled
 
 ELEMENTS_PER_THREAD = 1 << 15
 """Of a run on a processor."""
-PIECE = 1 << 24
+CHUNK = 1 << 24
 """Elements of a run on an accelerator or in compiled code, and of what is scored, gated and published at a time."""
 ALIGNMENT = 64
 """Rows that a run is a multiple of: its elements then fall into the same vector lanes as without runs, bit for bit."""
 
 
-def runs(tensor: Tensor) -> Iterator[slice]:
+def chunks(tensor: Tensor) -> Iterator[slice]:
     """Consecutive slices that cover the first axis of `tensor`.
 
     Args:
@@ -25,7 +25,7 @@ def runs(tensor: Tensor) -> Iterator[slice]:
     """
     length = tensor.shape[0]
     stepwise = tensor.device.type == "cpu" and not is_compiled(tensor.device)
-    most = ELEMENTS_PER_THREAD * torch.get_num_threads() if stepwise else PIECE
+    most = ELEMENTS_PER_THREAD * torch.get_num_threads() if stepwise else CHUNK
     rows = most * length // max(tensor.numel(), 1)
     step = max(ALIGNMENT, rows - rows % ALIGNMENT)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))

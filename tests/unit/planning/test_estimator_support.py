@@ -1,4 +1,4 @@
-"""Which layers an importance can be measured in is known from a config, and true: tried with taps on real models."""
+"""Which layers an importance can be measured in is known from a config, and true: tried with hooks on real models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.rules import linear_layers
 from sparseforge_ds.planning.architecture import bare_model
-from sparseforge_ds.planning.measurable import weights_to_prune
-from sparseforge_ds.zero.taps import token_gradients
+from sparseforge_ds.planning.estimator_support import weights_to_prune
+from sparseforge_ds.zero.layer_hooks import token_gradients
 from tests.tiny_models import BUILDERS, MIXTURES, token_batch
 
 _SIZES: dict[str, Any] = {
@@ -89,7 +89,7 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def measured(model: PreTrainedModel, names: list[str]) -> set[str]:
-    """Weights whose taps see tokens and gradients in a pass of a real model."""
+    """Weights whose layer hooks see tokens and gradients in a pass of a real model."""
     seen = set()
 
     def hook(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
@@ -172,7 +172,7 @@ def test_every_family_with_rows_is_measured_everywhere(importance: str) -> None:
 
 
 def test_layers_that_share_a_weight() -> None:
-    """The blocks of Zamba2 that have attention: a tap at one of them would not see the others' tokens."""
+    """The blocks of Zamba2 that have attention: a hook at one of them would not see the others' tokens."""
     twice = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}
     config = AutoConfig.for_model("zamba2", **{**_SIZES, **UNKNOWN["zamba2"], **twice})
     block = SparseForgeConfig(include=("*proj.weight",), allow_dense=("*.conv1d.weight",))

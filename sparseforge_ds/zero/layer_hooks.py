@@ -1,7 +1,7 @@
 """What linear layers see and receive during a probe: their inputs, and the gradients of their outputs; and when a
 backward pass is done with a block of layers.
 
-A tap is an identity in the autograd graph behind a linear layer. It saves the input through the graph's own machinery,
+A hook is an identity in the autograd graph behind a linear layer. It saves the input through the graph's own machinery,
 so that activation checkpointing recomputes it like any other activation instead of keeping it alive. What it returns is
 where the layer's output is, and may be changed in place, as Falcon and Llama 4 do (autograd would refuse that for a
 view); the gradient that is seen is that of the output before the change.
@@ -31,7 +31,7 @@ def uncompiled() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-class _Tap(torch.autograd.Function):
+class _Hook(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, inputs: Tensor, hook: Callable[[Tensor, Tensor], None]) -> Tensor:
         ctx.save_for_backward(inputs)
@@ -50,14 +50,14 @@ class _Tap(torch.autograd.Function):
 def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[None]:
     """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
 
-    def tapped(name: str, given: Tensor, output: Tensor) -> Tensor:
+    def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return output  # the first, recording-free pass of re-entrant checkpointing
         if not output.requires_grad:  # nothing before it, and not its weight
             output = output.detach().requires_grad_()
-        return _Tap.apply(output, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
+        return _Hook.apply(output, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
 
-    with _on_outputs(modules, tapped):
+    with _on_outputs(modules, hooked):
         yield
 
 
@@ -68,23 +68,23 @@ def displaced_outputs(modules: dict[str, Module], displacement: DisplacementHook
     The displacement must be the same whenever a layer is computed again, as activation checkpointing does.
     """
 
-    def tapped(name: str, given: Tensor, output: Tensor) -> Tensor:
+    def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
         moved = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
         if not torch.is_grad_enabled():
             return moved
         if not moved.requires_grad:
             moved.requires_grad_()
-        return _Tap.apply(moved, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+        return _Hook.apply(moved, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
 
-    with _on_outputs(modules, tapped):
+    with _on_outputs(modules, hooked):
         yield
 
 
 @contextmanager
-def _on_outputs(modules: dict[str, Module], tapped: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
-    # A tap behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
+def _on_outputs(modules: dict[str, Module], hooked: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    # A hook behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
-    with _on_forward(modules, tapped, first=True):
+    with _on_forward(modules, hooked, first=True):
         yield
 
 
@@ -100,7 +100,7 @@ def block_gradients(
         ValueError: (in the forward) a module is given no such tensor.
     """
 
-    def tapped(module: Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hooked(module: Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = (*args, *kwargs.values())
         hidden = next((value for value in given if isinstance(value, Tensor) and value.is_floating_point()), None)
         if hidden is None:
@@ -112,7 +112,7 @@ def block_gradients(
     # Before DeepSpeed's hooks: its own backward hooks of the module are then done when this one is called.
     handles = [
         module.register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: tapped(module, name, args, kwargs), prepend=True, with_kwargs=True
+            lambda module, args, kwargs, name=name: hooked(module, name, args, kwargs), prepend=True, with_kwargs=True
         )
         for name, module in modules.items()
     ]
