@@ -16,11 +16,7 @@ _WRITTEN = ("config.json", "sparsity.json", "mask.json", CONFIG)
 
 def copy_model_files(source: Source, folder: Path, quantization_config: dict[str, Any] | None = None) -> None:
     """Everything that belongs to the model but its weights; config.json with the exported dtype."""
-    for file in sorted(source.model_folder.iterdir()):
-        weights = ".safetensors" in file.name or ".bin" in file.name
-        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
-        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
-            shutil.copyfile(file, folder / file.name)
+    copy_other_files(source.model_folder, folder)
     config = dict(source.model_config)
     config.pop("torch_dtype", None)
     config.pop("auto_map", None)  # names Python files, which are not copied
@@ -28,3 +24,12 @@ def copy_model_files(source: Source, folder: Path, quantization_config: dict[str
     if quantization_config is not None:
         config["quantization_config"] = quantization_config
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_other_files(model_folder: Path, folder: Path) -> None:
+    """Tokenizer, licence and the like: what is neither weights nor config.json, nor written by an export."""
+    for file in sorted(model_folder.iterdir()):
+        weights = ".safetensors" in file.name or ".bin" in file.name
+        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
+            shutil.copyfile(file, folder / file.name)

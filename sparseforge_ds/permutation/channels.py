@@ -70,6 +70,15 @@ class Dimension:
     axes: list[Axis] = field(default_factory=list)
 
 
+def check_family(model_type: str) -> None:
+    """Raise ValueError where the table does not know a family."""
+    if model_type not in CHANNELS:
+        raise ValueError(
+            f"permute: the channels of a {model_type!r} model are not known, only those of {', '.join(CHANNELS)}; add "
+            f'a line "{model_type}" to CHANNELS in sparseforge_ds/permutation/channel_table.py, or set permute to null'
+        )
+
+
 def dimensions(model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]], which: str) -> dict[str, Dimension]:
     """The dimensions of a model that can be reordered, by name.
 
@@ -82,11 +91,7 @@ def dimensions(model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...
     Raises:
         ValueError: the table does not know the family, or one of the tensors; or shapes do not belong together.
     """
-    if model_type not in CHANNELS:
-        raise ValueError(
-            f"permute: the channels of a {model_type!r} model are not known, only those of {', '.join(CHANNELS)}; add "
-            f'a line "{model_type}" to CHANNELS in sparseforge_ds/permutation/channel_table.py, or set permute to null'
-        )
+    check_family(model_type)
     family, found = CHANNELS[model_type], dict[str, Dimension]()
     for name, shape in shapes.items():
         places = [place for row in family.rows for place in _places(row, name)]
