@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         DistillationConfig,
         LowRankConfig,
         MonitorConfig,
+        PermuteConfig,
         ScheduleConfig,
     )
     from sparseforge_ds.config.presets import METHODS, PRESETS
@@ -23,6 +24,7 @@ _WHERE = {
     "DistillationConfig": "parts",
     "LowRankConfig": "parts",
     "MonitorConfig": "parts",
+    "PermuteConfig": "parts",
     "ReconstructionConfig": "rules",
     "RefreshConfig": "rules",
     "SamplingConfig": "rules",
@@ -37,6 +39,7 @@ __all__ = [
     "DistillationConfig",
     "LowRankConfig",
     "MonitorConfig",
+    "PermuteConfig",
     "ReconstructionConfig",
     "RefreshConfig",
     "SamplingConfig",

@@ -22,8 +22,9 @@ from sparseforge_ds.export.source import (
 )
 from sparseforge_ds.export.stored import StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
+from sparseforge_ds.permutation.record import Permutation
 
-_HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "config")
+_HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "permutation", "config")
 
 
 class FolderSource(Source):
@@ -45,6 +46,8 @@ class FolderSource(Source):
         if missing := [key for key in (*_HEAD, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _HEAD}
+        self.permutation = Permutation.load(self.folder)
+        self.check_permutation(self.record["permutation"], self.folder / "sparsity.json")
         self.pattern = parse_pattern(str(self.record["pattern"]))
         self.model_folder = self.folder if model is None else Path(model)
         stored_config = read_json(self.folder / "config.json")

@@ -64,6 +64,12 @@ def export(
             "(low_rank.shift), and no mask of the dense model's own weights; use --format hf, or train with "
             '"shift": false'
         )
+    permuted = isinstance(config := source.record.get("config"), dict) and config.get("permute")
+    if format == "mask" and permuted and source.permutation is None:
+        raise ValueError(
+            f"{source.opened[0]}: its channels were permuted before the run, and without the folder `permutation` of "
+            "the run its mask fits no dense model; export from the run's own folder, or use --format hf"
+        )
     if format == "packed24":
         require_24(source)
     if format != "mask" and not skip_proof:

@@ -85,6 +85,8 @@ def write_model(
     if source.branches:
         write_adapter(source, folder)
         write_card(source, folder, packed)
+    if source.permutation is not None:
+        source.permutation.save(folder)
     copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT} if packed else None)
     record = {
         **source.record,

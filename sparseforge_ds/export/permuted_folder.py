@@ -24,6 +24,19 @@ from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
 
 
+def read_text_config(folder: Path) -> Any:
+    """transformers' config of the text model of a folder.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    register_families()
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: its config.json cannot be used ({error})") from None
+
+
 class DenseFolder:
     """The weights of a dense model in files, whose channels have the order that they were trained in.
 
@@ -38,12 +51,7 @@ class DenseFolder:
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {what} already ({file}); permute the dense model that it was made of")
         check_family(self.model_type)
-        register_families()
-        try:
-            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder}: its config.json cannot be used ({error})") from None
-        self.config: Any = config.get_text_config()
+        self.config = read_text_config(self.folder)
         self.tensors = TensorFolder(self.folder)
 
     def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]] | None) -> list[PrunableWeight]:

@@ -69,7 +69,7 @@ def find_permutation(
         rows: of the weights that read a dimension, so many are sampled where there are more.
         seed: of the sample and of the search.
         squares: mean square of every input of a weight, (in,) or (experts, in); the score is then Wanda's,
-            |W| sqrt(mean x^2), else |W|.
+            |W| sqrt(mean x^2), else W^2 (which measured better than |W|).
         device: where orders are searched.
         progress: show a bar on stderr.
 
@@ -131,10 +131,11 @@ def _scores(
     parts: dict[int | None, list[Tensor]] = {}
     for axis in axes:
         value = read(axis.tensor).to(device)
-        score = value.float().abs()
-        if squares is not None:
+        if squares is None:
+            score = value.float().square()
+        else:
             root = squares[axis.tensor].to(device).sqrt()
-            score = score * (root.unsqueeze(-1 if axis.axis == -2 else -2))
+            score = value.float().abs() * root.unsqueeze(-1 if axis.axis == -2 else -2)
         score = score / score.mean().clamp(min=torch.finfo(torch.float32).tiny)
         flat_LR = score.movedim(axis.axis, 1 if score.dim() == 3 else 0).reshape(-1, score.numel() // axis.length)
         chosen = torch.randperm(_rows(axis), generator=generator)[: max(1, round(share * _rows(axis)))]

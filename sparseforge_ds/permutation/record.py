@@ -109,6 +109,11 @@ class Reordering:
             for axis in held.axes:
                 self._axes[axis.tensor].append((axis, permutation.index_BC[name]))
 
+    @property
+    def moved(self) -> list[str]:
+        """Names of the tensors that have channels."""
+        return list(self._axes)
+
     def __call__(self, name: str, value: Tensor) -> Tensor:
         """A tensor of the model with its channels in their new order."""
         for axis, index_BC in self._axes.get(name, ()):

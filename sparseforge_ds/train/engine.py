@@ -11,7 +11,9 @@ from deepspeed.accelerator import get_accelerator
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.permutation.apply import permute_model
 from sparseforge_ds.train.objective import Objective
+from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import load_model
 from sparseforge_ds.train.random_state import seed_everything
@@ -38,10 +40,13 @@ def build(plan: Plan, ranks: Ranks, batches: Batches) -> TrainContext:
     Raises:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
+    permutation = settle_permutation(plan, ranks, batches)
     seed_everything(plan.arguments.seed + ranks.rank)  # ranks differ, so that dropout does
     loaded = load_model(plan.model, plan.dtype, plan.deepspeed if plan.stage == 3 else None)
     ranks.all_or_raise(loaded.check)
     model = loaded.model
+    if permutation is not None:
+        permute_model(model, permutation)
     if plan.arguments.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = sf.prepare(model, plan.config)

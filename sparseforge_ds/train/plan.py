@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
@@ -25,8 +25,11 @@ from sparseforge_ds.config.deepspeed_config import (
 from sparseforge_ds.data.documents import Documents, Stream
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.permutation.channels import dimensions
+from sparseforge_ds.permutation.find import check_pattern
 from sparseforge_ds.planning.architecture import Sizes, sizes
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, settings
@@ -154,6 +157,8 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
     """
     spec = make_spec(arguments, world_size, find_model, Hardware.here())
     tokenizer = read_tokenizer(spec.model)
+    if spec.config.permute is not None:
+        DenseFolder(spec.model.folder)  # for its errors
     frame_tokens(tokenizer, arguments.document_frame)  # for its errors
     return Plan(
         **vars(spec),
@@ -191,6 +196,8 @@ def make_spec(
             )
     empty = empty_model(model)
     weights_to_prune(empty, config)  # for its errors
+    if config.permute is not None:
+        _check_channels(empty, config)
     weights = prunable_weights(prepare(empty, config), config)
     uncovered = uncovered_weights(empty, config)
     filled = resolve(
@@ -220,6 +227,15 @@ def make_spec(
         teacher_sizes=None if teacher is None or teacher is model else sizes(empty_model(teacher), ()),
         world_size=world_size,
     )
+
+
+def _check_channels(empty: PreTrainedModel, config: SparseForgeConfig) -> None:
+    """Whether the channels of the model can be permuted as `config.permute` says."""
+    assert config.permute is not None
+    shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+    model_type, sizes = empty.config.model_type, empty.config.get_text_config()
+    found = dimensions(model_type, sizes, shapes, config.permute.dimensions)
+    check_pattern(config.parsed_pattern, found, prunable_weights(empty, config))
 
 
 def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:

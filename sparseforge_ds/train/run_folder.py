@@ -4,6 +4,7 @@
       sparseforge.json   the algorithm, the weights under a mask, the run flags, versions
       ds_config.json     the resolved DeepSpeed configuration
       model/             config and tokenizer of the model, no weights
+      permutation/       the order of the model's channels, where it is not the one that they were trained in
       data/              the token cache
       checkpoints/       DeepSpeed checkpoints (see checkpoints.py)
       tensorboard/       event files
@@ -37,6 +38,7 @@ from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
+from sparseforge_ds.train.permuting import keep_permutation
 from sparseforge_ds.train.plan import Plan, RunSpec
 
 _LOG = logging.getLogger(__name__)
@@ -180,8 +182,8 @@ def write_folder(plan: Plan) -> None:
         GenerationConfig.from_pretrained(plan.model.folder).save_pretrained(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
-    written = read_json(final / "config.json")
-    write_json(plan.folder / "sparseforge.json", {**describe(plan), "config_sha256": config_sha256(written)})
+    more = {"permutation": keep_permutation(plan), "config_sha256": config_sha256(read_json(final / "config.json"))}
+    write_json(plan.folder / "sparseforge.json", {**describe(plan), **more})
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:

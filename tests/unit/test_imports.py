@@ -22,7 +22,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config.arguments", "checkpoint.disk"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
     "methods": {"torch", "transformers.pytorch_utils", "config", "mask", "zero", "model", "curvature"},
-    "forge": {"torch", "config", "mask.anneal", "zero", "model", "methods", "checkpoint"},
     "permutation": {
         "torch",
         "safetensors",
@@ -33,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.families",
         "zero",
     },
+    "forge": {"torch", "config", "mask.anneal", "zero", "model", "methods", "checkpoint"},
     "export": {
         "torch",
         "numpy",
@@ -96,6 +96,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "evaluate.zero_shot": {"lm_eval"},
     "model.hub": {"huggingface_hub"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
+    "permutation.apply": {"deepspeed", "model.groups"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }
 # The public names.

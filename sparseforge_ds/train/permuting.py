@@ -1,0 +1,108 @@
+"""The order of the student's channels: found by rank 0 before the run, kept in its folder, the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from sparseforge_ds.config import PermuteConfig
+from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.export.permuted_folder import DenseFolder
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.permutation.activations import input_squares
+from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.record import FOLDER, Permutation
+from sparseforge_ds.train.plan import Plan
+from sparseforge_ds.train.pretrained import empty_model, load_model
+from sparseforge_ds.train.ranks import Ranks
+
+_LOG = logging.getLogger(__name__)
+
+
+def settle_permutation(plan: Plan, ranks: Ranks, batches: Batches) -> Permutation | None:
+    """The permutation of this run: found now, or read where the run continues; None without `permute`. Collective.
+
+    Raises:
+        AgreedError: the run continues, and its permutation is not there; or a weight cannot be read.
+    """
+    settings = plan.config.permute
+    if settings is None:
+        return None
+    if plan.arguments.resume:
+        return ranks.on_first(lambda: _saved(plan))
+    batches.windows.prepare(0, settings.sequences)
+    return ranks.on_first(lambda: _found(plan, settings, batches))
+
+
+def keep_permutation(plan: Plan) -> str | None:
+    """Have the order of the student's channels in the run's folder, also that of a model which was permuted before.
+
+    Returns:
+        Its sha256; None where channels have the order that they were trained in.
+    """
+    if plan.config.permute is None:  # else it was written when it was found
+        shutil.rmtree(plan.folder / FOLDER, ignore_errors=True)
+        if (of_model := Permutation.load(plan.model.folder)) is not None:
+            of_model.save(plan.folder)
+    permutation = Permutation.load(plan.folder)
+    return None if permutation is None else permutation.sha256
+
+
+def _saved(plan: Plan) -> Permutation:
+    permutation = Permutation.load(plan.folder)
+    if permutation is None:
+        raise ValueError(
+            f"--resume: {plan.folder} has no {FOLDER}, in whose order its weights are; bring it back, or start in a "
+            "new --output_dir"
+        )
+    return permutation
+
+
+def _found(plan: Plan, settings: PermuteConfig, batches: Batches) -> Permutation:
+    device = torch.device(get_accelerator().current_device_name())
+    if settings.score == "magnitude":
+        empty = empty_model(plan.model)
+        shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+        found = DenseFolder(plan.model.folder).find(
+            plan.config, settings.dimensions, settings.rows, shapes, device=device
+        )
+    else:
+        found = _by_activations(plan, settings, batches, device)
+    found.save(plan.folder)
+    for part, kept in found.facts["kept"].items():
+        _LOG.info(
+            "permuted %s: %s keeps %.2f%% of the score, %.2f%% before",
+            part,
+            plan.config.pattern,
+            100 * kept["after"],
+            100 * kept["before"],
+        )
+    return found
+
+
+def _by_activations(plan: Plan, settings: PermuteConfig, batches: Batches, device: torch.device) -> Permutation:
+    loaded = load_model(plan.model, plan.dtype, None)
+    loaded.check()
+    model = loaded.model.to(device)  # type: ignore[arg-type]
+    weights = prunable_weights(model, plan.config)
+    windows = (torch.from_numpy(batches.windows.window(i).astype("int64"))[None] for i in range(settings.sequences))
+    squares: Mapping[str, Tensor] = input_squares(model, weights, windows)
+    parameters = dict(model.named_parameters())
+    return find_permutation(
+        lambda name: parameters[name].detach(),
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        weights,
+        model.config.model_type,
+        model.config.get_text_config(),
+        plan.config.parsed_pattern,
+        settings.dimensions,
+        settings.rows,
+        plan.config.seed,
+        squares,
+        device,
+    )
