@@ -51,7 +51,7 @@ def register(commands: Any) -> None:
     add("--text", help="calibration text, as for the perplexity command: score by activations")
     add("--sequences", type=int, default=32, metavar="N", help="of the text (default: 32)")
     add("--seq_length", type=int, default=512, metavar="N", help="tokens of a sequence (default: 512)")
-    add("--rows", type=int, default=1024, metavar="N", help="of the weights that read a dimension, so many are sampled")
+    add("--rows", type=int, default=2048, metavar="N", help="of the weights that read a dimension, so many are sampled")
     add("--seed", type=int, default=0, help="of the sample and of the search (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     add("--workers", type=int, help="threads that write (default: one per processor, at most 8)")
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     dense = DenseFolder(args.model)
     progress = sys.stderr.isatty()
     with unfinished_folder(args.out) as folder:
-        found = _found(args, config, dense, progress)
+        found = _find(args, config, dense, progress)
         workers = default_workers() if args.workers is None else args.workers
         dense.write(found, folder, args.max_shard_size, workers, progress)
     for part, kept in found.facts["kept"].items():
@@ -83,41 +83,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _found(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder, progress: bool) -> Permutation:
+def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder, progress: bool) -> Permutation:
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.text is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         return dense.find(config, args.dimensions, args.rows, device=device, progress=progress)
 
     from sparseforge_ds.evaluate.passages import windows
     from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
     from sparseforge_ds.evaluate.text import read_documents
     from sparseforge_ds.model.families import prunable_weights
-    from sparseforge_ds.permutation.activations import input_squares
-    from sparseforge_ds.permutation.find import find_permutation
+    from sparseforge_ds.permutation.activations import find_by_activations
 
     documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
     passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length, keep_tail=False)
     model = load_model(str(Path(args.model)))
-    weights = prunable_weights(model, config)
     batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
-    squares = input_squares(model, weights, batches)
-    parameters = dict(model.named_parameters())
-    return find_permutation(
-        lambda name: parameters[name].detach(),
-        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        weights,
-        dense.model_type,
-        dense.config,
-        config.parsed_pattern,
-        args.dimensions,
-        args.rows,
-        args.seed,
-        squares,
-        device,
-        progress,
-    )
+    weights = prunable_weights(model, config)
+    return find_by_activations(model, weights, batches, config, args.dimensions, args.rows, progress)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ class PermuteConfig:
     magnitude: W^2, read from the files one weight at a time."""
     sequences: int = 32
     """activations: the first sequences of the run's text that are read."""
-    rows: int = 1024
+    rows: int = 2048
     """Of the outputs of the weights that read a dimension, so many are sampled where there are more."""
 
     def __post_init__(self) -> None:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.zero.expert_hooks import expert_inputs, unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 
@@ -65,6 +68,41 @@ def input_squares(
             model(input_ids=batch_BS.to(device), use_cache=False)
     model.train(training)
     return {name: _mean(total).cpu() for name, total in sums.items()}
+
+
+def find_by_activations(
+    model: PreTrainedModel,
+    weights: Iterable[PrunableWeight],
+    batches: Iterable[Tensor],
+    config: SparseForgeConfig,
+    which: str,
+    rows: int,
+    progress: bool = False,
+) -> Permutation:
+    """`find_permutation` of a whole model in memory, by Wanda's score.
+
+    Args:
+        model, weights, batches: as of `input_squares`.
+        config: its `pattern` and `seed` are used.
+        which, rows, progress: as of `find_permutation`.
+    """
+    weights = list(weights)
+    squares = input_squares(model, weights, batches)
+    parameters = dict(model.named_parameters())
+    return find_permutation(
+        lambda name: parameters[name].detach(),
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        weights,
+        model.config.model_type,
+        model.config.get_text_config(),
+        config.parsed_pattern,
+        which,
+        rows,
+        config.seed,
+        squares,
+        model.device,
+        progress,
+    )
 
 
 def _mean(total: Tensor) -> Tensor:

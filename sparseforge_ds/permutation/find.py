@@ -53,7 +53,7 @@ def find_permutation(
     config: Any,
     pattern: Pattern,
     which: str,
-    rows: int = 1024,
+    rows: int = 2048,
     seed: int = 0,
     squares: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.data.mixed_windows import Mixed
 from sparseforge_ds.data.mixture import Mixture, file_lines
 from sparseforge_ds.data.packing import Packed, frame_tokens
@@ -61,6 +62,7 @@ def spec_rows(plan: RunSpec) -> list[Row]:
                 if stop > start
             ),
         ),
+        *_permute_line(config),
         *_low_rank_line(plan),
         (
             "rate",
@@ -93,6 +95,12 @@ def _mask_line(plan: RunSpec) -> str:
     if config.refresh is not None:
         line += f", chosen anew every {config.refresh.every} steps, decay {config.refresh.decay:g}"
     return line
+
+
+def _permute_line(config: SparseForgeConfig) -> list[Row]:
+    if config.permute is None:
+        return []
+    return [("permuted", f"{config.permute.dimensions}, by {config.permute.score}: the student before the first step")]
 
 
 def _low_rank_line(plan: RunSpec) -> list[Row]:

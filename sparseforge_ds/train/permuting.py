@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
 
 from sparseforge_ds.config import PermuteConfig
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.permutation.activations import input_squares
-from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.activations import find_by_activations
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import empty_model, load_model
@@ -72,7 +69,13 @@ def _found(plan: Plan, settings: PermuteConfig, batches: Batches) -> Permutation
             plan.config, settings.dimensions, settings.rows, shapes, device=device
         )
     else:
-        found = _by_activations(plan, settings, batches, device)
+        loaded = load_model(plan.model, plan.dtype, None)
+        loaded.check()
+        windows = (torch.from_numpy(batches.windows.window(i).astype("int64"))[None] for i in range(settings.sequences))
+        model = loaded.model.to(device)  # type: ignore[arg-type]
+        found = find_by_activations(
+            model, prunable_weights(model, plan.config), windows, plan.config, settings.dimensions, settings.rows
+        )
     found.save(plan.folder)
     for part, kept in found.facts["kept"].items():
         _LOG.info(
@@ -83,26 +86,3 @@ def _found(plan: Plan, settings: PermuteConfig, batches: Batches) -> Permutation
             100 * kept["before"],
         )
     return found
-
-
-def _by_activations(plan: Plan, settings: PermuteConfig, batches: Batches, device: torch.device) -> Permutation:
-    loaded = load_model(plan.model, plan.dtype, None)
-    loaded.check()
-    model = loaded.model.to(device)  # type: ignore[arg-type]
-    weights = prunable_weights(model, plan.config)
-    windows = (torch.from_numpy(batches.windows.window(i).astype("int64"))[None] for i in range(settings.sequences))
-    squares: Mapping[str, Tensor] = input_squares(model, weights, windows)
-    parameters = dict(model.named_parameters())
-    return find_permutation(
-        lambda name: parameters[name].detach(),
-        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        weights,
-        model.config.model_type,
-        model.config.get_text_config(),
-        plan.config.parsed_pattern,
-        settings.dimensions,
-        settings.rows,
-        plan.config.seed,
-        squares,
-        device,
-    )

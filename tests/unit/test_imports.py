@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "safetensors",
         "transformers",
         "tqdm",
+        "config",
         "mask.pattern",
         "checkpoint",
         "model.families",
