@@ -114,6 +114,8 @@ def test_a_mask_carries_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[
     for folder, file in ((run, "sparseforge.json"), (hf, "sparsity.json"), (mask, "mask.json")):
         (folder / "permutation").rename(folder / "lost")
         words = ("apply", str(folder), str(dense)) if folder == mask else ("export", str(folder))
+        if folder == hf:
+            assert main(["verify", str(hf)]) == 1
         assert f"{file}: was written with the channels in the order" in refused(*words, str(tmp_path / "x"))
     checkpoint = next((run / "checkpoints").glob("step_*")).rename(tmp_path / "alone")
     words = ("export", str(checkpoint), str(tmp_path / "x"), "--model", str(dense))
