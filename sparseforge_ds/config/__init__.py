@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.config.parts import (
         CurvatureConfig,
         DistillationConfig,
+        HiddenConfig,
         LowRankConfig,
         MonitorConfig,
         ScheduleConfig,
@@ -21,6 +22,7 @@ _WHERE = {
     "PRESETS": "presets",
     "CurvatureConfig": "parts",
     "DistillationConfig": "parts",
+    "HiddenConfig": "parts",
     "LowRankConfig": "parts",
     "MonitorConfig": "parts",
     "ReconstructionConfig": "rules",
@@ -35,6 +37,7 @@ __all__ = [
     "PRESETS",
     "CurvatureConfig",
     "DistillationConfig",
+    "HiddenConfig",
     "LowRankConfig",
     "MonitorConfig",
     "ReconstructionConfig",

@@ -136,6 +136,23 @@ class LowRankConfig:
 
 
 @dataclass(frozen=True)
+class HiddenConfig:
+    """Distillation of hidden states, beside that of logits: the squared distance of what a layer of the student hands
+    on from what the teacher's hands on, relative to the teacher's square, averaged over tokens and layers."""
+
+    weight: float = 1.0
+    """What the mean distance counts for in the loss."""
+    every: int | None = 1
+    """Layers that are compared: 1 is all of them, k every k-th, counted from the last; null is the last alone. The
+    states of a micro-batch at these layers of the teacher are kept until its backward pass."""
+
+    def __post_init__(self) -> None:
+        require(self.weight > 0, "distillation.hidden.weight", self.weight, 'use a value > 0, or "hidden": null')
+        every = self.every
+        require(every is None or every >= 1, "distillation.hidden.every", every, "use null or an integer >= 1")
+
+
+@dataclass(frozen=True)
 class DistillationConfig:
     """Forward KL from the frozen dense teacher (design eq. 12)."""
 
@@ -147,6 +164,8 @@ class DistillationConfig:
     """Both logits are divided by it and the KL is multiplied by its square."""
     hold: Literal["zero3", "replicated"] = "zero3"
     """Where the teacher lives: partitioned over the ranks by ZeRO-3 inference, or whole on every rank."""
+    hidden: HiddenConfig | None = None
+    """Hidden states are distilled too; null: logits alone. Needs a teacher of the student's width and depth."""
     chunk_tokens: int = 1024
     """Tokens whose fp32 [tokens, vocabulary] log-probabilities exist at a time."""
 

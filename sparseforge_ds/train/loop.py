@@ -71,10 +71,13 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
         losses = torch.zeros(len(LOSSES), device=context.device)
         micro_batches = [token_BS.to(context.device, non_blocking=True) for token_BS in batches.step()]
         with ExitStack() as teaching:
-            targets = teaching.enter_context(context.objective.targets(micro_batches))
             for number, token_BS in enumerate(micro_batches, 1):
                 next(batches)
-                loss, parts = context.objective.loss(token_BS, targets[number - 1])
+                if number == 1 or context.objective.one_at_a_time:
+                    teaching.close()
+                    together = [token_BS] if context.objective.one_at_a_time else micro_batches
+                    targets = iter(teaching.enter_context(context.objective.targets(together)))
+                loss, parts = context.objective.loss(token_BS, next(targets))
                 engine.backward(loss)
                 if number == len(micro_batches):
                     teaching.close()
@@ -103,7 +106,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
             raise _diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before))
         if step > before:  # loss scaling did not skip the step
             absent = {"kl"} if context.objective.teacher is None else set()
-            absent |= {"balance"} if not mean["balance"] else set()
+            absent |= {name for name in ("hidden", "balance") if not mean[name]}
             scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
             scalars["train/learning_rate"] = rate(before)
             norm = engine.get_global_grad_norm()

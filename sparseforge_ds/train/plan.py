@@ -26,6 +26,7 @@ from sparseforge_ds.data.documents import Documents, Stream
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
 from sparseforge_ds.planning.architecture import Sizes, sizes
 from sparseforge_ds.planning.estimator_support import weights_to_prune
@@ -182,6 +183,8 @@ def make_spec(
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
         _check_vocabulary(model, teacher)
+        if config.distillation.hidden is not None:
+            same_states(model.config, teacher.config)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         positions = getattr(each.config.get_text_config(), "max_position_embeddings", None) if each else None
         if each is not None and positions is not None and arguments.seq_length > positions:

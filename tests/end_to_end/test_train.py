@@ -155,7 +155,8 @@ def test_world_size_and_accumulation_do_not_change_the_run(tmp_path):
 
 
 def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
-    content = deepspeed_json(batch=8, monitor={"histograms_every": 4, "gap_every": 3})
+    distillation = {"hidden": {"every": 2}}
+    content = deepspeed_json(batch=8, monitor={"histograms_every": 4, "gap_every": 3}, distillation=distillation)
     train(*flags_of(tmp_path, content, save_every=2, keep_checkpoints=2), "--activation_checkpointing")
     run = tmp_path / "run"
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_000006", "step_000008"]
@@ -165,6 +166,7 @@ def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
     for tag in (
         "loss/cross_entropy",
         "loss/kl",
+        "loss/hidden",
         "train/grad_norm",
         "train/tokens_per_second",
         "train/memory_gib",

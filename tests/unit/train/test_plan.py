@@ -205,6 +205,14 @@ def test_a_teacher_with_another_vocabulary_is_refused(arguments, tmp_path):
         make_plan(arguments(teacher=str(other)), world_size=2)
 
 
+def test_hidden_states_of_a_deeper_teacher_are_refused(arguments, tmp_path):
+    other = write_model(tmp_path / "other", tiny_llama(vocab_size=BYTE_VOCABULARY, num_hidden_layers=3))
+    hidden = {"hidden": {"weight": 4.0}}
+    make_plan(arguments(deepspeed_json(distillation=hidden)), world_size=2)
+    with pytest.raises(ValueError, match="the student is 2 layers deep and the teacher 3"):
+        make_plan(arguments(deepspeed_json(distillation=hidden), teacher=str(other)), world_size=2)
+
+
 @pytest.mark.parametrize("damage", ["config", "cut", "gone", "tokenizer", "index", "empty"])
 def test_a_damaged_model_is_refused(arguments, model, damage):
     if damage == "config":
