@@ -17,7 +17,8 @@ class ScheduleConfig:
     """Annealing, in fractions of `max_steps` wherever a time is meant, so that a preset fits every run length."""
 
     update_every: int | None = None
-    """Optimizer steps between two mask updates (T_update); null: 5, or less where hardening is too short for 15."""
+    """Optimizer steps between two mask updates (T_update); null: 15 of them until masks freeze, in a run of
+    any length, since `mask_rate` and `curvature.decay` are of an update."""
     temperature: float = 1.0
     """T0 of the soft gate (design eq. 5), in standard deviations of the score."""
     temperature_min: float = 0.05

@@ -10,6 +10,10 @@ from sparseforge_ds.config.rules import REPORT_EVERY
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import Schedule
 
+UPDATES = 15
+"""Mask updates until the freeze, unless `schedule.update_every` says otherwise: rates count updates, so that as many of
+them make the same masks of a run of any length."""
+
 if TYPE_CHECKING:
     from sparseforge_ds.config.block import SparseForgeConfig
 
@@ -34,7 +38,7 @@ def schedule_of(config: SparseForgeConfig) -> Schedule:
         stop = min(max(stop, 2 if config.method == "sparseforge" else 1), config.max_steps)
     hardening = min(start, stop), stop
     return Schedule(
-        update_every=min(5, max(1, hardening[1] // 15)) if part.update_every is None else part.update_every,
+        update_every=max(1, hardening[1] // UPDATES) if part.update_every is None else part.update_every,
         temperature=part.temperature,
         temperature_min=part.temperature_min,
         temperature_decay=part.temperature_decay,

@@ -239,8 +239,8 @@ def test_a_preset_is_applied_by_from_dict_and_never_only_named() -> None:
     assert SparseForgeConfig.from_dict(applied.to_dict()) == applied
 
 
-@pytest.mark.parametrize(("max_steps", "every"), [(10, 1), (150, 2), (300, 4), (375, 5), (20000, 5)])
-def test_short_runs_update_more_often(max_steps: int, every: int) -> None:
+@pytest.mark.parametrize(("max_steps", "every"), [(10, 1), (150, 2), (300, 4), (375, 5), (20000, 266)])
+def test_a_run_of_any_length_has_as_many_updates(max_steps: int, every: int) -> None:
     assert SparseForgeConfig(max_steps=max_steps).resolved_schedule.update_every == every
     given = SparseForgeConfig.from_dict({"max_steps": max_steps * 100, "schedule": {"update_every": 3}})
     assert given.resolved_schedule.update_every == 3
