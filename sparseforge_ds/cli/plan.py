@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparseforge_ds.planning.study import Study
+    from sparseforge_ds.train.plan import RunSpec
 
 _EPILOG = """\
 exit code: 0 a configuration fits; 1 none of those given fits; 2 an error, said in one line
@@ -64,14 +70,18 @@ def run(args: argparse.Namespace) -> int:
     """Plan every configuration, print, and say in the exit code whether one fits."""
     import contextlib
     import sys
+    import tempfile
     import warnings
 
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says, while it is imported, that there is no GPU
         import transformers
 
+        from sparseforge_ds.config.arguments import RunArguments
         from sparseforge_ds.planning.duration import PEAK_TFLOPS
-        from sparseforge_ds.planning.report import report, to_dict
-        from sparseforge_ds.planning.study import GIB, Machine, Request, study
+        from sparseforge_ds.planning.study import GIB, Machine
+        from sparseforge_ds.train.banner import spec_rows, table
+        from sparseforge_ds.train.dry_run import find_config, study_of
+        from sparseforge_ds.train.plan import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -79,29 +89,56 @@ def run(args: argparse.Namespace) -> int:
     if gpu not in PEAK_TFLOPS and args.peak_tflops is None:
         raise ValueError(f"--gpu {args.gpu}: known are {', '.join(PEAK_TFLOPS)}; give --peak_tflops for another one")
     machine = Machine(
-        ranks=args.gpus,
         device=int(args.gpu_memory * GIB),
-        host=None if args.host_memory is None else int(args.host_memory * GIB),
         reserve=int(args.reserve * GIB),
+        host=None if args.host_memory is None else int(args.host_memory * GIB),
         tflops=args.peak_tflops or PEAK_TFLOPS[gpu],
         mfu=args.mfu,
-        bf16=gpu != "v100",
     )
-    same = ("model", "teacher", "seq_length", "micro_batch", "global_batch", "max_steps", "tokens")
-    request = Request(
-        **{name: getattr(args, name) for name in same},
-        checkpointing=args.activation_checkpointing,
-        allow_dense=tuple(args.allow_dense),
-    )
-    studies = [study(path, request, machine) for path in args.deepspeed]
+    of_a_run = {field.name for field in dataclasses.fields(RunArguments)} - {"deepspeed"}
+    given = {name: value for name, value in vars(args).items() if name in of_a_run and value is not None}
+    text = find_config(args.model, "--model").config.get_text_config()
+    given.setdefault("seq_length", min(4096, getattr(text, "max_position_embeddings", None) or 4096))
+    given["output_dir"] = str(Path(tempfile.gettempdir(), "sparseforge_plan"))  # nothing is written or read there
+    found = {}
+    for path in args.deepspeed:
+        arguments = RunArguments(deepspeed=path, dry_run=True, **given)
+        spec = make_spec(arguments, args.gpus, find_config, Hardware(bf16=gpu != "v100"))
+        found[path] = spec, study_of(spec, machine, args.tokens)
     if args.json:
-        print(json.dumps([to_dict(each) for each in studies], indent=2))
+        print(json.dumps([_to_dict(*each) for each in found.values()], indent=2))
     else:
-        print("\n\n".join(report(each) for each in studies))
-        if len(studies) > 1:
-            fitting = [each.settings.name for each in studies if each.fits]
-            print(f"\n{', '.join(fitting) or 'none of them'} {'fits' if len(fitting) < 2 else 'fit'}")
-    return 0 if any(each.fits for each in studies) else 1
+        for spec, each in found.values():
+            rows = [row for row in spec_rows(spec) if row[0] not in ("memory", "output")]
+            print(f"{spec.arguments.deepspeed}, {spec.world_size} GPUs\n{table(rows)}\n")
+            print(f"{table(each.memory_lines())}\n\n{table(each.other_lines())}\n")
+        if len(found) > 1:
+            fitting = [path for path, (_, each) in found.items() if each.fits]
+            print(f"{', '.join(fitting) or 'none of them'} {'fits' if len(fitting) < 2 else 'fit'}")
+    return 0 if any(each.fits for _, each in found.values()) else 1
+
+
+def _to_dict(spec: RunSpec, found: Study) -> dict[str, Any]:
+    """A plan as plain JSON types."""
+    layout = spec.layout
+    model = {
+        "name": spec.model.name,
+        "model_type": spec.model.config.model_type,
+        "parameters": spec.sizes.total,
+        "active": spec.sizes.active,
+        "linear": spec.coverage.linear,
+        "masked": spec.sizes.masked,
+    }
+    settings = {
+        "zero_stage": layout.stage,
+        "ranks": layout.ranks,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "micro_batch": layout.micro_batch,
+        "accumulation": layout.accumulation,
+        "seq_length": layout.seq_length,
+        "activation_checkpointing": layout.checkpointing,
+    }
+    return {"deepspeed": spec.arguments.deepspeed, "model": model, "settings": settings, **found.to_dict()}
 
 
 def _number(

@@ -56,7 +56,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.compare": {"compare"},
     "cli.inspect": {"model.coverage"},
     "cli.train": {"train.run"},
-    "cli.plan": {"transformers", "planning"},
+    "cli.plan": {"transformers", "planning", "train"},
     "compare.figures": {"matplotlib", "pandas"},
     "compare.history": {"tensorboard"},
     "compare.page": {"jinja2"},
