@@ -120,24 +120,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _to_dict(spec: RunSpec, found: Study) -> dict[str, Any]:
     """A plan as plain JSON types."""
-    layout = spec.layout
-    model = {
-        "name": spec.model.name,
-        "model_type": spec.model.config.model_type,
-        "parameters": spec.sizes.total,
-        "active": spec.sizes.active,
-        "linear": spec.coverage.linear,
-        "masked": spec.sizes.masked,
-    }
-    settings = {
-        "zero_stage": layout.stage,
-        "ranks": layout.ranks,
-        "dtype": str(layout.dtype).removeprefix("torch."),
-        "micro_batch": layout.micro_batch,
-        "accumulation": layout.accumulation,
-        "seq_length": layout.seq_length,
-        "activation_checkpointing": layout.checkpointing,
-    }
+    model = {"name": spec.model.name, "model_type": spec.model.config.model_type, "linear": spec.coverage.linear}
+    model |= {"parameters": spec.sizes.total, "active": spec.sizes.active, "masked": spec.sizes.masked}
+    settings: dict[str, Any] = {name: value for name, value in vars(spec.layout).items() if isinstance(value, int)}
+    settings["dtype"] = str(spec.dtype).removeprefix("torch.")
     return {"deepspeed": spec.arguments.deepspeed, "model": model, "settings": settings, **found.to_dict()}
 
 

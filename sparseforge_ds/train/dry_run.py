@@ -57,8 +57,7 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
     yield f"dry run for {plan.world_size} GPUs: nothing is loaded, allocated or written"
     yield table(row for row in spec_rows(plan) if row[0] != "memory")
     yield "steps\n" + table(_phases(plan))
-    yield "weights under a mask\n" + table(_masked(plan, model))
-    yield "dense matrices\n" + table(_dense(plan, model))
+    yield "matrices\n" + table(_matrices(plan, model))
     yield "text\n" + table(_text(arguments, plan, unchecked))
     yield "output\n" + table(_output(plan, elsewhere, unchecked))
     yield from _memory(plan, unchecked)
@@ -105,26 +104,22 @@ def _phases(plan: RunSpec) -> Iterator[Row]:
         yield "SLoRB", "weights are shifted into branches before the first step" if plan.config.shifts else when
 
 
-def _masked(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
-    """A line for every kind of weight: how many, their shape, and how the pattern divides them."""
-    kinds = Counter((name_pattern(weight.name), weight.shape, weight.input_axis) for weight in plan.weights)
-    for (name, shape, axis), count in kinds.items():
-        along = f"{plan.config.pattern} along axis {axis} ({shape[axis]:,} inputs)"
-        yield name, f"{count} x {shape} = {count * math.prod(shape):,}; {along}"
+def _matrices(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
+    """A line for every kind of matrix: how many, their shape, and how the pattern divides them."""
+    weights = {weight.name: weight for weight in plan.weights}
+    kinds: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+    for name, parameter in model.named_parameters():
+        if weight := weights.get(name):
+            inputs = weight.shape[weight.input_axis]
+            along = f"{plan.config.pattern} along axis {weight.input_axis} ({inputs:,} inputs)"
+            kinds[name_pattern(name), weight.shape, along] += 1
+        elif parameter.dim() > 1 and not name.endswith(f".{LOW_RANK}"):
+            kinds[name_pattern(name), tuple(parameter.shape), "dense"] += 1
+    for (name, shape, how), count in kinds.items():
+        yield name, f"{count} x {shape} = {count * math.prod(shape):,}; {how}"
     added = sum(p.numel() for name, p in model.named_parameters() if name.endswith(f".{LOW_RANK}"))
     if added:
         yield "SLoRB", f"{added:,} parameters more, {readable_bytes(added * plan.layout.low)} to deploy"
-
-
-def _dense(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
-    masked = {weight.name for weight in plan.weights}
-    kinds = Counter(
-        (name_pattern(name), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and name not in masked and not name.endswith(f".{LOW_RANK}")
-    )
-    for (name, shape), count in kinds.items():
-        yield name, f"{count} x {shape} = {count * math.prod(shape):,}"
 
 
 def _text(arguments: RunArguments, plan: RunSpec, unchecked: list[str]) -> Iterator[Row]:

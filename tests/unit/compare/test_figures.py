@@ -13,8 +13,7 @@ from PIL import Image
 from sparseforge_ds.compare import figures
 from sparseforge_ds.compare.figures import draw
 from sparseforge_ds.compare.page import page
-from sparseforge_ds.compare.summary import summarize
-from sparseforge_ds.compare.table import Table
+from sparseforge_ds.compare.summary import Table, summarize
 from tests.unit.compare.test_summary import row
 
 AGREEMENT = {"model.layers.0.self_attn.q_proj.weight": 0.8, "model.layers.0.mlp.up_proj.weight": 0.9}
