@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,32 +35,28 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    positive, count = _number("a number > 0", lambda x: x > 0), _number("an integer >= 1", lambda x: x >= 1, int)
-    share = _number("a share, 0 < share <= 1", lambda x: 0 < x <= 1)
-    not_negative = _number("a number >= 0", lambda x: x >= 0)
-    tokens = _number("a number of tokens; write 5B, 300M or 5e9", lambda x: 1 <= x < 1e18, round, "KMBT")
     several: dict[str, Any] = {"nargs": "+", "metavar": "PATTERN", "action": "extend", "default": []}
     add("--model", required=True, metavar="MODEL", help="a model folder, a config.json, or a hub id")
     add("--teacher", metavar="MODEL", help="dense model to distil from (default: the same as --model)")
-    add("--gpus", required=True, type=count, metavar="N", help="GPUs of the run")
-    add("--gpu_memory", "--gpu-memory", type=positive, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
+    add("--gpus", required=True, type=int, metavar="N", help="GPUs of the run")
+    add("--gpu_memory", "--gpu-memory", type=_positive, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
     spellings = ("--deepspeed", "--ds_config", "--ds-config")
     each = 'DeepSpeed configurations with a "sparseforge" block; each is planned'
     add(*spellings, required=True, nargs="+", metavar="JSON", help=each)
-    add("--seq_length", type=count, metavar="N", help="tokens of a sequence (default: 4096, or what the model can)")
-    add("--micro_batch", type=count, metavar="N", help="sequences of a GPU at a time (default: the JSON's)")
-    add("--global_batch", type=count, metavar="N", help="sequences of a step on all GPUs (default: the JSON's)")
+    add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 4096, or what the model can)")
+    add("--micro_batch", type=int, metavar="N", help="sequences of a GPU at a time (default: the JSON's)")
+    add("--global_batch", type=int, metavar="N", help="sequences of a step on all GPUs (default: the JSON's)")
     add("--activation_checkpointing", action="store_true", help="as for the launcher")
     dense = "as for the launcher: linear weights that the family table does not know may stay dense"
     add("--allow_dense", **several, help=dense)
-    add("--max_steps", type=count, metavar="N", help="steps of the run (default: the JSON's)")
-    add("--tokens", type=tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
+    add("--max_steps", type=int, metavar="N", help="steps of the run (default: the JSON's)")
+    add("--tokens", type=_tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
     add("--gpu", metavar="NAME", default="h100", help="a100, b200, h100, h200, l40s or v100: its peak (default: h100)")
-    add("--peak_tflops", type=positive, metavar="X", help="of one GPU in this precision, instead of --gpu")
-    add("--mfu", type=share, default=0.4, metavar="SHARE", help="of the peak that is reached (default: 0.4)")
+    add("--peak_tflops", type=_positive, metavar="X", help="of one GPU in this precision, instead of --gpu")
+    add("--mfu", type=float, default=0.4, metavar="SHARE", help="of the peak that is reached (default: 0.4)")
     reserve = "of a GPU for the driver, communication buffers and fragmentation (default: 4)"
-    add("--reserve", type=not_negative, default=4.0, metavar="GIB", help=reserve)
-    add("--host_memory", type=positive, metavar="GIB", help="of the host, for each GPU (default: any amount)")
+    add("--reserve", type=float, default=4.0, metavar="GIB", help=reserve)
+    add("--host_memory", type=_positive, metavar="GIB", help="of the host, for each GPU (default: any amount)")
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -88,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
     gpu = args.gpu.lower()
     if gpu not in PEAK_TFLOPS and args.peak_tflops is None:
         raise ValueError(f"--gpu {args.gpu}: known are {', '.join(PEAK_TFLOPS)}; give --peak_tflops for another one")
+    if not 0 < args.mfu <= 1:
+        raise ValueError(f"--mfu {args.mfu} is not valid: use a share, 0 < share <= 1")
+    if not 0 <= args.reserve < args.gpu_memory:
+        raise ValueError(f"--reserve {args.reserve} is not valid: use less than --gpu_memory {args.gpu_memory}")
     machine = Machine(
         device=int(args.gpu_memory * GIB),
         reserve=int(args.reserve * GIB),
@@ -127,22 +126,22 @@ def _to_dict(spec: RunSpec, found: Study) -> dict[str, Any]:
     return {"deepspeed": spec.arguments.deepspeed, "model": model, "settings": settings, **found.to_dict()}
 
 
-def _number(
-    what: str, possible: Callable[[float], bool], kind: Callable[[float], float] = float, units: str = ""
-) -> Callable[[str], float]:
-    """A parser of a finite number; a letter of `units` at its end stands for another factor of a thousand."""
+def _positive(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
+    return float(text)
 
-    def parse(text: str) -> float:
-        power = units.find(text[-1].upper()) + 1 if text else 0
-        try:
-            value = float(text[:-1] if power else text) * 1000**power
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or not possible(value) or (kind is int and value != int(value)):
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        return kind(value)
 
-    return parse
+def _tokens(text: str) -> int:
+    """5B, 300M or 5e9 as a number."""
+    power = " KMBT".find(text[-1:].upper())
+    try:
+        value = float(text[:-1] if power > 0 else text) * 1000 ** max(power, 0)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < 1e18:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5B, 300M or 5e9")
+    return round(value)
 
 
 if __name__ == "__main__":

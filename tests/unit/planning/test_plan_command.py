@@ -130,6 +130,9 @@ def test_another_teacher(qwen: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--gpus", "3"], "train_batch_size = 8 cannot be divided"),
         (["--seq_length", "100000"], "has 512 positions; use at most 512"),
         (["--gpu", "abacus"], "known are a100, h100"),
+        (["--gpus", "0"], "--gpus 0 is not valid: use an integer >= 1"),
+        (["--mfu", "1.5"], "--mfu 1.5 is not valid: use a share"),
+        (["--reserve", "80"], "--reserve 80.0 is not valid: use less than --gpu_memory 80"),
         (["--teacher", "{qwen}"], "has a vocabulary of 151936"),
         (["--model", "{vit}"], "a vit model is no causal language model"),
         (["--teacher", "{vit}"], "a vit model is no causal language model"),
@@ -175,9 +178,9 @@ def test_what_a_run_refuses_is_not_planned(
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--mfu", "1.5"), ("--gpus", "0"), ("--gpus", "1.5")]
+    ("flag", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--gpus", "1.5"), ("--gpu_memory", "nan")]
 )
-def test_values_that_cannot_be(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_no_numbers(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, flag, value)
     assert stopped.value.code == 2
