@@ -1,7 +1,7 @@
 """Memory of a forward and backward pass, by running them on the meta device: shapes without numbers.
 
 Every storage that the pass creates is followed from its birth to its end, so the estimate knows the model's real
-graph, whatever its family. Attention is a fused kernel (`planning.attention`).
+graph, whatever its family. Attention has the memory of a fused kernel.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.distill import block_tokens, distillation_loss, task_loss, task_only
+from sparseforge_ds.model.distill import block_tokens, distillation_loss, task_only
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
-from sparseforge_ds.planning.architecture import bare_model, empty_model, looks_at_numbers
+from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
 from sparseforge_ds.planning.live import Live
 
 
@@ -62,7 +62,7 @@ def trace(
         micro_batch: sequences.
         seq_length: tokens of a sequence.
         checkpointing: whether the activations of every block are recomputed in the backward pass.
-        teacher: of the model whose logits the loss compares with; None for the task loss of a probe.
+        teacher: of the model whose logits the loss compares with; None for the task loss alone.
 
     Raises:
         ValueError: the forward pass of this model looks at numbers, so it cannot be run without.
@@ -72,10 +72,8 @@ def trace(
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     token_BS = torch.zeros(micro_batch, seq_length, dtype=torch.long, device="meta")
-    try:
+    with without_numbers(config):
         return _trace(model, token_BS, forge, None if teacher is None else _Teacher(teacher, dtype, token_BS))
-    except (RuntimeError, AttributeError, LookupError, TypeError) as error:
-        raise looks_at_numbers(config, error) from error
 
 
 class _Teacher:
@@ -117,17 +115,13 @@ def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, t
     head.register_forward_pre_hook(loss_begins)
     config = (forge.distillation if teacher else None) or task_only()
     target = teacher.target if teacher else None
-    # Labels of a probe are drawn from whole logits.
-    whole = target is None if teacher else forge.importance == "gauss_newton"
+    whole = teacher is not None and target is None
     with live:
         if not whole:
             loss = loss_in_head(model, token_BS, config, target, input_ids=token_BS)[0].total
         else:
             logits_BSV = model(input_ids=token_BS, use_cache=False).logits
-            if teacher:
-                loss = distillation_loss(logits_BSV, torch.empty_like(logits_BSV), token_BS, config).total
-            else:
-                loss = task_loss(logits_BSV, token_BS)
+            loss = distillation_loss(logits_BSV, torch.empty_like(logits_BSV), token_BS, config).total
             del logits_BSV  # as in the training loop: the loss holds it until it has its gradient
         loss.backward()
     tokens = token_BS.numel() if whole else min(token_BS.numel(), block_tokens(config, head.out_features))

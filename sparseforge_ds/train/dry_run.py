@@ -21,13 +21,11 @@ from sparseforge_ds.data.mixture import Mixture, file_lines, find_text
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.family_table import LOW_RANK
 from sparseforge_ds.model.rules import name_pattern
-from sparseforge_ds.planning.architecture import describe, empty_model
+from sparseforge_ds.planning.architecture import empty_model
 from sparseforge_ds.planning.model_config import read_model_config
-from sparseforge_ds.planning.recommend import advise
-from sparseforge_ds.planning.report import memory_lines
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.states import checkpoint_bytes
-from sparseforge_ds.planning.study import GIB, describe_teacher, estimators
+from sparseforge_ds.planning.study import GIB, Machine, Study, study
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
 from sparseforge_ds.train.plan import Hardware, RunSpec, make_spec
 from sparseforge_ds.train.pretrained import Pretrained, find_model, read_tokenizer
@@ -59,11 +57,10 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
     yield f"dry run for {plan.world_size} GPUs: nothing is loaded, allocated or written"
     yield table(row for row in spec_rows(plan) if row[0] != "memory")
     yield "steps\n" + table(_phases(plan))
-    yield "weights under a mask\n" + table(_masked(plan, model))
-    yield "dense matrices\n" + table(_dense(plan, model))
+    yield "matrices\n" + table(_matrices(plan, model))
     yield "text\n" + table(_text(arguments, plan, unchecked))
     yield "output\n" + table(_output(plan, elsewhere, unchecked))
-    yield from _memory(plan, model, unchecked)
+    yield from _memory(plan, unchecked)
     unchecked.append("GPUs, their network, and what DeepSpeed refuses when an engine starts")
     yield "not checked\n" + "\n".join(f"  {line}" for line in unchecked)
     yield "dry run: nothing that was checked would stop this run"
@@ -77,6 +74,11 @@ def _find(name: str, flag: str, frame: DocumentFrame, unchecked: list[str]) -> P
             frame_tokens(read_tokenizer(found), frame)
         return found
     unchecked.append(f"{flag} {name}: its weights and tokenizer are on the hub")
+    return find_config(name, flag)
+
+
+def find_config(name: str, flag: str) -> Pretrained:
+    """A model of which only the config is read."""
     return Pretrained(name, Path(name), read_model_config(name, flag))
 
 
@@ -102,26 +104,22 @@ def _phases(plan: RunSpec) -> Iterator[Row]:
         yield "SLoRB", "weights are shifted into branches before the first step" if plan.config.shifts else when
 
 
-def _masked(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
-    """A line for every kind of weight: how many, their shape, and how the pattern divides them."""
-    kinds = Counter((name_pattern(weight.name), weight.shape, weight.input_axis) for weight in plan.weights)
-    for (name, shape, axis), count in kinds.items():
-        along = f"{plan.config.pattern} along axis {axis} ({shape[axis]:,} inputs)"
-        yield name, f"{count} x {shape} = {count * math.prod(shape):,}; {along}"
+def _matrices(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
+    """A line for every kind of matrix: how many, their shape, and how the pattern divides them."""
+    weights = {weight.name: weight for weight in plan.weights}
+    kinds: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+    for name, parameter in model.named_parameters():
+        if weight := weights.get(name):
+            inputs = weight.shape[weight.input_axis]
+            along = f"{plan.config.pattern} along axis {weight.input_axis} ({inputs:,} inputs)"
+            kinds[name_pattern(name), weight.shape, along] += 1
+        elif parameter.dim() > 1 and not name.endswith(f".{LOW_RANK}"):
+            kinds[name_pattern(name), tuple(parameter.shape), "dense"] += 1
+    for (name, shape, how), count in kinds.items():
+        yield name, f"{count} x {shape} = {count * math.prod(shape):,}; {how}"
     added = sum(p.numel() for name, p in model.named_parameters() if name.endswith(f".{LOW_RANK}"))
     if added:
         yield "SLoRB", f"{added:,} parameters more, {readable_bytes(added * plan.layout.low)} to deploy"
-
-
-def _dense(plan: RunSpec, model: nn.Module) -> Iterator[Row]:
-    masked = {weight.name for weight in plan.weights}
-    kinds = Counter(
-        (name_pattern(name), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and name not in masked and not name.endswith(f".{LOW_RANK}")
-    )
-    for (name, shape), count in kinds.items():
-        yield name, f"{count} x {shape} = {count * math.prod(shape):,}"
 
 
 def _text(arguments: RunArguments, plan: RunSpec, unchecked: list[str]) -> Iterator[Row]:
@@ -156,24 +154,30 @@ def _output(plan: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
         )
 
 
-def _memory(plan: RunSpec, model: nn.Module, unchecked: list[str]) -> Iterator[str]:
+def _memory(plan: RunSpec, unchecked: list[str]) -> Iterator[str]:
     """The memory of a GPU; and an error when it is too small."""
-    laid_out, device = plan.layout, int(plan.arguments.gpu_memory * GIB)
     try:
-        check_estimable(plan.deepspeed)
-        student = describe(model, plan.config, laid_out.leaves)
-        other = plan.teacher.config if plan.teacher is not None and plan.teacher is not plan.model else None
-        teacher = None if other is None else describe_teacher(other, laid_out)
-        _, estimate = estimators(plan.model.config, student, laid_out, teacher, other, _RESERVE)
-        found = estimate(laid_out)
+        found = study_of(plan, Machine(int(plan.arguments.gpu_memory * GIB), reserve=_RESERVE))
     except ValueError as error:
         unchecked.append(f"memory: {error}")
         return
-    yield table(memory_lines(found, device))
-    if found.peak > device:
-        advice = advise(laid_out, estimate, device)
-        cure = "; ".join(advice.lines) if advice.fits else "take more GPUs, or larger ones"
+    yield table(found.memory_lines())
+    if found.advice is not None:
+        cure = "; ".join(found.advice.lines) if found.advice.fits else "take more GPUs, or larger ones"
         raise ValueError(
-            f"a GPU needs {found.peak / GIB:.1f} GiB, in {found.worst}, and has {plan.arguments.gpu_memory:g} "
-            f"(--gpu_memory); {cure}"
+            f"a GPU needs {found.memory.peak / GIB:.1f} GiB, in {found.memory.worst}, and has "
+            f"{plan.arguments.gpu_memory:g} (--gpu_memory); {cure}"
         )
+
+
+def study_of(plan: RunSpec, machine: Machine, tokens: int | None = None) -> Study:
+    """What a run needs on a machine; `tokens` are those of the whole run, if not those of its steps.
+
+    Raises:
+        ValueError: there is no estimate for this layout, or this model.
+    """
+    check_estimable(plan.deepspeed)
+    teacher = None
+    if plan.teacher is not None and plan.teacher_sizes is not None:
+        teacher = plan.teacher.config, plan.teacher_sizes
+    return study(plan.model.config, plan.sizes, plan.layout, machine, teacher=teacher, tokens=tokens)

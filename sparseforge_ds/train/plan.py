@@ -28,9 +28,9 @@ from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
-from sparseforge_ds.planning.architecture import Sizes, sizes
+from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
-from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
 from sparseforge_ds.train.schedule import LearningRate
@@ -72,8 +72,8 @@ class RunSpec:
     """Globs of `allow_dense` that allow nothing, as lines for people."""
     low_rank_share: tuple[float, float]
     """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
-    sizes: Sizes
-    teacher_sizes: Sizes | None
+    sizes: Architecture
+    teacher_sizes: Architecture | None
     """When the teacher is another model."""
     world_size: int
 
@@ -98,7 +98,6 @@ class RunSpec:
         return settings(
             self.deepspeed,
             self.config,
-            name=self.arguments.deepspeed,
             ranks=self.world_size,
             seq_length=self.arguments.seq_length,
             checkpointing=self.arguments.activation_checkpointing,
@@ -208,6 +207,7 @@ def make_spec(
     )
     _check_sequences(filled, config, world_size)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
+    leaves = leaf_suffixes(filled)
     return RunSpec(
         arguments=arguments,
         config=config,
@@ -219,8 +219,8 @@ def make_spec(
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
-        sizes=sizes(empty, weights),
-        teacher_sizes=None if teacher is None or teacher is model else sizes(empty_model(teacher), ()),
+        sizes=describe(empty, weights, leaves),
+        teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
         world_size=world_size,
     )
 
