@@ -145,8 +145,9 @@ def _phases(
     told: Kinds = {}
     if settings.teacher:
         tokens = settings.micro_batch * settings.seq_length
-        together = min(settings.accumulation, micro_batches_at_once(tokens))
-        told["teacher's hidden states"] = settings.accumulation * tokens * teacher.hidden * settings.low
+        held = 1 if activations.states else settings.accumulation
+        together = min(held, micro_batches_at_once(tokens))
+        told["teacher's hidden states"] = held * tokens * teacher.hidden * settings.low + activations.states
         gathering = _gathering(teacher, settings, backward=False) if settings.divided_teacher else {}
         phases["teacher"] = {**gathering, "activations": together * activations.teacher, **told}
         if settings.divided_teacher:  # the head is gathered once more, for the losses of a step
