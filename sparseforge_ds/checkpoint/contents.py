@@ -1,4 +1,4 @@
-"""What a checkpoint holds, apart from the elements of its tensors: the same description for every way of storing it."""
+"""What a checkpoint says of one weight and of one param group, apart from the elements."""
 
 from __future__ import annotations
 
@@ -41,32 +41,3 @@ class Group:
     """Its weights. At stage 0 none where the client state has no names."""
     settings: dict[str, Any]
     """Hyperparameters and other keys of the group, without the parameters."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """A whole checkpoint."""
-
-    stage: int
-    """ZeRO stage of the run that saved it."""
-    world_size: int
-    """Its number of ranks."""
-    step: int
-    """Steps as DeepSpeed counts them, skipped ones included."""
-    samples: int
-    """Sequences trained on."""
-    skipped: int
-    """Steps that an fp16 overflow skipped."""
-    entries: dict[str, StoredTensor]
-    """In the order of the module."""
-    buffers: frozenset[str]
-    """Names of entries that are persistent buffers, not parameters."""
-    aliases: dict[str, str]
-    """Tied weights: name without data -> name that holds it."""
-    groups: list[Group]
-    client_state: dict[str, Any]
-    """`sparseforge` and `train`, what our own save put beside the weights."""
-    loss_scale: dict[str, Number] | None
-    """scale, iteration, last_overflow and hysteresis of a dynamic fp16 loss scale."""
-    lr_scheduler: dict[str, Any] | None
-    """State of the engine's own scheduler."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.pt_file import PtFile
+from sparseforge_ds.checkpoint.tensors import hash_file
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -143,14 +144,7 @@ def fingerprint(path: Path) -> str:
     if not path.is_file():  # a pipe or a device might never end
         raise ValueError(f"{path}: no such file; the checkpoint is incomplete, use another one")
     if path.suffix != ".pt":
-        try:
-            digest = hashlib.sha256()
-            with open(path, "rb", buffering=0) as file:
-                while block := file.read(1 << 24):
-                    digest.update(block)
-            return digest.hexdigest()
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from None
+        return hash_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             records = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
