@@ -46,47 +46,45 @@ class Checkpoint:
         self.folder = find_checkpoint(path)
         if (self.folder / MANIFEST).exists():
             Manifest.read(self.folder).check_shards()
-        self._files = RankFiles(self.folder)
-        self._first = self._files.model[0]
+        self._files = files = RankFiles(self.folder)
+        self._first = first = files.model[0]
         try:
-            self._open()
+            files.open()
+            module = field(first, dict, "module")
+            self.stage = files.stage
+            """The ZeRO stage of the run that saved it."""
+            self.world_size = files.world_size
+            """Ranks of the run that saved it."""
+            self.step = files.step
+            """Steps as DeepSpeed counts them, skipped ones included."""
+            self.samples: int = field(first, int, "global_samples")
+            """Sequences trained on."""
+            self.skipped: int = field(first, int, "skipped_steps")
+            """Steps that an fp16 overflow skipped."""
+            self.client_state = {
+                key: field(first, dict, key) for key in ("sparseforge", "train") if key in first.content
+            }
+            """What our own save put beside the weights."""
+            self.aliases = read_aliases(files, module)
+            """Tied weights: name without data -> name that holds it."""
+            self.buffers = frozenset(field(first, list, "buffer_names"))
+            """Names that are persistent buffers of the module, not parameters."""
+            flat_shapes = read_flat_shapes(files, module, self.client_state.get("sparseforge", {}))
+            self._slots = read_slots(files, flat_shapes)
+            self.shapes = read_shapes(files, module, flat_shapes, set(self.aliases))
+            """Full shape of everything that `weight` returns, in the module's order."""
+            self.entries = {name: self._describe(name, shape) for name, shape in self.shapes.items()}
+            """All that is known of it besides the elements."""
+            self.groups = self._read_groups(flat_shapes)
+            """The optimizer's param groups."""
+            self.loss_scale = read_loss_scale(files.state_file(0), files.stage)
+            """scale, iteration, last_overflow and hysteresis of a dynamic fp16 loss scale."""
+            scheduled = first.content.get("lr_scheduler") is not None
+            self.lr_scheduler = field(first, dict, "lr_scheduler") if scheduled else None
+            """State of the engine's own scheduler."""
         except _DAMAGE as error:
-            raise ValueError(f"{self._first.path}: it or a file of its ranks is damaged ({error!r:.200})") from None
-        self._files.release()
-
-    def _open(self) -> None:
-        files, first = self._files, self._first
-        files.open()
-        module = field(first, dict, "module")
-        self.stage = files.stage
-        """The ZeRO stage of the run that saved it."""
-        self.world_size = files.world_size
-        """Ranks of the run that saved it."""
-        self.step = files.step
-        """Steps as DeepSpeed counts them, skipped ones included."""
-        self.samples: int = field(first, int, "global_samples")
-        """Sequences trained on."""
-        self.skipped: int = field(first, int, "skipped_steps")
-        """Steps that an fp16 overflow skipped."""
-        self.client_state = {key: field(first, dict, key) for key in ("sparseforge", "train") if key in first.content}
-        """What our own save put beside the weights."""
-        self.aliases = read_aliases(files, module)
-        """Tied weights: name without data -> name that holds it."""
-        self.buffers = frozenset(field(first, list, "buffer_names"))
-        """Names that are persistent buffers of the module, not parameters."""
-        flat_shapes = read_flat_shapes(files, module, self.client_state.get("sparseforge", {}))
-        self._slots = read_slots(files, flat_shapes)
-        self.shapes = read_shapes(files, module, flat_shapes, set(self.aliases))
-        """Full shape of everything that `weight` returns, in the module's order."""
-        self.entries = {name: self._describe(name, shape) for name, shape in self.shapes.items()}
-        """All that is known of it besides the elements."""
-        self.groups = self._read_groups(flat_shapes)
-        """The optimizer's param groups."""
-        self.loss_scale = read_loss_scale(files.state_file(0), files.stage)
-        """scale, iteration, last_overflow and hysteresis of a dynamic fp16 loss scale."""
-        scheduled = first.content.get("lr_scheduler") is not None
-        self.lr_scheduler = field(first, dict, "lr_scheduler") if scheduled else None
-        """State of the engine's own scheduler."""
+            raise ValueError(f"{first.path}: it or a file of its ranks is damaged ({error!r:.200})") from None
+        files.release()
 
     def states(self, name: str) -> tuple[str, ...]:
         """Names of the per-element optimizer states of a weight, such as dense, exp_avg, mask."""

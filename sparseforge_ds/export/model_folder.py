@@ -12,6 +12,7 @@ is installed, and a README.md that says so.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_tensor
-from sparseforge_ds.export.adapter import adapter_record, write_adapter
-from sparseforge_ds.export.card import write_card
-from sparseforge_ds.export.model_files import copy_model_files
+from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
+from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter, write_card
+from sparseforge_ds.export.bits import WeightReport, check_weight
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
-from sparseforge_ds.export.weight_report import WeightReport, check_weight
 from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
-from sparseforge_ds.mask.pattern import NM
 
-
-def require_24(source: Source) -> None:
-    """Raise for a pattern that `packed24` does not hold."""
-    if source.pattern != NM(2, 4):
-        raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
+_COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_WRITTEN = ("config.json", "sparsity.json", "mask.json", CONFIG)
 
 
 def write_model(
@@ -82,14 +77,16 @@ def write_model(
     # The largest first, so that the workers end together; equal ones stay in the order of the files.
     items = sorted(source.specs, key=lambda name: -source.specs[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers, progress)
+    adapter: dict[str, Any] = {"adapter": None}
     if source.branches:
         write_adapter(source, folder)
         write_card(source, folder, packed)
+        adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
     copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT} if packed else None)
     record = {
         **source.record,
         **({"storage": _storage(source, specs)} if packed else {}),
-        **adapter_record(source, folder),
+        **adapter,
         "config_sha256": config_sha256(source.model_config),
         "weights": {name: rows[name] for name in source.specs if name in source.prunable},
         "dense": {name: rows[name] for name in source.specs if name not in source.prunable},
@@ -101,6 +98,21 @@ def write_model(
         worst = next(iter([*report.notes, *report.missing, *report.changed]), "")
         raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {worst})")
     return record
+
+
+def copy_model_files(source: Source, folder: Path, quantization_config: dict[str, Any] | None = None) -> None:
+    """Config, tokenizer, licence: all that belongs to a model but its weights; config.json with the exported dtype."""
+    for file in sorted(source.model_folder.iterdir()):
+        weights = ".safetensors" in file.name or ".bin" in file.name
+        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
+            shutil.copyfile(file, folder / file.name)
+    # auto_map names Python files, which are not copied
+    config = {key: value for key, value in source.model_config.items() if key not in ("torch_dtype", "auto_map")}
+    config["dtype"] = str(source.dtype).removeprefix("torch.")
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
+    write_json(folder / "config.json", config)
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:

@@ -105,9 +105,8 @@ class RunSource(Source):
             "dtype": str(self.dtype).removeprefix("torch."),
             "coverage": described.get("coverage") or {},
             "config": self.config.to_dict(),
+            **_experts(checkpoint, state or {}),
         }
-        if (experts := _experts(checkpoint, state or {})) is not None:
-            self.record["experts"] = experts
 
     @override
     def read(self, name: str) -> Tensor:
@@ -202,21 +201,14 @@ class RunSource(Source):
         return self.checkpoint.trained_dtype(name) if name in self.checkpoint.buffers else self.dtype
 
 
-def _experts(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Tokens that every routed expert was measured on, 1 in `load` being its even share, and which had none."""
+def _experts(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that every routed expert was measured on, and which had none; nothing for a model without experts."""
     if "experts" not in state:
-        return None
+        return {}
     try:
         layers = {str(name): list(map(int, numbers["tokens"])) for name, numbers in state["experts"]["layers"].items()}
-        unseen = list(map(str, state["experts"]["unseen"]))
+        return {"experts": {"unseen": list(map(str, state["experts"]["unseen"])), "layers": layers}}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ValueError(
             f"{checkpoint.folder}: the token counts of the experts in its client state are damaged; use another one"
         ) from None
-    return {
-        "unseen": unseen,
-        "layers": {
-            name: {"tokens": tokens, "load": [round(n * len(tokens) / max(1, sum(tokens)), 4) for n in tokens]}
-            for name, tokens in layers.items()
-        },
-    }

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from tqdm import tqdm
