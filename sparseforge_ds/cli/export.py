@@ -90,15 +90,10 @@ def write(source: Source, args: argparse.Namespace, format: str = "hf") -> int:
 def _what(format: str, record: dict[str, Any]) -> str:
     weights = len(record["weights"])
     if format == "mask":
-        return f"masks of {weights} weights in {record['pattern']}, {record['size']['bytes']:,} bytes"
-    if format == "packed24":
-        sparse, model = record["storage"]["sparse_weights"], record["storage"]["model"]
-        return (
-            f"{weights} weights in 2:4, packed into {sparse['ratio']:.4f} of their {sparse['dense_bytes']:,} bytes; "
-            f"the whole model into {model['ratio']:.4f}"
-        )
+        return f"masks of {weights} weights in {record['pattern']}, one bit a weight"
     groups = sum(entry["groups"] for entry in record["weights"].values())
-    return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified"
+    packed = ", packed into values and positions" if format == "packed24" else ""
+    return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified{packed}"
 
 
 def _proof_line(format: str, proof: dict[str, Any] | None) -> str:

@@ -110,11 +110,3 @@ class WeightReport:
         self.violations += int((left_G > pattern.kept).sum())
         self.negative_zeros += negative_zeros
         self.nonfinite += count_not_finite(chunk)
-
-
-def check_weight(weight: Tensor, name: str, pattern: Pattern, input_axis: int) -> WeightReport:
-    """Count groups, non-zeros and what is wrong in one weight of the full shape, which the pattern fits."""
-    report = WeightReport(name, tuple(weight.shape))
-    for chunk in weight.reshape(-1).split(chunk_size(pattern.span(report.shape, input_axis))):
-        report.add(chunk, pattern, input_axis)
-    return report

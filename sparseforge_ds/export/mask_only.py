@@ -50,13 +50,10 @@ def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> d
         return {name: packed}
 
     write_tensors(folder, "mask", specs, make, workers=workers, progress=progress)
-    packed = sum(spec.nbytes for spec in specs.values())
-    dense = sum(source.specs[name].nbytes for name in source.prunable)
     record = {
         "format": FORMAT,
         "model_type": source.model_config.get("model_type"),
         **{key: source.record[key] for key in HEAD},
-        "size": {"bytes": packed, "of_dense_bytes": packed / dense},
         "weights": rows,
         "proof": None,
     }

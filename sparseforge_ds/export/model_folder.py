@@ -13,7 +13,6 @@ is installed, and a README.md that says so.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter, write_card
-from sparseforge_ds.export.bits import WeightReport, check_weight
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
@@ -42,21 +40,20 @@ def write_model(
 ) -> dict[str, Any]:
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
-    Masks, masters and finiteness are checked as a weight is read, its groups and its hash on the very bytes that are
-    written.
+    Masks, masters and finiteness are checked as a weight is read; its hash is of the very bytes that are written, and
+    its groups are counted in what is read back.
 
     Args:
         folder: is there already.
         packed: store 2:4 weights as `packed24`.
 
     Returns:
-        What `sparsity.json` holds; its `proof` is null. The hashes are those of the weights in their dense shapes.
+        What `sparsity.json` is to hold; its `proof` is null. The hashes are those of the weights in their dense shapes.
 
     Raises:
         ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
     """
     rows: dict[str, dict[str, Any]] = {}
-    counted: dict[str, WeightReport] = {}
 
     def make(name: str) -> dict[str, Tensor]:
         value, weight = source.read(name), source.prunable.get(name)
@@ -65,8 +62,7 @@ def write_model(
         if name in source.fused_name:
             row["fused_name"] = source.fused_name[name]
         if weight is not None:
-            found = counted[name] = check_weight(value, name, source.pattern, weight.input_axis)
-            row |= {"input_axis": weight.input_axis, "groups": found.groups, "nonzeros": found.nonzeros}
+            row["input_axis"] = weight.input_axis
         rows[name] = row
         if weight is None or not packed:
             return {name: value}
@@ -85,7 +81,6 @@ def write_model(
     copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT} if packed else None)
     record = {
         **source.record,
-        **({"storage": _storage(source, specs)} if packed else {}),
         **adapter,
         "config_sha256": config_sha256(source.model_config),
         "weights": {name: rows[name] for name in source.specs if name in source.prunable},
@@ -93,10 +88,12 @@ def write_model(
         "proof": None,
     }
     write_json(folder / "sparsity.json", record)
-    report = check_folder(folder, workers=workers, counted=counted)
+    report = check_folder(folder, workers=workers)
     if not report.ok:
         worst = next(iter([*report.notes, *report.missing, *report.changed]), "")
         raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {worst})")
+    for found in report.rows:
+        rows[found.name] |= {"groups": found.groups, "nonzeros": found.nonzeros}
     return record
 
 
@@ -124,14 +121,3 @@ def _packed_specs(source: Source) -> dict[str, TensorSpec]:
             specs[name] = TensorSpec(values, spec.dtype)
             specs[name + POSITIONS] = TensorSpec(positions, torch.uint8)
     return specs
-
-
-def _storage(source: Source, packed: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """How much smaller the packed weights are, and the whole model."""
-
-    def ratio(names: list[str]) -> dict[str, Any]:
-        dense = sum(source.specs[name].nbytes for name in names)
-        size = sum(packed[key].nbytes for name in names for key in (name, name + POSITIONS) if key in packed)
-        return {"bytes": size, "dense_bytes": dense, "ratio": size / dense}
-
-    return {"name": "packed24", "sparse_weights": ratio([*source.prunable]), "model": ratio([*source.specs])}

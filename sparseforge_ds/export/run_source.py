@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +104,6 @@ class RunSource(Source):
             "dtype": str(self.dtype).removeprefix("torch."),
             "coverage": described.get("coverage") or {},
             "config": self.config.to_dict(),
-            **_experts(checkpoint, state or {}),
         }
 
     @override
@@ -199,16 +197,3 @@ class RunSource(Source):
     def _stored(self, name: str) -> torch.dtype:
         """Parameters are stored in the exported dtype, buffers in their own."""
         return self.checkpoint.trained_dtype(name) if name in self.checkpoint.buffers else self.dtype
-
-
-def _experts(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
-    """Tokens that every routed expert was measured on, and which had none; nothing for a model without experts."""
-    if "experts" not in state:
-        return {}
-    try:
-        layers = {str(name): list(map(int, numbers["tokens"])) for name, numbers in state["experts"]["layers"].items()}
-        return {"experts": {"unseen": list(map(str, state["experts"]["unseen"])), "layers": layers}}
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise ValueError(
-            f"{checkpoint.folder}: the token counts of the experts in its client state are damaged; use another one"
-        ) from None

@@ -18,7 +18,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,6 @@ def check_folder(
     pattern: Pattern | None = None,
     progress: bool = False,
     workers: int = 1,
-    counted: Mapping[str, WeightReport] | None = None,
 ) -> FolderReport:
     """Check a Hugging Face folder, one weight at a time in each worker.
 
@@ -90,8 +89,6 @@ def check_folder(
         pattern: by default the one in `sparsity.json`, and without that file one of `PATTERNS`.
         progress: show a bar on stderr.
         workers: threads.
-        counted: what was counted in the bytes that `sparsity.json` has the hashes of, as they were written. It is not
-            counted again: bytes that are not those are reported as changed.
 
     Raises:
         ValueError: the folder cannot be read.
@@ -116,19 +113,17 @@ def check_folder(
 
     def check(name: str) -> tuple[list[WeightReport], bool]:
         """The counts of every choice of pattern and axis, and whether the bytes are the listed ones."""
-        shape, digest, expected = shapes[name], hashlib.sha256(), listed.get(name, {}).get("sha256")
-        known = counted.get(name) if counted is not None and name in listed else None
+        shape, digest, entry = shapes[name], hashlib.sha256(), listed.get(name, {})
         reports = [(choice, WeightReport(name, shape)) for choice in weights.get(name, ())]
         span = math.lcm(1, *(one.span(shape, axis) for (one, axis), _ in reports))
         for chunk in tensors.stream(name, chunk_size(span)):
             if name in listed:
                 digest.update(tensor_bytes(chunk))
-            for (one, axis), report in reports if known is None else ():
+            for (one, axis), report in reports:
                 report.add(chunk, one, axis)
         bar.update(tensors.specs[name].nbytes)
-        as_listed = name not in listed or digest.hexdigest() == expected
-        as_listed &= reads_as(tensors.specs[name], listed.get(name, {}))
-        return [report for _, report in reports] if known is None else [known], as_listed
+        as_listed = name not in listed or digest.hexdigest() == entry.get("sha256")
+        return [report for _, report in reports], as_listed and reads_as(tensors.specs[name], entry)
 
     with bar:
         results = dict(zip(names, each(check, names, workers), strict=True))

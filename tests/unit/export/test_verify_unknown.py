@@ -46,7 +46,8 @@ def test_the_pattern_that_was_put_in_is_found(
     assert report.violations == 0 and report.pattern == str(pattern)
     other = pruned(torch.randn(32, 32).abs() + 1, pattern, -1 if axis == -2 else -2)
     if isinstance(pattern, NM):
-        assert check(tmp_path, weight, other.to(dtype)).violations > 0
+        both = check(tmp_path, weight, other.to(dtype))
+        assert both.violations or both.pattern != str(pattern)
 
 
 @given(st.integers(0, 10**6))
