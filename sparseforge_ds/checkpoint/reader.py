@@ -14,22 +14,56 @@ layout that is not understood, end in an error and never in a wrong weight. Any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.contents import Group, Number, StoredTensor
 from sparseforge_ds.checkpoint.folder import find_checkpoint
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.places import FlatShapes, read_aliases, read_flat_shapes, read_shapes, read_slots
 from sparseforge_ds.checkpoint.rank_files import RankFiles
-from sparseforge_ds.checkpoint.zero_partitions import element_states, field, number_states, read_loss_scale, same_bits
+from sparseforge_ds.checkpoint.zero_partitions import Number, element_states, field, number_states, read_loss_scale
 
 # What entries of a wrong type raise, wherever they are first used.
 _DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One weight, or one persistent buffer of the module."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of what is stored: of the master, or of the module's own tensor where there is no master."""
+    trained_dtype: torch.dtype
+    """What the network computed with."""
+    states: dict[str, torch.dtype]
+    """Per-element optimizer states."""
+    scalars: dict[str, Number]
+    """Optimizer states that are one number, such as `step`: a float where the optimizer keeps a tensor, else an int."""
+    others: tuple[str, ...]
+    """Optimizer states that are neither, which cannot be cut into shards."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One param group of the optimizer."""
+
+    names: tuple[str, ...]
+    """Its weights. At stage 0 none where the client state has no names."""
+    settings: dict[str, Any]
+    """Hyperparameters and other keys of the group, without the parameters."""
 
 
 class Checkpoint:
@@ -208,7 +242,7 @@ class Checkpoint:
         if self.stage == 0 and self.step == 0:
             return  # DeepSpeed's 16-bit stage-0 constructors step once and leave master and weight apart
         copy = self._in_module(name, start, stop)
-        if not same_bits(master.to(copy.dtype), copy):
+        if not torch.equal(master.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)):  # NaN and -0.0 count too
             raise ValueError(
                 f"{self._first.path}: {name} is not what {self._files.state_file(0).path.name} and its peers "
                 "hold; the files are of different steps or runs, use another checkpoint"

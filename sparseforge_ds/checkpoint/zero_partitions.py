@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.contents import Number
 from sparseforge_ds.checkpoint.pt_file import PtFile
+
+Number = int | float
 
 
 @dataclass(frozen=True)
@@ -226,12 +227,3 @@ def read_loss_scale(archive: PtFile, stage: int) -> dict[str, Number] | None:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ValueError(f"{archive.path}: the {name} of its loss scale is {value!r}")
     return dict(numbers)  # type: ignore[arg-type]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equality that also holds for NaN and tells -0.0 from +0.0."""
-    view = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if a.dtype != b.dtype or a.shape != b.shape or a.element_size() not in view:
-        return a.dtype == b.dtype and torch.equal(a, b)
-    integer = view[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))

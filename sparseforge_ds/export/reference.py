@@ -44,21 +44,17 @@ def filled_model(source: Source) -> Any:
     model.tie_weights()
     state = model.state_dict()
     filled: Counter[int] = Counter()
-    places = published_tensors(
-        source.model_config.get("model_type"), {name: tuple(value.shape) for name, value in state.items()}
-    )
-    ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    places = published_tensors(source.model_config.get("model_type"), shapes)
+    places |= {name: PublishedTensor(name, 0, shape) for name, shape in shapes.items()}
+    about = f"{source.model_folder}/config.json: its {type(model).__name__}"
     for name, spec in source.specs.items():
-        place = PublishedTensor(name, 0, tuple(state[name].shape)) if name in state else places.get(name)
-        if place is None:
-            if any(re.search(glob, name) for glob in ignored):
+        if (place := places.get(name)) is None:
+            if any(re.search(glob, name) for glob in model._keys_to_ignore_on_load_unexpected or ()):
                 continue
-            raise ValueError(f"{source.model_folder}/config.json: its {type(model).__name__} has no {name}")
+            raise ValueError(f"{about} has no {name}")
         if place.shape != spec.shape:
-            raise ValueError(
-                f"{source.model_folder}/config.json: its {type(model).__name__} has {name} of shape {place.shape}, "
-                f"the source {spec.shape}"
-            )
+            raise ValueError(f"{about} has {name} of shape {place.shape}, the source {spec.shape}")
         target = state[place.of]
         target.view(-1)[place.start : place.stop].view(spec.shape).copy_(source.read(name))
         filled[target.data_ptr()] += place.stop - place.start

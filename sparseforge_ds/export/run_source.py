@@ -76,7 +76,8 @@ class RunSource(Source):
         self.specs, self.prunable = {}, {}
         for name, part in self._published.items():
             real = self._origin[part.of]
-            self.specs[name] = TensorSpec(part.shape, self._stored(real))
+            kept = checkpoint.trained_dtype(real) if real in checkpoint.buffers else self.dtype
+            self.specs[name] = TensorSpec(part.shape, kept)
             if real in masked:
                 self.prunable[name] = SparseWeight(name, part.shape, masked[real].input_axis)
                 if (why := self.pattern.misfit(part.shape, masked[real].input_axis)) is not None:
@@ -115,8 +116,7 @@ class RunSource(Source):
             if weight is None:
                 flat[start:stop] = self._state(name, None, start, stop)
             else:
-                flat[start:stop] = self._sparse(weight, start, stop)
-                flat[start:stop] += 0.0  # small negative values may have become -0.0
+                flat[start:stop] = self._sparse(weight, start, stop).to(spec.dtype) + 0.0  # small ones became -0.0
         require_finite(flat, name, self.checkpoint.folder)
         return flat.view(spec.shape)
 
@@ -193,7 +193,3 @@ class RunSource(Source):
         index, shape = torch.arange(part.start + start, part.start + stop), self.checkpoint.shapes[real]
         output = index // shape[-1] if weight.input_axis == -1 else index % shape[-1]
         return self.checkpoint.weight(scale).float()[output]
-
-    def _stored(self, name: str) -> torch.dtype:
-        """Parameters are stored in the exported dtype, buffers in their own."""
-        return self.checkpoint.trained_dtype(name) if name in self.checkpoint.buffers else self.dtype

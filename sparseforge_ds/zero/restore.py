@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.contents import Group, Number
-from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.checkpoint.reader import Checkpoint, Group
+from sparseforge_ds.checkpoint.zero_partitions import Number
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.zero.shard import Layout, Shard
 from sparseforge_ds.zero.state import ShardState
