@@ -28,6 +28,22 @@ from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.family_table import LOW_RANK, SCALE
 
 
+def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,).
+
+    Args:
+        released: masks are not stored any more; what is not zero is kept.
+    """
+    states = checkpoint.states(name)
+    if released:
+        dense = checkpoint.slice(name, "dense" if "dense" in states else None, start, stop).float()
+        return is_kept(dense).float(), dense
+    if not {"mask", "dense"} <= set(states):
+        raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the first optimizer step")
+    mask, dense = (values_of(checkpoint.slice(name, key, start, stop)) for key in ("mask", "dense"))
+    return mask, dense
+
+
 class RunSource(Source):
     """Final weights of a checkpoint with masks in it.
 
@@ -51,9 +67,8 @@ class RunSource(Source):
         self.released = self.step >= self.config.release_step
         """Whether masks are not stored any more: pruned weights are +0.0."""
         masked = {weight.name: weight for weight in saved.weights}
-        for name in () if self.released else masked:
-            if not {"mask", "dense"} <= set(checkpoint.states(name)):
-                raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; export after the first optimizer step")
+        for name in masked:
+            read_masked(checkpoint, name, self.released, 0, 0)
         if unlisted := [name for name in checkpoint.shapes if "mask" in checkpoint.states(name) and name not in masked]:
             raise ValueError(
                 f"{checkpoint.folder}: {unlisted[0]} has a mask, but its client state does not list it; it is damaged"
@@ -146,17 +161,9 @@ class RunSource(Source):
     def _kept(self, weight: SparseWeight, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
         pattern, shape, axis = self.pattern, weight.shape, weight.input_axis
-        if self.released:
-            key = "dense" if "dense" in self.checkpoint.states(self._origin[self._published[weight.name].of]) else None
-            trained = self._state(weight.name, key, start, stop).float()
-            kept = is_kept(trained)
-            if not bool((members_left(kept, pattern, shape, axis) == pattern.kept).all()):
-                raise ValueError(
-                    f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was frozen before "
-                    f"step {self.step}; the checkpoint is inconsistent, use another one"
-                )
-            return kept, trained
-        dense, mask = (values_of(self._state(weight.name, key, start, stop)) for key in ("dense", "mask"))
+        part = self._published[weight.name]
+        where = (self._origin[part.of], self.released, part.start + start, part.start + stop)
+        mask, dense = read_masked(self.checkpoint, *where)
         if not self.finished:
             value_GM = pattern.to_groups(mask if self.formed else dense.abs(), shape, axis)
             return pattern.from_groups(top_n(value_GM, pattern.kept), shape, axis), dense
@@ -164,7 +171,7 @@ class RunSource(Source):
         full = bool((members_left(kept, pattern, shape, axis) == pattern.kept).all())
         if not full or not torch.equal(kept.float(), mask):
             raise ValueError(
-                f"{self.checkpoint.folder}: the mask of {weight.name} is not binary and {pattern} although it was "
+                f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was "
                 f"frozen before step {self.step}; the checkpoint is inconsistent, use another one"
             )
         return kept, dense
