@@ -146,7 +146,7 @@ class MaskedSource(Source):
             self.specs[name] = TensorSpec(part.shape, chosen if chosen and stored.is_floating_point else stored)
         self.dtype = self.specs[next(iter(self.prunable))].dtype
         head = {key: masks.content[key] for key in HEAD}
-        self.record = {"format": 1, **head, "dtype": str(self.dtype).removeprefix("torch.")}
+        self.record = {"format": 1, "dtype": str(self.dtype).removeprefix("torch."), **head}
 
     @override
     def read(self, name: str) -> Tensor:

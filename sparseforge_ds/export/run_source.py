@@ -109,6 +109,7 @@ class RunSource(Source):
             check_config(self.model_folder, self.model_config, described.get("config_sha256"))
         self.record = {
             "format": 1,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "pattern": str(self.pattern),
             "finished": self.finished,
             "step": self.step,
@@ -117,7 +118,6 @@ class RunSource(Source):
                 "zero_stage": checkpoint.stage,
                 "ranks": checkpoint.world_size,
             },
-            "dtype": str(self.dtype).removeprefix("torch."),
             "coverage": described.get("coverage") or {},
             "config": self.config.to_dict(),
         }
