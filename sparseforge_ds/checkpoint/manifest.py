@@ -54,7 +54,11 @@ class Manifest:
                 "resume with the version that wrote it"
             )
         kinds = {"step": int, "world_size": int, "zero_stage": int, "files": dict, "fingerprints": dict}
-        odd = [key for key, kind in kinds.items() if type(record.get(key)) is not kind]
+        odd = [
+            f"{key}: {record.get(key)!r:.100} is no {kind.__name__}"
+            for key, kind in kinds.items()
+            if type(record.get(key)) is not kind
+        ]
         if not odd:
             files, prints = record["files"], record["fingerprints"]
             odd += [name for name, size in files.items() if Path(name).name != name or type(size) is not int]
@@ -62,7 +66,7 @@ class Manifest:
             odd += ["files and fingerprints"] if files.keys() != prints.keys() else []
         if odd:
             raise ValueError(
-                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({odd[0]!r:.200})"
+                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({odd[0]:.200})"
             )
         return cls(folder, record["step"], record["world_size"], record["zero_stage"], files, prints)
 
