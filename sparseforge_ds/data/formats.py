@@ -113,7 +113,7 @@ def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -
     Raises:
         ValueError: it cannot be read, or has a record with something else than text; the message names line or row.
     """
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from huggingface_hub import errors
 
     gone = (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError, errors.EntryNotFoundError)

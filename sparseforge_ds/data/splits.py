@@ -213,7 +213,7 @@ def _splits_of_card(root: Path) -> dict[str, frozenset[str]]:
     if not card.is_file() or not card.read_bytes().startswith(b"---"):
         return {}
     import datasets
-    import yaml  # type: ignore[import-untyped]
+    import yaml
     from datasets.data_files import resolve_pattern, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard

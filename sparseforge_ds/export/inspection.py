@@ -23,8 +23,7 @@ from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
-from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.export.run_source import read_masked
 from sparseforge_ds.mask.pattern import Pattern, top_n
 
 UNDECIDED = (0.05, 0.95)
@@ -277,14 +276,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
 
 def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
     name, shape, axis = weight.name, weight.shape, weight.input_axis
-    states = checkpoint.states(name)
-    if released:
-        dense = (checkpoint.state(name, "dense") if "dense" in states else checkpoint.weight(name)).float().reshape(-1)
-        mask = is_kept(dense).float()
-    elif not {"mask", "dense"} <= set(states):
-        raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the first optimizer step")
-    else:
-        mask, dense = (values_of(checkpoint.state(name, key)).reshape(-1) for key in ("mask", "dense"))
+    mask, dense = read_masked(checkpoint, name, released, 0, math.prod(shape))
     return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
 
 

@@ -201,5 +201,4 @@ TARGETS: dict[str, dict[str, Target]] = {
 for _subject in ("stage1_bf16", "hf_whole"):
     TARGETS[_subject]["export packed24"] = exported("packed24")
 for _subject in ("stage3_bf16_low_rank", "hf_low_rank"):
-    TARGETS[_subject]["export adapter"] = exported("adapter")
     del TARGETS[_subject]["export mask"]  # of shifted weights it is refused

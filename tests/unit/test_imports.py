@@ -72,7 +72,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.splits": {"yaml", "huggingface_hub"},
     "export.loaded": {"safetensors"},
     "export.proof": {"psutil"},
-    "export.reference": {"peft", "safetensors", "model.loading_error"},
+    "export.reference": {"safetensors", "model.loading_error"},
     "export.run_source": {"model.family_table"},
     "export.writer": {"huggingface_hub", "psutil"},
     "evaluate.harness": {"lm_eval", "jinja2"},
