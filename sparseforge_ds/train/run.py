@@ -22,7 +22,7 @@ from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
-from sparseforge_ds.train.extension_locks import watch_extension_locks
+from sparseforge_ds.train.extension_locks import clear_extension_locks
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.plan import Plan, make_plan, read_config
@@ -54,7 +54,8 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     """
     _quiet()
     _check_at_once(arguments)
-    watch_extension_locks()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        clear_extension_locks()
     deepspeed.init_distributed()
     unlink_shared_buffers()
     ranks = Ranks()
