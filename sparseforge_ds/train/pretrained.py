@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,20 @@ class Pretrained:
         """Width of the residual stream."""
         return int(self.config.get_text_config().hidden_size)
 
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer in the folder.
+
+        Raises:
+            ValueError: there is none, it cannot be read, or it has tokens that the model has no embedding for.
+        """
+        try:
+            tokenizer = load_tokenizer(self.folder)
+            check_vocabulary(tokenizer, self.config)
+        except ValueError as error:
+            raise ValueError(f"--model {self.name}: {error}") from None
+        return tokenizer
+
 
 def find_model(name: str, flag: str) -> Pretrained:
     """Find a model, download it if it is on the hub, and read everything of it except the weights.
@@ -72,20 +87,6 @@ def find_model(name: str, flag: str) -> Pretrained:
         )
     _check_weights(folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
-
-
-def read_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
-    """The tokenizer in the model's folder.
-
-    Raises:
-        ValueError: there is none, it cannot be read, or it has tokens that the model has no embedding for.
-    """
-    try:
-        tokenizer = load_tokenizer(model.folder)
-        check_vocabulary(tokenizer, model.config)
-    except ValueError as error:
-        raise ValueError(f"--model {model.name}: {error}") from None
-    return tokenizer
 
 
 def empty_model(model: Pretrained) -> PreTrainedModel:

@@ -12,7 +12,6 @@ from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import TrainContext
-from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.random_state import (
     fits_accelerator,
     random_file,
@@ -21,6 +20,7 @@ from sparseforge_ds.train.random_state import (
     set_random_state,
 )
 from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.train.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Resumption:
         return dict(self.checkpoint.client_state["train"]["data"])
 
 
-def find_resumption(plan: Plan, ranks: Ranks, checkpoints: Checkpoints) -> Resumption:
+def find_resumption(spec: RunSpec, ranks: Ranks, checkpoints: Checkpoints) -> Resumption:
     """Find the checkpoint to go on from and read every byte of it, each rank its share. Collective; loads nothing.
 
     Raises:
@@ -50,7 +50,7 @@ def find_resumption(plan: Plan, ranks: Ranks, checkpoints: Checkpoints) -> Resum
     ranks.on_first(checkpoints.recover)
     manifest = ranks.on_first(checkpoints.find)  # a shared file system may show others an older one
     ranks.all_or_raise(lambda: checkpoints.check(manifest))
-    return ranks.all_or_raise(lambda: _open(plan, manifest))
+    return ranks.all_or_raise(lambda: _open(spec, manifest))
 
 
 def continue_from(found: Resumption, context: TrainContext) -> str:
@@ -63,10 +63,10 @@ def continue_from(found: Resumption, context: TrainContext) -> str:
         ValueError: the checkpoint does not fit the engine.
         AgreedError: the file of a rank's generators is damaged.
     """
-    manifest, plan, ranks = found.manifest, context.plan, context.ranks
+    manifest, spec, ranks = found.manifest, context.spec, context.ranks
     context.forge.restore(found.checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
-    before, now = (found.checkpoint.world_size, found.checkpoint.stage), (ranks.world_size, plan.stage)
+    before, now = (found.checkpoint.world_size, found.checkpoint.stage), (ranks.world_size, spec.stage)
     if before != now:
         line += f" (saved by {before[0]} ranks at ZeRO stage {before[1]}, going on with {now[0]} at stage {now[1]})"
     path = manifest.folder / random_file(ranks.rank)
@@ -75,8 +75,8 @@ def continue_from(found: Resumption, context: TrainContext) -> str:
         if all(ranks.gather(fits_accelerator(state))):
             ranks.all_or_raise(_named(path.name, lambda: set_random_state(state)))
             return line
-    seed_anew(plan.arguments.seed, manifest.step, ranks.rank)
-    return f"{line}; random numbers start anew from seed {plan.arguments.seed}, step and rank"
+    seed_anew(spec.arguments.seed, manifest.step, ranks.rank)
+    return f"{line}; random numbers start anew from seed {spec.arguments.seed}, step and rank"
 
 
 def load_position(found: Resumption, batches: Batches) -> None:
@@ -93,7 +93,7 @@ def load_position(found: Resumption, batches: Batches) -> None:
         ) from None
 
 
-def _open(plan: Plan, manifest: Manifest) -> Resumption:
+def _open(spec: RunSpec, manifest: Manifest) -> Resumption:
     folder = manifest.folder
     checkpoint = Checkpoint(folder)
     for what, recorded, found in (
@@ -109,7 +109,7 @@ def _open(plan: Plan, manifest: Manifest) -> Resumption:
         raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
     if saved.step != manifest.step:
         raise ValueError(f"--resume: {folder}: checkpoint.json says step {manifest.step}, the files {saved.step}")
-    if unlike := saved.changes(RunState.of(plan.config, plan.weights)):
+    if unlike := saved.changes(RunState.of(spec.config, spec.weights)):
         raise ValueError(
             f"--resume: {folder} is of a run with other settings: {'; '.join(unlike[:8])}; use a checkpoint of this run"
         )

@@ -25,7 +25,6 @@ from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.extension_locks import clear_extension_locks
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
-from sparseforge_ds.train.plan import Plan, make_plan, read_config
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError, Ranks, take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
@@ -37,6 +36,7 @@ from sparseforge_ds.train.run_folder import (
     write_folder,
     write_json,
 )
+from sparseforge_ds.train.spec import RunSpec, make_spec, read_config
 from sparseforge_ds.train.text import make_batches, pack_text
 
 
@@ -59,40 +59,40 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     deepspeed.init_distributed()
     unlink_shared_buffers()
     ranks = Ranks()
-    plan = ranks.all_or_raise(lambda: make_plan(arguments, ranks.world_size))
-    plan = _settle_resume(plan, ranks)
-    arguments = plan.arguments
-    checkpoints = Checkpoints(plan.folder / "checkpoints", ranks, plan.stage, arguments.keep_checkpoints)
-    ranks.all_or_raise(lambda: check_folder(plan))
-    ranks.on_first(lambda: lock_folder(plan.folder))
-    changed = ranks.on_first(lambda: changed_flags(plan)) if arguments.resume else []
-    found = find_resumption(plan, ranks, checkpoints) if arguments.resume else None
-    packed = pack_text(plan, ranks)
-    batches = make_batches(plan, ranks, packed)
+    spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    spec = _settle_resume(spec, ranks)
+    arguments = spec.arguments
+    checkpoints = Checkpoints(spec.folder / "checkpoints", ranks, spec.stage, arguments.keep_checkpoints)
+    ranks.all_or_raise(lambda: check_folder(spec))
+    ranks.on_first(lambda: lock_folder(spec.folder))
+    changed = ranks.on_first(lambda: changed_flags(spec)) if arguments.resume else []
+    found = find_resumption(spec, ranks, checkpoints) if arguments.resume else None
+    packed = pack_text(spec, ranks)
+    batches = make_batches(spec, ranks, packed)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))
     batches.prepare()
-    _say(ranks, banner(plan, packed))
+    _say(ranks, banner(spec, packed))
 
-    context = build(plan, ranks, batches)
+    context = build(spec, ranks, batches)
     resumed = continue_from(found, context) if found is not None else None
-    ranks.on_first(lambda: _open_folder(plan, checkpoints))
+    ranks.on_first(lambda: _open_folder(spec, checkpoints))
     start = context.forge.step_count
-    if resumed is not None and start >= plan.config.max_steps:
-        _say(ranks, f"the run in {plan.folder} is complete ({start} steps): nothing to do")
+    if resumed is not None and start >= spec.config.max_steps:
+        _say(ranks, f"the run in {spec.folder} is complete ({start} steps): nothing to do")
     else:
         monitor = Monitor(
-            plan.folder if ranks.first else None,
+            spec.folder if ranks.first else None,
             start,
-            plan.config.max_steps,
-            plan.tokens_per_step,
+            spec.config.max_steps,
+            spec.tokens_per_step,
             arguments.log_every,
         )
         if resumed is not None:
             monitor.say(resumed)
             for line in changed:
                 monitor.say(f"changed since the last start: {line}")
-        ranks.on_first(lambda: (plan.folder / "result.json").unlink(missing_ok=True))  # of an earlier start
+        ranks.on_first(lambda: (spec.folder / "result.json").unlink(missing_ok=True))  # of an earlier start
         preemption.begin_training()
         try:
             result = train(context, checkpoints, monitor, preemption)
@@ -101,12 +101,12 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
             raise
         except RunDivergedError as error:
             if ranks.first:  # the others may not come here any more
-                write_json(plan.folder / "result.json", {"diverged": str(error)})
+                write_json(spec.folder / "result.json", {"diverged": str(error)})
             raise
         finally:
             monitor.close()
-        ranks.on_first(lambda: write_json(plan.folder / "result.json", result))
-        _say(ranks, _farewell(plan.folder, result))
+        ranks.on_first(lambda: write_json(spec.folder / "result.json", result))
+        _say(ranks, _farewell(spec.folder, result))
     ranks.leave()
 
 
@@ -157,14 +157,14 @@ def _say(ranks: Ranks, text: str) -> None:
         print(text, flush=True)
 
 
-def _settle_resume(plan: Plan, ranks: Ranks) -> Plan:
-    """The plan with `resume` said or unsaid: whether there is something to resume, every rank learns from the first."""
-    if not plan.arguments.resume:
-        return plan
-    anew = ranks.on_first(lambda: begins_anew(plan))
+def _settle_resume(spec: RunSpec, ranks: Ranks) -> RunSpec:
+    """The spec with `resume` said or unsaid: whether there is something to resume, every rank learns from the first."""
+    if not spec.arguments.resume:
+        return spec
+    anew = ranks.on_first(lambda: begins_anew(spec))
     if anew is not None:
         _say(ranks, anew)
-    return dataclasses.replace(plan, arguments=dataclasses.replace(plan.arguments, resume=anew is None))
+    return dataclasses.replace(spec, arguments=dataclasses.replace(spec.arguments, resume=anew is None))
 
 
 def _farewell(folder: Path, result: dict[str, Any]) -> str:
@@ -176,8 +176,8 @@ def _farewell(folder: Path, result: dict[str, Any]) -> str:
     )
 
 
-def _open_folder(plan: Plan, checkpoints: Checkpoints) -> None:
-    write_folder(plan)
+def _open_folder(spec: RunSpec, checkpoints: Checkpoints) -> None:
+    write_folder(spec)
     checkpoints.folder.mkdir(exist_ok=True)
     checkpoints.recover()
 
