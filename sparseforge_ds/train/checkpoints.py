@@ -206,7 +206,7 @@ class Checkpoints:
         _sweep(grave)
 
     def _unwritable(self, tag: str, error: Exception) -> str:
-        free = shutil.disk_usage(self.folder).free / 2**30
+        free = shutil.disk_usage(self.folder.parent).free / 2**30
         return (
             f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
             "unfinished folder was removed; make room and continue from the checkpoint before with --resume"

@@ -8,12 +8,12 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from transformers import set_seed
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.pretrained import load_model
-from sparseforge_ds.train.random_state import seed_everything
 from sparseforge_ds.train.ranks import Ranks
 from sparseforge_ds.train.spec import RunSpec
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
@@ -38,7 +38,7 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     Raises:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
-    seed_everything(spec.arguments.seed + ranks.rank)  # ranks differ, so that dropout does
+    set_seed((spec.arguments.seed + ranks.rank) % 2**32)  # ranks differ, so that dropout does
     loaded = load_model(spec.model, spec.dtype, spec.deepspeed if spec.stage == 3 else None)
     ranks.all_or_raise(loaded.check)
     model = loaded.model

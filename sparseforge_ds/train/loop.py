@@ -6,6 +6,7 @@ updates the mask when an update is due. The teacher stays on to the last step of
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import AgreedError
 from sparseforge_ds.zero.probe import Closure
 
+_LOG = logging.getLogger(__name__)
 PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
 
@@ -53,7 +55,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
     scalars: dict[str, float] = {}
     whole = context.objective.decide(batches.at(batches.position)[:1, :1].to(context.device))
     if whole:
-        monitor.say(f"whole logits of both models, which take more memory than blocks of them: {whole}")
+        _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {whole}")
     saved, failures = first_step if spec.arguments.resume else None, 0
     if first_step == 0:
         forge.start(probe=ProbeText(context, 0, 1))
@@ -112,7 +114,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
             scalars |= batches.scalars()
             monitor.step(step, scalars, forge.dials)
             for line in batches.news():
-                monitor.say(line)
+                _LOG.info(line)
             if updated:
                 monitor.write(step, forge.metrics)
             _look_closer(context, monitor, step)
@@ -147,7 +149,7 @@ def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, step
     }
     done = checkpoints.save(context.engine, step, state)
     monitor.write(step, {"checkpoint/seconds": done.seconds, "checkpoint/gib": done.bytes / 2**30})
-    monitor.say(
+    _LOG.info(
         f"saved {done.path.name}: {readable_bytes(done.bytes)} in {done.seconds:.1f} s, "
         f"of which {done.seconds_checking:.1f} s reading it back"
     )
