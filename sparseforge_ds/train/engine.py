@@ -39,9 +39,8 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
     set_seed((spec.arguments.seed + ranks.rank) % 2**32)  # ranks differ, so that dropout does
-    loaded = load_model(spec.model, spec.dtype, spec.deepspeed if spec.stage == 3 else None)
-    ranks.all_or_raise(loaded.check)
-    model = loaded.model
+    partition = spec.deepspeed if spec.stage == 3 else None
+    model = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, partition)
     if spec.arguments.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = sf.prepare(model, spec.config)
@@ -53,21 +52,17 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         config=spec.deepspeed,
     )
     forge = sf.SparseForge(engine, spec.config)
+    teacher, distillation = None, spec.config.distillation
+    if spec.teacher is not None and distillation is not None:
+        partition = teacher_ds_config(spec.deepspeed) if distillation.hold == "zero3" else None
+        loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition)
+        teacher = Teacher(loaded, distillation, spec.deepspeed)
     return TrainContext(
         spec=spec,
         ranks=ranks,
         engine=engine,
         forge=forge,
-        objective=Objective(engine, _teacher(spec, ranks), spec.config),
+        objective=Objective(engine, teacher, spec.config),
         batches=batches,
         device=torch.device(get_accelerator().current_device_name()),
     )
-
-
-def _teacher(spec: RunSpec, ranks: Ranks) -> Teacher | None:
-    if spec.teacher is None or spec.config.distillation is None:
-        return None
-    partitioned = spec.config.distillation.hold == "zero3"
-    loaded = load_model(spec.teacher, spec.dtype, teacher_ds_config(spec.deepspeed) if partitioned else None)
-    ranks.all_or_raise(loaded.check)
-    return Teacher(loaded.model, spec.config.distillation, spec.deepspeed)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.metadata
 import json
 import logging
 import os
@@ -29,8 +28,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import torch
+import transformers
 from transformers import GenerationConfig
 
+import sparseforge_ds
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.config.run_state import RunState, differences
@@ -40,7 +43,6 @@ from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.spec import RunSpec
 
 _LOG = logging.getLogger(__name__)
-_PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
 
 
 def describe(spec: RunSpec) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def describe(spec: RunSpec) -> dict[str, Any]:
         "low_rank": None
         if low_rank is None
         else {"k": low_rank.k, "parameter_share": parameter_share, "flop_share": flop_share},
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {each.__name__: each.__version__ for each in (sparseforge_ds, torch, deepspeed, transformers)},
     }
     return dict(json.loads(json.dumps(description)))
 
@@ -283,10 +285,3 @@ def changed_flags(spec: RunSpec) -> list[str]:
         {key: value for key, value in json.loads(json.dumps(spec.deepspeed)).items() if key != "sparseforge"},
         "deepspeed",
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # used from a checkout without being installed
-        return None
