@@ -182,6 +182,7 @@ class Checkpoints:
         sync(manifest.folder)
         os.replace(manifest.folder, self.folder / tag)
         sync(self.folder)
+        sync(self.folder.parent)  # the first save has made the folder
 
     def _tidy(self, tag: str) -> None:
         """Remove all but the newest `keep` whole checkpoints, and tell DeepSpeed's own tools the newest."""

@@ -93,7 +93,7 @@ def check_beginning(spec: RunSpec) -> None:
     """
     if spec.arguments.resume:
         _check_same_run(spec)
-    elif has_checkpoints(spec.folder / "checkpoints"):
+    elif list_checkpoints(spec.folder / "checkpoints"):
         raise ValueError(
             f"--output_dir {spec.folder} already holds a run with checkpoints; "
             "continue it with --resume, give another folder, or remove this one"
@@ -109,7 +109,7 @@ def begins_anew(spec: RunSpec) -> str | None:
         ValueError: the folder holds another run, or no run at all where one must be.
         OSError: the folder cannot be read.
     """
-    if not spec.arguments.resume or has_checkpoints(spec.folder / "checkpoints"):
+    if not spec.arguments.resume or list_checkpoints(spec.folder / "checkpoints"):
         return None
     if (spec.folder / "sparseforge.json").exists():
         _check_same_run(spec)
@@ -147,11 +147,6 @@ def lock_folder(folder: Path) -> int:
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return lock
-
-
-def has_checkpoints(folder: Path) -> bool:
-    """Whether a `checkpoints` folder has something that a fresh run would overwrite."""
-    return bool(list_checkpoints(folder))
 
 
 def room_for_checkpoints(spec: RunSpec) -> int:
@@ -199,27 +194,22 @@ def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> N
         temporary.unlink(missing_ok=True)
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    path.stat()  # FileNotFoundError says that there is no run at all
-    return read_json(path)
-
-
 def _check_same_run(spec: RunSpec) -> None:
-    path = spec.folder / "sparseforge.json"
-    try:
-        before = _read_if_there(path)
-        saved = RunState.parse({"step": 0, "refreshes": 0, **before}, str(path))
-        path = spec.folder / "ds_config.json"
-        batch = _read_if_there(path)["train_batch_size"]
-    except FileNotFoundError:
-        if has_checkpoints(spec.folder / "checkpoints"):
+    path, other = spec.folder / "sparseforge.json", spec.folder / "ds_config.json"
+    for file in (path, other):
+        if not file.exists() and list_checkpoints(spec.folder / "checkpoints"):
             raise ValueError(
-                f"--resume: {spec.folder} has checkpoints, but no {path.name}, so it cannot be told whether they are "
+                f"--resume: {spec.folder} has checkpoints, but no {file.name}, so it cannot be told whether they are "
                 "this run's; bring the file back, or start in a new --output_dir"
-            ) from None
-        raise ValueError(
-            f"--resume: no run in {spec.folder} (no {path.name}); start it without --resume, or with --resume auto"
-        ) from None
+            )
+        if not file.exists():
+            raise ValueError(
+                f"--resume: no run in {spec.folder} (no {file.name}); start it without --resume, or with --resume auto"
+            )
+    try:
+        saved = RunState.parse({"step": 0, "refreshes": 0, **read_json(path)}, str(path))
+        path = other
+        batch = read_json(path)["train_batch_size"]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "
@@ -233,7 +223,8 @@ def _check_same_run(spec: RunSpec) -> None:
             f"--resume: the run in {spec.folder} was started with other settings: {'; '.join(unlike[:8])}; "
             "resume with the same JSON, --model and --max_steps, or start in a new --output_dir"
         )
-    if unlike := differences(_architecture(read_json(spec.folder / "model" / "config.json")), _own(spec), "config"):
+    before, own = read_json(spec.folder / "model" / "config.json"), json.loads(spec.model.config.to_json_string())
+    if unlike := differences(_architecture(before), _architecture(own), "config"):
         raise ValueError(
             f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
             f"{'; '.join(unlike[:3])}; resume with the unchanged model"
@@ -263,25 +254,23 @@ def _other_length(spec: RunSpec, steps: int) -> str:
     )
 
 
-def _own(spec: RunSpec) -> dict[str, Any]:
-    """The model's config as `write_folder` writes it."""
-    with tempfile.TemporaryDirectory() as folder:
-        spec.model.config.save_pretrained(folder)
-        return _architecture(read_json(Path(folder) / "config.json"))
-
-
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Without what depends on who wrote it."""
-    return {key: value for key, value in config.items() if key not in ("transformers_version", "dtype", "torch_dtype")}
+    odd = ("transformers_version", "transformers_weights", "dtype", "torch_dtype")
+    return {key: value for key, value in config.items() if key not in odd}
 
 
 def changed_flags(spec: RunSpec) -> list[str]:
     """Run flags and DeepSpeed keys that a resumed run has otherwise than before, as lines for the log."""
-    run, deepspeed = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
-    before = {key: value for key, value in run.get("run", {}).items() if key != "resume"}
-    now = {key: value for key, value in flags(spec.arguments).items() if key != "resume"}
-    return differences(before, json.loads(json.dumps(now)), "run") + differences(
-        {key: value for key, value in deepspeed.items() if key != "sparseforge"},
-        {key: value for key, value in json.loads(json.dumps(spec.deepspeed)).items() if key != "sparseforge"},
-        "deepspeed",
-    )
+    run, engine = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
+    found = []
+    for name, before, after in (
+        ("run", run.get("run", {}), flags(spec.arguments)),
+        ("deepspeed", engine, spec.deepspeed),
+    ):
+        now = json.loads(json.dumps(after))
+        for either in (before, now):
+            either.pop("resume", None)
+            either.pop("sparseforge", None)  # no change, or the run would have been refused
+        found += differences(before, now, name)
+    return found
