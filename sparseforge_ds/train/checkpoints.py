@@ -72,7 +72,10 @@ class Checkpoints:
         temporary = self.folder / f"{tag}.tmp"
         generators = random_state()
         try:
-            engine.save_checkpoint(str(self.folder), tag=temporary.name, client_state=client_state, save_latest=False)
+            try:
+                engine.save_checkpoint(str(self.folder), temporary.name, client_state, save_latest=False)
+            except RuntimeError as error:  # torch's writer of files; anywhere else it would be a rank that is gone
+                raise OSError(str(error)) from error
             self.ranks.all_or_raise(
                 lambda: write_json(temporary / random_file(self.ranks.rank), generators, indent=None)
             )
@@ -88,7 +91,7 @@ class Checkpoints:
                 fingerprints={name: print for name, (_, print) in found.items()},
             )
             self.ranks.on_first(lambda: self._publish(tag, manifest))
-        except (AgreedError, OSError, RuntimeError) as error:
+        except (AgreedError, OSError) as error:
             # After an error of DeepSpeed's the others wait inside it and end with this process: nothing can be agreed.
             agreed = isinstance(error, AgreedError)
             if self.ranks.first or not agreed:

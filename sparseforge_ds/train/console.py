@@ -35,7 +35,7 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         if record.levelno >= logging.WARNING:
-            text = f"{record.levelname.lower()}{'' if self.rank == '0' else f' on rank {self.rank}'}: {text}"
+            text = f"{record.levelname.lower()}: {'' if self.rank == '0' else f'on rank {self.rank}: '}{text}"
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
         tqdm.write(text, file=stream)  # above a bar, if there is one
         stream.flush()

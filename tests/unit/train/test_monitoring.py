@@ -75,8 +75,8 @@ def test_rank_0_says_everything_and_the_others_what_is_wrong(console, capsys):
         logger.warning("a thing of %s", "mine")
         logger.error("no such file")
     said = capsys.readouterr()
-    assert said.out == "100% of it\nwarning: a thing of mine\nwarning on rank 3: a thing of mine\n"
-    assert said.err == "error: no such file\nerror on rank 3: no such file\n"
+    assert said.out == "100% of it\nwarning: a thing of mine\nwarning: on rank 3: a thing of mine\n"
+    assert said.err == "error: no such file\nerror: on rank 3: no such file\n"
 
 
 def test_lines_stand_above_the_bar(console, tmp_path, capsys, monkeypatch):
