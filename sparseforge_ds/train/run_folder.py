@@ -268,6 +268,10 @@ def changed_flags(spec: RunSpec) -> list[str]:
         ("run", run.get("run", {}), flags(spec.arguments)),
         ("deepspeed", engine, spec.deepspeed),
     ):
+        if not isinstance(before, dict):
+            raise ValueError(
+                f"--resume: {spec.folder / 'sparseforge.json'} is damaged: `run` is no object; bring it back"
+            )
         now = json.loads(json.dumps(after))
         for either in (before, now):
             either.pop("resume", None)
