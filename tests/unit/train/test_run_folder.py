@@ -257,3 +257,13 @@ def test_a_json_file_is_whole_or_absent(tmp_path):
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"x": object()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_record_without_its_flags_is_named(spec, tmp_path):
+    first = spec()
+    check_folder(first)
+    write_folder(first)
+    file = tmp_path / "run" / "sparseforge.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "run": []}))
+    with pytest.raises(ValueError, match=r"sparseforge\.json is damaged: `run` is no object"):
+        changed_flags(spec(resume=True))
