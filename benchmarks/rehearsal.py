@@ -36,7 +36,7 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from sparseforge_ds.config.arguments import RunArguments
     from sparseforge_ds.planning.study import GIB, Machine, Study
     from sparseforge_ds.train.dry_run import find_config, study_of
-    from sparseforge_ds.train.plan import Hardware, make_spec
+    from sparseforge_ds.train.spec import Hardware, make_spec
 
 OF_PROCESS = int(0.5 * GIB)
 """What a rank on a CPU has after its imports; measured again in every run."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparseforge_ds.planning.study import Study
-    from sparseforge_ds.train.plan import RunSpec
+    from sparseforge_ds.train.spec import RunSpec
 
 _EPILOG = """\
 exit code: 0 a configuration fits; 1 none of those given fits; 2 an error, said in one line
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.planning.study import GIB, Machine
         from sparseforge_ds.train.banner import spec_rows, table
         from sparseforge_ds.train.dry_run import find_config, study_of
-        from sparseforge_ds.train.plan import Hardware, make_spec
+        from sparseforge_ds.train.spec import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -12,17 +12,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations import deepspeed as hf_deepspeed
+from transformers import PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
 from sparseforge_ds.model.hidden import captured_states, chosen_layers
-from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_families
+from sparseforge_ds.train.pretrained import load_model
 
 
 class Teacher:
@@ -74,23 +72,20 @@ class Teacher:
     ) -> Teacher:
         """Load a teacher the way it will be held: partitioned as it loads with `hold="zero3"`, whole otherwise.
 
-        An `HfDeepSpeedConfig` of the student that is alive keeps its effect on later loads, and has none on this one.
-
         Args:
             path: folder or hub id.
             config: its `hold` is used.
             ds_config: the student's DeepSpeed configuration.
             **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given,
                 and no code of the teacher's own is run.
+
+        Raises:
+            ValueError: it cannot be loaded, weights are missing in its files, or a dtype is still "auto".
         """
         register_families()
-        kwargs.setdefault("dtype", _dtype(ds_config))
-        with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
-            try:
-                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
-            except ValueError as error:
-                raise ValueError(f"teacher {path}: cannot be loaded ({reason(error)})") from None
-        return cls(model, config, ds_config)
+        partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
+        given = {"dtype": _dtype(ds_config), **kwargs}
+        return cls(load_model(path, f"teacher {path}", partition=partition, **given), config, ds_config)
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -191,21 +186,3 @@ def _dtype(ds_config: dict[str, Any]) -> torch.dtype:
         if enabled:
             return dtype
     return torch.float32
-
-
-@contextmanager
-def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """`from_pretrained` inside partitions as it loads under `ds_config`, or loads whole tensors without one."""
-    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
-    outer = None if reference is None else reference()
-    inner = None if ds_config is None else HfDeepSpeedConfig(ds_config)  # only its being alive counts
-    if inner is None:
-        hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        del inner
-        if outer is None:
-            hf_deepspeed.unset_hf_deepspeed_config()
-        else:
-            hf_deepspeed.set_hf_deepspeed_config(outer)

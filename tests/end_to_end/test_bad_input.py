@@ -384,7 +384,7 @@ def test_a_loss_that_stays_infinite(inputs):
     }
     message = inputs.refused()
     assert "the loss has been nan for 10 steps in a row" in message and "lower --learning_rate" in message
-    assert list((inputs.run / "checkpoints").iterdir()) == []
+    assert not (inputs.run / "checkpoints").exists()
 
 
 def test_an_infinite_loss_when_curvature_is_due(inputs):
@@ -392,7 +392,7 @@ def test_an_infinite_loss_when_curvature_is_due(inputs):
     inputs.content = deepspeed_json(stage=0, batch=8)  # the one stage that applies such a step in fp32
     message = inputs.refused()
     assert "the loss is nan" in message and "lower --learning_rate" in message
-    assert list((inputs.run / "checkpoints").iterdir()) == []
+    assert not (inputs.run / "checkpoints").exists()
 
 
 def test_a_full_disk(inputs):

@@ -8,7 +8,7 @@ import pytest
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.data.chunks import Sizes
 from sparseforge_ds.train import text
-from sparseforge_ds.train.plan import make_plan
+from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import deepspeed_json, write_json, write_model
 from tests.tiny_streams import Alone, row_of, texts, write_stream
 
@@ -39,9 +39,9 @@ def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monk
             output_dir=str(tmp_path / "run"),
             document_frame=frame,
         )
-        plan = make_plan(arguments, 1)
-        packed = text.pack_text(plan, OneRank())
-        batches = text.make_batches(plan, OneRank(), packed)
+        spec = make_spec(arguments, 1)
+        packed = text.pack_text(spec, OneRank())
+        batches = text.make_batches(spec, OneRank(), packed)
         whole, stream = batches.windows.sources
         stream.prepare(0, 64)
         found = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
@@ -32,7 +31,7 @@ from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
+from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model
 from sparseforge_ds.train.schedule import LearningRate
 
 
@@ -56,7 +55,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run that is checked as far as it can be without tokenizer and text."""
+    """The settings of a run, all of them resolved and checked."""
 
     arguments: RunArguments
     config: SparseForgeConfig
@@ -75,6 +74,7 @@ class RunSpec:
     sizes: Architecture
     teacher_sizes: Architecture | None
     """When the teacher is another model."""
+    documents: Documents | Stream | Mixture
     world_size: int
 
     @property
@@ -115,14 +115,6 @@ class RunSpec:
         return LearningRate(peak, self.arguments.warmup, self.arguments.min_lr_ratio, self.config.max_steps)
 
 
-@dataclass(frozen=True)
-class Plan(RunSpec):
-    """A checked run."""
-
-    tokenizer: PreTrainedTokenizerBase
-    documents: Documents | Stream | Mixture
-
-
 def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
     """The DeepSpeed JSON and its sparseforge block: what can be checked in an instant.
 
@@ -146,38 +138,31 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
     return content, config
 
 
-def make_plan(arguments: RunArguments, world_size: int) -> Plan:
-    """Read and check everything of a run except weights and text. Does not communicate.
-
-    Raises:
-        ValueError: something is missing, unreadable, unknown or does not fit.
-    """
-    spec = make_spec(arguments, world_size, find_model, Hardware.here())
-    tokenizer = read_tokenizer(spec.model)
-    frame_tokens(tokenizer, arguments.document_frame)  # for its errors
-    return Plan(
-        **vars(spec),
-        tokenizer=tokenizer,
-        documents=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
-    )
-
-
 def make_spec(
-    arguments: RunArguments, world_size: int, find: Callable[[str, str], Pretrained], hardware: Hardware
+    arguments: RunArguments,
+    world_size: int,
+    find: Callable[[str, str], Pretrained] | None = None,
+    hardware: Hardware | None = None,
 ) -> RunSpec:
-    """Read and check what does not need tokenizer and text. Does not communicate.
+    """Read and check everything of a run except weights and text. Does not communicate.
 
     Args:
         arguments: the run flags.
         world_size: number of ranks.
-        find: gives a model by its name and the flag that named it.
-        hardware: decides what the JSON leaves "auto".
+        find: gives a model by its name and the flag that named it, perhaps without tokenizer and weights; None for a
+            run that needs them.
+        hardware: decides what the JSON leaves "auto"; None for that of this machine.
 
     Raises:
         ValueError: something is missing, unreadable, unknown or does not fit.
     """
     content, config = read_config(arguments, world_size)
-    model = find(arguments.model, "--model")
+    if find is None:
+        find, model = find_model, find_model(arguments.model, "--model")
+        frame_tokens(model.tokenizer, arguments.document_frame)  # for its errors
+    else:
+        model = find(arguments.model, "--model")
+    hardware = hardware or Hardware.here()
     teacher = None
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
@@ -219,6 +204,7 @@ def make_spec(
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
+        documents=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
         sizes=describe(empty, weights, leaves),
         teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
         world_size=world_size,
