@@ -23,6 +23,7 @@ not depend on how many there are. To compare two models give both the same `--dt
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -47,10 +48,10 @@ from sparseforge_ds.evaluate.pretrained import (
     load_tokenizer,
     prune_by_magnitude,
 )
-from sparseforge_ds.evaluate.shares import Shares
 from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.ranks import Ranks, launched_ranks
 
 Protocol = Literal["documents", "windows"]
 LONGEST_DEFAULT = 4096
@@ -83,7 +84,7 @@ def measure(
     batch_size: int = 8,
     progress: bool = False,
     keep_tail: bool = False,
-    shares: Shares | None = None,
+    ranks: Ranks | None = None,
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
@@ -94,7 +95,7 @@ def measure(
         batch_size: passages of one forward.
         progress: show a bar.
         keep_tail: windows: also score what is left after the last full window, as a shorter one.
-        shares: the ranks that work on this together; collective then, and every rank gets the whole result.
+        ranks: those that work on this together; collective then, and every rank gets the whole result.
 
     Raises:
         ValueError: a length that the model or the text does not allow, or a loss that is not finite.
@@ -113,13 +114,12 @@ def measure(
         raise ValueError(f"{flag} belongs to --protocol windows; documents are scored whole")
     else:
         passages, total = whole_documents(tokenizer, documents, seq_length)
-    shares = shares or Shares.alone()
+    ranks = ranks or Ranks()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
     batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
-    mine = shares.mine(batches)
-    scored = [_score(model, batch) for batch in tqdm(mine, unit=" batches", disable=not progress, file=sys.stderr)]
-    # Every batch is the same at any number of ranks, and so is the order of the sum: the number is, to the last bit.
-    scores = shares.all(scored)
+    mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=not progress, file=sys.stderr)
+    # Batches do not depend on the number of ranks, and fsum rounds once: the number is the same to the last bit.
+    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch) for batch in mine])))
     nll, tokens = math.fsum(score for score, _ in scores), sum(count for _, count in scores)
     if not math.isfinite(nll):
         raise ValueError(f"the loss is {nll}: the model's weights or activations are not finite; try --dtype float32")
@@ -187,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 with one line on stderr."""
     args = parser().parse_args(arguments)
     try:
-        with Shares.of_launcher() as shares:
-            result = _run(args, shares)
+        with launched_ranks() as ranks:
+            result = _run(args, ranks)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
+def _run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
     """The result, on the first rank; None on the others."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     adapter = adapter_of(args.model, args.adapter)
@@ -211,11 +211,11 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
             prune_by_magnitude(model, pattern)
         return documents, model, tokenizer
 
-    documents, model, tokenizer = shares.all_or_raise(load)
+    documents, model, tokenizer = ranks.all_or_raise(load)
     by_document = args.text.endswith(".jsonl") and not is_wikitext2(args.text)
     protocol: Protocol = args.protocol or ("documents" if by_document else "windows")
     began = time.monotonic()
-    progress = shares.first and sys.stderr.isatty()
+    progress = ranks.first and sys.stderr.isatty()
     found = measure(
         model,
         tokenizer,
@@ -226,9 +226,9 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
         args.batch_size,
         progress,
         args.keep_tail,
-        shares,
+        ranks,
     )
-    if not shares.first:
+    if not ranks.first:
         return None
     seconds = round(time.monotonic() - began, 2)
     pruned = f", one-shot magnitude {pattern}" if pattern else ""
@@ -237,11 +237,11 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
     print(f"  {found.tokens} tokens of {found.documents} documents scored, {found.unscored} not")
     dtype = str(model.dtype).removeprefix("torch.")
     overlap = f", stride {args.stride}" if args.stride else ""
-    ranks = f", {shares.count} ranks" if shares.count > 1 else ""
-    print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{ranks}")
+    together = f", {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+    print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{together}")
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
     result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
-    result |= {"dtype": dtype, "seconds": seconds, "ranks": shares.count}
+    result |= {"dtype": dtype, "seconds": seconds, "ranks": ranks.world_size}
     if args.json:
         try:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n")

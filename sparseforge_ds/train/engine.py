@@ -11,11 +11,11 @@ from deepspeed.accelerator import get_accelerator
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import load_model
 from sparseforge_ds.train.random_state import seed_everything
-from sparseforge_ds.train.ranks import Ranks
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 
 

@@ -18,6 +18,7 @@ import transformers
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.forge import ForgeError
+from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.dry_run import dry_run
@@ -27,7 +28,7 @@ from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.plan import Plan, make_plan, read_config
 from sparseforge_ds.train.preemption import Preemption, Stopped
-from sparseforge_ds.train.ranks import AgreedError, Ranks, take_place, unlink_shared_buffers, world_size_from_launcher
+from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import (
     begins_anew,

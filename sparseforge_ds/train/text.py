@@ -9,8 +9,8 @@ from sparseforge_ds.data.mixed_windows import Mixed, MixedWindows
 from sparseforge_ds.data.mixture import Mixture
 from sparseforge_ds.data.packing import Packed, pack
 from sparseforge_ds.data.streaming import Streamed, open_stream, plan_stream
+from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.plan import Plan
-from sparseforge_ds.train.ranks import Ranks
 
 
 def pack_text(plan: Plan, ranks: Ranks) -> Packed | Streamed | Mixed:

@@ -18,7 +18,7 @@ from sparseforge_ds.data.producer import Producer
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.streaming import StreamedWindows, open_stream, plan_stream
 from sparseforge_ds.data.text_files import FileStream
-from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 from tests.tiny_streams import SIZES, Alone, InPlace, job, texts, write_stream

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.evaluate.perplexity import Perplexity, main, measure
 from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
-from sparseforge_ds.evaluate.shares import Shares
 from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
+from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
@@ -82,10 +82,10 @@ def test_the_tail_is_scored_on_request(stories: str) -> None:
 
 
 def share_of_ranks(model: str) -> tuple[Perplexity, float]:
-    shares = Shares(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    found = measure(load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents", batch_size=2, shares=shares)
+    ranks = Ranks()
+    found = measure(load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents", batch_size=2, ranks=ranks)
     with pytest.raises(ValueError, match="^on rank 1: odd$"):
-        shares.all_or_raise(lambda: refuse() if shares.rank == 1 else None)
+        ranks.all_or_raise(lambda: refuse() if ranks.rank == 1 else None)
     return found, found.nll
 
 
