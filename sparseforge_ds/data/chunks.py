@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sparseforge_ds.checkpoint.disk import sync
-from sparseforge_ds.data.packing import open_tokens, remove_leftovers
+from sparseforge_ds.data.packed import open_tokens, remove_leftovers
 
 Record = dict[str, Any]
 """What is known of a chunk, as JSON types.

@@ -12,6 +12,7 @@ import gzip
 import itertools
 import json
 import locale
+import logging
 import lzma
 import sys
 import time
@@ -35,6 +36,7 @@ KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.j
 _BYTE_ORDER_MARK = "\ufeff"
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt at a file of the hub, after the attempts that huggingface_hub makes by itself."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -
         except (OSError, errors.HTTPError) as error:
             if "://" not in file or failures == len(_WAITS):
                 raise _unreadable(file, done, error) from error
-            print(f"note: --dataset {file}, after {done} documents: {error}; trying again", flush=True)
+            _log.info("--dataset %s, after %d documents: %s; trying again", file, done, error)
             time.sleep(_WAITS[failures])
             failures += 1
 

@@ -1,9 +1,10 @@
-"""Files of text that are read while the run goes on, and a reader that continues from any of their records."""
+"""Sources of text, a reader that continues from any of their documents, and local files as a source."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,31 +12,6 @@ from typing import Any
 from sparseforge_ds.config.arguments import SampleBy
 from sparseforge_ds.data.formats import Document, documents_of
 from sparseforge_ds.data.splits import Files
-
-
-@dataclass(frozen=True)
-class FileStream:
-    """Local files that are read while the run goes on."""
-
-    name: str
-    files: Files
-    text_field: str
-    sample_by: SampleBy = "document"
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the identity stands for, with the files by name."""
-        return {"--text_field": self.text_field, "--sample_by": self.sample_by, "files": self.files.contents}
-
-    @property
-    def identity(self) -> str:
-        """Two streams with equal identity give the same documents."""
-        return json.dumps(["files", self.files.identity, self.text_field, self.sample_by])
-
-    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """The documents from the start, or from where a reader's `state` was taken."""
-        files = [str(path) for path in self.files.paths]
-        return Reader(files, lambda file: documents_of(file, self.text_field, self.sample_by), state or {})
 
 
 class Reader:
@@ -79,3 +55,51 @@ class Reader:
         self._file, self._record = file, record
         documents = self._read(self._files[file]) if file < len(self._files) else iter(())
         self._documents = itertools.islice(documents, record, None)
+
+
+class Source(ABC):
+    """One text that `--dataset` names."""
+
+    name: str
+    """What users call it."""
+    streamed: bool
+    """Whether it is tokenised while the run goes on, and not whole before it starts."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What decides the documents, by names that users know; `files` has the content of each file by its name."""
+
+    @abstractmethod
+    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
+        """The documents from the start, or from where a reader's `state` was taken.
+
+        Raises:
+            ValueError: they cannot be found or read.
+        """
+
+    @property
+    def identity(self) -> str:
+        """Sources with equal identity give the same documents, a hub dataset at the same revision."""
+        return json.dumps({**self.facts, "files": list(self.facts.get("files", {}).values())})
+
+
+@dataclass(frozen=True)
+class LocalText(Source):
+    """Files of this machine."""
+
+    name: str
+    files: Files
+    text_field: str
+    sample_by: SampleBy = "document"
+    streamed: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"--text_field": self.text_field, "--sample_by": self.sample_by, "files": self.files.contents}
+
+    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
+        """See `Source`."""
+        files = [str(path) for path in self.files.paths]
+        return Reader(files, lambda file: documents_of(file, self.text_field, self.sample_by), state or {})

@@ -22,7 +22,6 @@ from sparseforge_ds.config.deepspeed_config import (
     with_batch,
     zero_stage,
 )
-from sparseforge_ds.data.documents import Documents, Stream
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
@@ -120,7 +119,7 @@ class Plan(RunSpec):
     """A checked run."""
 
     tokenizer: PreTrainedTokenizerBase
-    documents: Documents | Stream | Mixture
+    text: Mixture
 
 
 def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
@@ -158,7 +157,7 @@ def make_plan(arguments: RunArguments, world_size: int) -> Plan:
     return Plan(
         **vars(spec),
         tokenizer=tokenizer,
-        documents=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
+        text=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
     )
 
 

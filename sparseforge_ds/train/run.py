@@ -38,7 +38,7 @@ from sparseforge_ds.train.run_folder import (
     write_folder,
     write_json,
 )
-from sparseforge_ds.train.text import make_batches, pack_text
+from sparseforge_ds.train.text import open_text
 
 
 class InstantError(ValueError):
@@ -67,12 +67,11 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     ranks.on_first(lambda: lock_folder(plan.folder))
     changed = ranks.on_first(lambda: changed_flags(plan)) if arguments.resume else []
     found = find_resumption(plan, ranks, checkpoints) if arguments.resume else None
-    packed = pack_text(plan, ranks)
-    batches = make_batches(plan, ranks, packed)
+    batches = open_text(plan, ranks)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))
-    batches.prepare()
-    _say(ranks, banner(plan, packed))
+    batches.prepare_step()
+    _say(ranks, banner(plan, batches.summary(plan.config.max_steps)))
 
     context = build(plan, ranks, batches)
     resumed = continue_from(found, context) if found is not None else None
