@@ -14,7 +14,7 @@ S < seq_length windows start every S tokens and score only what no earlier windo
 standard library and `wikitext2`, the test split whose rows are joined like documents.
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
-the document are scored, cut where the model's positions (or `--seq_length`) end. Default for .jsonl files.
+the document are scored, cut where the model's positions (or `--seq_length`) end. Default for files of records.
 
 Under torchrun or deepspeed every rank scores its share of the batches, with a whole copy of the model. The number does
 not depend on how many there are. To compare two models give both the same `--dtype`.
@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -39,16 +38,17 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.data.formats import is_plain_text
 from sparseforge_ds.evaluate.passages import Passage, whole_documents, windows
 from sparseforge_ds.evaluate.pretrained import (
-    ADAPTER_HELP,
-    DTYPES,
     adapter_of,
+    add_model_flags,
     load_model,
     load_tokenizer,
     prune_by_magnitude,
+    write_result,
 )
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.text import STDLIB, read_documents
 from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.ranks import Ranks, launched_ranks
@@ -162,23 +162,19 @@ def parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").split("\n\n", 2)[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("model", help="folder or hub id of a Hugging Face model")
+    add_model_flags(result)
     result.add_argument(
         "--text",
         required=True,
-        help=".txt or .jsonl file, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or wikitext2:PATH (its rows)",
+        help="a file of any kind that training reads, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or "
+        "wikitext2:PATH (its rows)",
     )
-    result.add_argument("--field", default="text", help="field of a .jsonl line that holds the text (default: text)")
+    result.add_argument("--text_field", default="text", help="field of a record that holds the text (default: text)")
     result.add_argument("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
     result.add_argument("--seq_length", type=int, help="tokens of a window or of a document at most")
     result.add_argument("--stride", type=int, help="distance of window starts (default: seq_length, no overlap)")
     result.add_argument("--keep_tail", action="store_true", help="also score what does not fill the last window")
     result.add_argument("--limit", type=int, help="score only the first so many documents")
-    result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
-    result.add_argument("--adapter", metavar="FOLDER", help=ADAPTER_HELP)
-    result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
-    result.add_argument("--batch_size", type=int, default=8, help="passages of one forward (default: 8)")
-    result.add_argument("--json", metavar="FILE", help="also write the result to a file")
     result.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return result
 
@@ -212,8 +208,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
         return documents, model, tokenizer
 
     documents, model, tokenizer = ranks.all_or_raise(load)
-    by_document = args.text.endswith(".jsonl") and not is_wikitext2(args.text)
-    protocol: Protocol = args.protocol or ("documents" if by_document else "windows")
+    as_one = args.text in STDLIB or is_wikitext2(args.text) or is_plain_text(args.text)
+    protocol: Protocol = args.protocol or ("windows" if as_one else "documents")
     began = time.monotonic()
     progress = ranks.first and sys.stderr.isatty()
     found = measure(
@@ -242,11 +238,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
     result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
     result |= {"dtype": dtype, "seconds": seconds, "ranks": ranks.world_size}
-    if args.json:
-        try:
-            Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+    write_result("json", args.json, json.dumps(result, indent=2))
     return result
 
 
@@ -255,7 +247,7 @@ def _read(args: argparse.Namespace) -> list[str]:
         if args.limit is not None:
             raise ValueError(f"--limit {args.limit}: {NAME} is scored whole; leave the flag out")
         return [read_wikitext2(args.text)]
-    return read_documents(args.text, args.field, args.limit)
+    return read_documents(args.text, args.text_field, args.limit)
 
 
 if __name__ == "__main__":

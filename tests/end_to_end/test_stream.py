@@ -126,6 +126,6 @@ def test_a_record_that_cannot_be_read_ends_the_run_with_one_line(tmp_path, capfd
         file.write('{"text": 3}\n')
     train(*flags, exit_code=1)
     said = capfd.readouterr().out
-    assert said.count("error: --dataset") == 1
+    assert said.count("error: ") == 1
     assert "1.jsonl, line 101: field 'text' is int, not text" in said
     assert "Traceback" not in said

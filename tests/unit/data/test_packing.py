@@ -208,7 +208,7 @@ def chat(*roles):
 
 def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
     tokenizer = byte_tokenizer()
-    with pytest.raises(ValueError, match="--dataset a.jsonl, line 3: is a conversation, and the tokenizer has no chat"):
+    with pytest.raises(ValueError, match="a.jsonl, line 3: is a conversation, and the tokenizer has no chat"):
         pack(documents([chat("user")]), tokenizer, tmp_path)
     tokenizer.chat_template = TEMPLATE
     packed = pack(documents(["abc", chat("user", "assistant"), Conversation((), "x")]), tokenizer, tmp_path)

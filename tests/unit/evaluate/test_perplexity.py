@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import shutil
@@ -112,13 +113,19 @@ def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([stories, "--text", text, "--seq_length", "32"]) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["nll"])
     assert len(set(found)) == 1
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "rows.jsonl").read_text())
+    assert read_documents(str(tmp_path / "rows.jsonl.gz")) == read_documents(str(tmp_path / "rows.jsonl"))
     DatasetDict(train=dataset).save_to_disk(tmp_path / "other")
     dataset.rename_column("text", "line").to_parquet(tmp_path / "line.parquet")
-    for path, message in (("other", "has the splits train, and no test"), ("line.parquet", "no column 'text' (line)")):
+    for path, message in (
+        ("other", "other: cannot be read (give files"),
+        ("line.parquet", "no column 'text' (line)"),
+    ):
         assert main([stories, "--text", f"wikitext2:{tmp_path / path}"]) == 2
         assert message in capsys.readouterr().err
     assert main([stories, "--text", f"wikitext2:{tmp_path}/joined.txt"]) == 2
-    assert "is --text FILE.txt" in capsys.readouterr().err
+    assert "joined.txt: cannot be read (give files of one kind" in capsys.readouterr().err
     assert main([stories, "--text", copies[0], "--limit", "3"]) == 2
     assert "--limit 3: wikitext2 is scored whole" in capsys.readouterr().err
 
@@ -182,15 +189,19 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "broken.jsonl").write_text('{"text": "a cat"}\n{"text": \n')
     (tmp_path / "empty.txt").write_text("  \n")
     (tmp_path / "other.csv").write_text("a,b\n")
+    (tmp_path / "other.xml").write_text("<text/>")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     good = str(tmp_path / "good.jsonl")
     shutil.copytree(stories, tmp_path / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     cases = {
         (str(tmp_path / "none"), "--text", good): "none: has no tokenizer",
         (str(tmp_path / "no_tokenizer"), "--text", good): "no_tokenizer: has no tokenizer",
-        (stories, "--text", str(tmp_path / "none.txt")): "none.txt: cannot be read",
-        (stories, "--text", str(tmp_path / "other.csv")): "give a .txt or .jsonl file",
+        (stories, "--text", str(tmp_path / "none.txt")): "none.txt: give a file of .txt, .jsonl",
+        (stories, "--text", str(tmp_path / "other.csv")): "other.csv, line 1: no field 'text'",
+        (stories, "--text", str(tmp_path / "other.xml")): "give a file of .txt, .jsonl",
+        (stories, "--text", str(tmp_path / "chat.jsonl")): "chat.jsonl, record 1: a conversation; name another",
         (stories, "--text", str(tmp_path / "empty.txt")): "there is no text",
-        (stories, "--text", str(tmp_path / "field.jsonl")): "no text in field 'text' (it has content); use --field",
+        (stories, "--text", str(tmp_path / "field.jsonl")): "field.jsonl, line 1: no field 'text'",
         (stories, "--text", str(tmp_path / "broken.jsonl")): "line 2: not JSON",
         (stories, "--text", good, "--seq_length", "513"): "the model has 512 positions",
         (stories, "--text", good, "--protocol", "windows"): "less than one window",
