@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.config.arguments import SampleBy
-from sparseforge_ds.data.formats import KINDS, documents_of, is_readable
+from sparseforge_ds.data.formats import KINDS, is_readable
 from sparseforge_ds.data.splits import choose, describe, split_of
 from sparseforge_ds.data.text_files import Reader, Source
 
@@ -42,7 +42,7 @@ class HubText(Source):
             state = {**(state or {}), "revision": self._latest_revision()}
         files = self._find_files(state["revision"])
         _log.info("--dataset %s: %s", self.name, describe(files, self.split))
-        return Reader(files, lambda file: documents_of(file, self.text_field, self.sample_by), state)
+        return Reader(files, self.text_field, self.sample_by, state)
 
     def _find_files(self, revision: str | None) -> list[str]:
         """Addresses of the split's files, in the order of their names."""

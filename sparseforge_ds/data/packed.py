@@ -6,18 +6,20 @@ last.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sparseforge_ds.checkpoint.disk import sync
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.packing import cache_key, token_dtype, tokenise, without_text
 from sparseforge_ds.data.text_files import Source
@@ -85,24 +87,36 @@ def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame
         return Packed(**{**json.loads(record.read_text()), "path": str(path), "facts": facts})
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
-    # A name of its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
-    temporary = path.with_name(f"{key}.{uuid.uuid4().hex[:8]}.tmp")
     tokens = count = largest = skipped = 0
-    try:
-        with temporary.open("wb") as file:
-            for batch in tokenise(source.read(), tokenizer, frame):
-                file.write(batch.token.tobytes())
-                tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
-                largest = max(largest, int(batch.token.max(initial=0)))
+    with whole_file(path) as file:
+        for batch in tokenise(source.read(), tokenizer, frame):
+            file.write(batch.token.tobytes())
+            tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
+            largest = max(largest, int(batch.token.max(initial=0)))
         if not tokens:
             raise without_text(source.name, skipped)
-        packed = Packed(str(path), key, token_dtype(tokenizer), tokens, count, largest, skipped, facts)
+    packed = Packed(str(path), key, token_dtype(tokenizer), tokens, count, largest, skipped, facts)
+    with whole_file(record) as file:
+        file.write(json.dumps(asdict(packed)).encode())
+    return packed
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when it is written and on the disk; when that fails, nothing of it stays.
+
+    Its temporary name is its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-        temporary.write_text(json.dumps(asdict(packed)))
-        os.replace(temporary, record)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-    return packed
 
 
 def remove_leftovers(folder: Path) -> None:

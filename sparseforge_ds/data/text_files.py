@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,14 @@ class Reader:
 
     Args:
         files: paths or addresses.
-        read: the documents of one of them, from its start.
+        text_field: field of a record that holds the text.
+        sample_by: what is a document of a .txt file.
         state: where to begin, as `state` gave it; without a file at the first document.
     """
 
-    def __init__(
-        self, files: Sequence[str], read: Callable[[str], Iterator[Document]], state: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, files: Sequence[str], text_field: str, sample_by: SampleBy, state: Mapping[str, Any]) -> None:
         self._files = files
-        self._read = read
+        self._how = text_field, sample_by
         self._pinned = {name: value for name, value in state.items() if name not in ("file", "record")}
         self._go_to(state.get("file", 0), state.get("record", 0))
 
@@ -53,7 +52,7 @@ class Reader:
 
     def _go_to(self, file: int, record: int) -> None:
         self._file, self._record = file, record
-        documents = self._read(self._files[file]) if file < len(self._files) else iter(())
+        documents = documents_of(self._files[file], *self._how) if file < len(self._files) else iter(())
         self._documents = itertools.islice(documents, record, None)
 
 
@@ -101,5 +100,4 @@ class LocalText(Source):
 
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
         """See `Source`."""
-        files = [str(path) for path in self.files.paths]
-        return Reader(files, lambda file: documents_of(file, self.text_field, self.sample_by), state or {})
+        return Reader([str(path) for path in self.files.paths], self.text_field, self.sample_by, state or {})
