@@ -38,7 +38,7 @@ class Files:
 
     @cached_property
     def contents(self) -> dict[str, str]:
-        """Kind, size and hash of each file, by its name; of a long one, samples from beginning to end are hashed.
+        """Size, hash and kind of each file, by its name; of a long one, samples from beginning to end are hashed.
 
         Raises:
             ValueError: one cannot be read.
@@ -208,4 +208,4 @@ def _digest(path: Path) -> str:
         for place in places:
             file.seek(place)
             digest.update(file.read(_SAMPLE if len(places) > 1 else size))
-    return f"{''.join(kind_of(path.name))} of {size:,} bytes, hash {digest.hexdigest()[:16]}"
+    return f"{size:,} bytes, hash {digest.hexdigest()[:16]}, {''.join(kind_of(path.name))}"

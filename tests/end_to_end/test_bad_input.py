@@ -350,7 +350,7 @@ def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
     with text.open("a") as file:
         file.write('{"text": "one more document"}\n')
     message = resumable.refused("--resume")
-    assert "trained on other data (file text.jsonl was .jsonl of 16,944 bytes, hash" in message
+    assert "trained on other data (file text.jsonl was 16,944 bytes, hash" in message
     assert "is 16,974 bytes, hash" in message
     assert "or go on with this text by --resume_other_data" in message
     capfd.readouterr()
