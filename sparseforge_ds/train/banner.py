@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sparseforge_ds.data.mixed_windows import Mixed
-from sparseforge_ds.data.mixture import Mixture, file_lines
-from sparseforge_ds.data.packing import Packed, frame_tokens
-from sparseforge_ds.data.streaming import Streamed
+from sparseforge_ds.data.mixture import file_lines
+from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.planning.states import lasting
 from sparseforge_ds.train.spec import RunSpec
 
 Row = tuple[str, str]
 
 
-def banner(spec: RunSpec, text: Packed | Streamed | Mixed) -> str:
-    """The start banner."""
-    read = spec.config.max_steps * spec.tokens_per_step
+def banner(spec: RunSpec, text: str) -> str:
+    """The start banner; `text` says what the run reads."""
     rows = spec_rows(spec)
-    rows.insert(-1, ("text", f"{spec.documents.name}: {text.summary(read)}"))
-    texts = spec.documents.sources if isinstance(spec.documents, Mixture) else (spec.documents,)
-    whose = {source.name: "" if len(texts) == 1 else f"{source.name}: " for source in texts}
-    if lines := [whose[source.name] + line for source in texts for line in file_lines(source)]:
+    rows.insert(-1, ("text", text))
+    sources = spec.text.sources
+    if lines := [
+        f"{source.name}: {line}" if len(sources) > 1 else line for source in sources for line in file_lines(source)
+    ]:
         rows.insert(-1, ("files", "\n".join(lines)))
     front, behind = (
         spec.model.tokenizer.convert_ids_to_tokens(list(ids))

@@ -21,8 +21,8 @@ from typing import Any
 from sparseforge_ds.checkpoint.disk import sync
 from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
+from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.random_state import random_file, random_state
-from sparseforge_ds.train.ranks import AgreedError, Ranks
 from sparseforge_ds.train.run_folder import write_json
 
 _LOG = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from pathlib import Path
 from torch import nn
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunArguments
-from sparseforge_ds.data.hub import HubStream
-from sparseforge_ds.data.mixture import Mixture, file_lines
+from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.family_table import LOW_RANK
 from sparseforge_ds.model.rules import name_pattern
@@ -123,12 +123,11 @@ def _matrices(spec: RunSpec, model: nn.Module) -> Iterator[Row]:
 
 
 def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Iterator[Row]:
-    text = spec.documents
+    text = spec.text
     read = spec.config.max_steps * spec.tokens_per_step
-    sources, shares = (text.sources, text.shares) if isinstance(text, Mixture) else ((text,), (1.0,))
-    for source, share in zip(sources, shares, strict=True):
+    for source, share in zip(text.sources, text.shares, strict=True):
         yield source.name, "\n".join([f"{share * read:,.0f} tokens, {share:.1%}", *file_lines(source)])
-        if isinstance(source, HubStream):
+        if isinstance(source, HubText):
             unchecked.append(f"--dataset {source.name}: it is read from the hub, field {arguments.text_field!r}")
 
 

@@ -12,9 +12,9 @@ from transformers import set_seed
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.pretrained import load_model
-from sparseforge_ds.train.ranks import Ranks
 from sparseforge_ds.train.spec import RunSpec
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 

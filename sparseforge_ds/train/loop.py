@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.methods import DivergedError
+from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import TrainContext
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
 from sparseforge_ds.train.preemption import Preemption, Stopped
-from sparseforge_ds.train.ranks import AgreedError
 from sparseforge_ds.zero.probe import Closure
 
 _LOG = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.planning.architecture import bare_model
 from sparseforge_ds.planning.model_config import require_causal
-from sparseforge_ds.train.ranks import AgreedError
+from sparseforge_ds.ranks import AgreedError
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 

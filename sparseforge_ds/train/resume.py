@@ -9,6 +9,7 @@ from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import TrainContext
 from sparseforge_ds.train.random_state import (
@@ -18,7 +19,6 @@ from sparseforge_ds.train.random_state import (
     seed_anew,
     set_random_state,
 )
-from sparseforge_ds.train.ranks import Ranks
 from sparseforge_ds.train.run_folder import changed_flags
 from sparseforge_ds.train.spec import RunSpec
 

@@ -17,6 +17,7 @@ import deepspeed
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.forge import ForgeError
+from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.console import set_up_console
@@ -26,11 +27,11 @@ from sparseforge_ds.train.extension_locks import clear_extension_locks
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
-from sparseforge_ds.train.ranks import AgreedError, Ranks, take_place, unlink_shared_buffers, world_size_from_launcher
+from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import begins_anew, check_folder, lock_folder, write_folder, write_json
 from sparseforge_ds.train.spec import make_spec, read_config
-from sparseforge_ds.train.text import make_batches, pack_text
+from sparseforge_ds.train.text import open_text
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,12 +59,11 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     ranks.on_first(lambda: lock_folder(spec.folder))
     ranks.on_first(checkpoints.recover)
     found = find_resumption(spec, ranks, checkpoints) if spec.arguments.resume else None
-    packed = pack_text(spec, ranks)
-    batches = make_batches(spec, ranks, packed)
+    batches = open_text(spec, ranks)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))
-    batches.prepare()
-    _LOG.info(banner(spec, packed))
+    batches.prepare_step()
+    _LOG.info(banner(spec, batches.summary(spec.config.max_steps)))
 
     context = build(spec, ranks, batches)
     if found is not None:

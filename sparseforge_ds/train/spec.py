@@ -21,7 +21,6 @@ from sparseforge_ds.config.deepspeed_config import (
     with_batch,
     zero_stage,
 )
-from sparseforge_ds.data.documents import Documents, Stream
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
@@ -74,7 +73,7 @@ class RunSpec:
     sizes: Architecture
     teacher_sizes: Architecture | None
     """When the teacher is another model."""
-    documents: Documents | Stream | Mixture
+    text: Mixture
     world_size: int
 
     @property
@@ -204,7 +203,7 @@ def make_spec(
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
-        documents=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
+        text=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
         sizes=describe(empty, weights, leaves),
         teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
         world_size=world_size,

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.data.packing import Packed
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
 from sparseforge_ds.train.pretrained import empty_model, load_model
 from sparseforge_ds.train.spec import make_spec
@@ -82,16 +81,19 @@ def test_layers_that_cannot_be_measured_are_refused_before_weights_are_read(argu
     assert spec(**everything, exclude=["backbone.layers.*.mixer.dt_proj.weight"]).coverage.dense == dense
 
 
+TEXT = "text.jsonl: 40 documents"
+
+
 def test_the_banner_says_what_will_happen(arguments):
     spec = make_spec(arguments(max_steps=100, learning_rate=1e-3), world_size=2)
-    text = banner(spec, Packed("x", "key", "uint16", 3200, 40, 256))
+    text = banner(spec, TEXT)
     for part in (
         "llama",
         "2:4 in 14 weights: 100.0% of the linear weights between embedding and head and ",
         "heating 0-25, hardening 25-75, frozen 75-100",
         "0.001 after 3 warm-up steps, cosine to 0.0001",
         "4 x 32 tokens = 2 a rank x 1 accumulated x 2 ranks",
-        "40 documents, 3,200 tokens; the run reads 12,800 (4.00 epochs)",
+        "text       text.jsonl: 40 documents",
         "ZeRO-3, float32",
         "a rank before activations",
     ):
@@ -100,7 +102,7 @@ def test_the_banner_says_what_will_happen(arguments):
 
 @pytest.mark.parametrize(("frame", "line"), [("auto", "<s> ..."), ("eos", "... </s>"), ("both", "<s> ... </s>")])
 def test_the_banner_says_where_documents_end(arguments, frame, line):
-    text = banner(make_spec(arguments(document_frame=frame), world_size=1), Packed("x", "key", "uint16", 3200, 40, 256))
+    text = banner(make_spec(arguments(document_frame=frame), world_size=1), TEXT)
     assert re.search(rf"^ *documents +each as {re.escape(line)}$", text, re.MULTILINE)
 
 
@@ -115,9 +117,9 @@ def test_the_banner_says_what_low_rank_branches_cost(arguments):
     parameters, flops = spec.low_rank_share
     added = sum(weight.numel // 8 for weight in spec.weights)
     assert parameters == pytest.approx(added / (spec.coverage.total - added))
-    text = banner(spec, Packed("x", "key", "uint16", 3200, 40, 256))
+    text = banner(spec, TEXT)
     assert f"runs of 8 inputs: {parameters:.1%} more parameters, {flops:.1%} more FLOPs" in text
-    assert "SLoRB" not in banner(make_spec(arguments(), world_size=1), Packed("x", "key", "uint16", 3200, 40, 256))
+    assert "SLoRB" not in banner(make_spec(arguments(), world_size=1), TEXT)
 
 
 def test_memory_is_divided_as_zero_divides_it(arguments):
@@ -190,12 +192,12 @@ def test_an_unsupported_family_is_named(arguments, tmp_path):
 def test_an_allow_dense_that_is_not_needed_is_a_line(arguments):
     spec = make_spec(arguments(allow_dense=["*.nothing"]), world_size=2)
     line = "allow_dense  *.nothing: not needed, it matches no weight that is undecided\n"
-    assert banner(spec, Packed("x", "key", "uint16", 3200, 40, 256)).count(line) == 1
+    assert banner(spec, TEXT).count(line) == 1
 
 
 def test_the_banner_names_what_is_not_covered(arguments):
     spec = dataclasses.replace(make_spec(arguments(), world_size=1), uncovered=["model.odd.weight (1, 1.2%)"])
-    text = banner(spec, Packed("x", "key", "uint16", 3200, 40, 256))
+    text = banner(spec, TEXT)
     assert "not covered  model.odd.weight (1, 1.2%): stays dense; no row of the family table names it\n" in text
 
 
