@@ -44,7 +44,7 @@ def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
 
 def embeddings_and_head(model: Any) -> set[str]:
     """Names of their parameters."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if (head := _head(model)) is not None:
         modules.append(head)
     aside = {id(parameter) for module in modules for parameter in module.parameters()}
