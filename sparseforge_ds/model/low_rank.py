@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +25,6 @@ from sparseforge_ds.model.experts import expert_lists, join_gradients, leaf_modu
 from sparseforge_ds.model.families import LOW_RANK, PrunableWeight, full_shape
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
-from sparseforge_ds.zero.leaves import gather_as_one
 
 
 class Branch(nn.Module):
@@ -87,7 +87,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         ValueError: `k` does not divide an input axis; fused experts; a model that was prepared before; whatever
             `prunable_weights` raises.
     """
-    gather_as_one(model, leaf_modules(model))
+    set_z3_leaf_modules_by_name(model, leaf_modules(model))
     join_gradients(model, expert_lists(model))
     if config.refresh is not None and config.refresh.scaling:
         add_scales(model, config)

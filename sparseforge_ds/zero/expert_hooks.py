@@ -35,7 +35,7 @@ class _Listener:
     hook: ExpertHook
     loops: bool
     """Whether the model computes expert by expert, which has no demands on sizes; else by one grouped matmul."""
-    backward: bool
+    gradients: bool
 
 
 _listeners: dict[Module, _Listener] = {}
@@ -56,28 +56,15 @@ def unhookable(module: Module) -> str | None:
 
 
 @contextmanager
-def expert_gradients(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
-    """While active, every backward through one of the modules calls the hook twice."""
-    with _listen(modules, hook, backward=True):
-        yield
-
-
-@contextmanager
-def expert_inputs(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
-    """While active, every forward of one of the modules calls the hook twice, without gradients."""
-    with _listen(modules, hook, backward=False):
-        yield
-
-
-@contextmanager
-def _listen(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterator[None]:
+def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool = True) -> Iterator[None]:
+    """While active, every backward through one of the modules calls the hook twice; or every forward, without them."""
     assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
     configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     before = {key: config._experts_implementation for key, config in configs.items()}
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     for name, module in modules.items():
-        _listeners[module] = _Listener(name, hook, before[id(module.config)] == "eager", backward)
+        _listeners[module] = _Listener(name, hook, before[id(module.config)] == "eager", gradients)
     try:
         for config in configs.values():
             config._experts_implementation = _NAME
@@ -107,7 +94,7 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
             y_SO = torch.cat([F.linear(x, weight_OI) for x, weight_OI in runs])
         if listener is None:
             return y_SO
-        if not listener.backward:
+        if not listener.gradients:
             listener.hook(listener.name, parameter, None, x_SI.detach(), stop_E, T)
         elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
             if not y_SO.requires_grad:

@@ -47,41 +47,24 @@ class _Hook(torch.autograd.Function):
 
 
 @contextmanager
-def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[None]:
-    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
+def token_gradients(
+    modules: dict[str, Module], hook: TokenHook, displacement: DisplacementHook | None = None
+) -> Iterator[None]:
+    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in)).
+
+    With a `displacement`, every module returns y + displacement(name, y (T, out)), which must be the same whenever a
+    layer is computed again, as activation checkpointing does.
+    """
 
     def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
+        if displacement is not None:
+            output = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
         if not torch.is_grad_enabled():
             return output  # the first, recording-free pass of re-entrant checkpointing
         if not output.requires_grad:  # nothing before it, and not its weight
             output = output.detach().requires_grad_()
         return _Hook.apply(output, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
 
-    with _on_outputs(modules, hooked):
-        yield
-
-
-@contextmanager
-def displaced_outputs(modules: dict[str, Module], displacement: DisplacementHook, hook: TokenHook) -> Iterator[None]:
-    """`token_gradients`, of passes in which every module returns y + displacement(name, y (T, out)).
-
-    The displacement must be the same whenever a layer is computed again, as activation checkpointing does.
-    """
-
-    def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
-        moved = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
-        if not torch.is_grad_enabled():
-            return moved
-        if not moved.requires_grad:
-            moved.requires_grad_()
-        return _Hook.apply(moved, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
-
-    with _on_outputs(modules, hooked):
-        yield
-
-
-@contextmanager
-def _on_outputs(modules: dict[str, Module], hooked: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
     # A hook behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
     with _on_forward(modules, hooked, first=True):
