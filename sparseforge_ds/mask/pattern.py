@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,14 +164,13 @@ def beaten_by(member: Sequence[Tensor]) -> list[Tensor]:
 
     Every pair meets once. A member starts as beaten by all earlier ones, which is how ties end.
     """
-    beaten = [torch.full_like(one, i, dtype=torch.int8) for i, one in enumerate(member)]
+    beaten: list[Any] = list(range(len(member)))
     for i in range(len(member)):
         for j in range(i + 1, len(member)):
             wins = member[j] > member[i]
             # Step by step, a conversion would cost as much as the comparison.
             later_wins = wins.to(torch.int8) if torch.compiler.is_compiling() else wins.view(torch.int8)
-            beaten[i] += later_wins
-            beaten[j] -= later_wins
+            beaten[i], beaten[j] = beaten[i] + later_wins, beaten[j] - later_wins
     return beaten
 
 

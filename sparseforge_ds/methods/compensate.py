@@ -25,15 +25,15 @@ from sparseforge_ds.zero.shard import Layout, Shard
 
 @torch.no_grad()
 def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
-    """Set the master of every B to the mean of the weights that the mask removes over each segment of inputs..
+    """Set the master of every B to the mean of the weights that the mask removes over each segment of inputs.
 
     With R the removed part, the branch's error is R x - B P x, and (B P)_oi = B_oj for every input i of segment j. Let
     the inputs have variance s^2, correlation c >= 0 inside a segment and none between them. With d_oi = R_oi - B_oj,
 
         E |R x - B P x|^2 = s^2 * sum over o, j of ( (1 - c) * sum_i d_oi^2 + c * (sum_i d_oi)^2 )
 
-    and both sums are least where sum_i d_oi = 0: B_oj = mean_i R_oi, whatever c is. At c = 1 (a segment's inputs are equal)
-    the error is then exactly zero.
+    and both sums are least where sum_i d_oi = 0: B_oj = mean_i R_oi, whatever c is. At c = 1, where inputs of a segment
+    are equal, the error is then exactly zero.
 
     Collective. W and B are sharded differently, so each B is summed whole, one at a time: 1/k of its weight on the
     wire, once in a run. `Layout.push` afterwards makes it visible.
