@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
-from sparseforge_ds.zero.layer_hooks import uncompiled
+from sparseforge_ds.zero.layer_hooks import uncompiled, with_hook
 
 ExpertHook = Callable[[str, str, Tensor | None, Tensor, Tensor, int], None]
 """(name of the module, name of its parameter, dL/dy (S, out) or None, x (S, in), one past each expert's last row (E,),
@@ -97,31 +97,14 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
         if not listener.gradients:
             listener.hook(listener.name, parameter, None, x_SI.detach(), stop_E, T)
         elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
-            if not y_SO.requires_grad:
-                y_SO = y_SO.detach().requires_grad_()
-            hooked: Tensor = _Hook.apply(y_SO, x_SI.detach(), stop_E, listener, parameter, T)  # type: ignore[no-untyped-call]
-            return hooked
+
+            def received(grad_SO: Tensor, x_SI: Tensor, stop_E: Tensor) -> None:
+                listener.hook(listener.name, parameter, grad_SO, x_SI, stop_E, T)
+
+            return with_hook(y_SO, received, x_SI.detach(), stop_E)
         return y_SO
 
     gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))
     weighted_SO = matmul(gated_SI, "down_proj") * weight_TK.reshape(-1)[order_S, None]
     placed_SO = torch.zeros_like(weighted_SO).index_copy(0, order_S, weighted_SO)
     return placed_SO.view(T, K, -1).sum(dim=1).to(hidden_TI.dtype)
-
-
-class _Hook(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, output_SO: Tensor, input_SI: Tensor, stop_E: Tensor, listener: _Listener, parameter: str, tokens: int
-    ) -> Tensor:
-        ctx.save_for_backward(input_SI, stop_E)
-        ctx.call = listener, parameter, tokens
-        return output_SO.detach()  # not a view, which could not be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        input_SI, stop_E = ctx.saved_tensors
-        listener, parameter, tokens = ctx.call
-        with torch.no_grad():
-            listener.hook(listener.name, parameter, grad_SO, input_SI, stop_E, tokens)
-        return grad_SO, None, None, None, None, None
