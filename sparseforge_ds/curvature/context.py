@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.expert_load import ExpertLoad
-from sparseforge_ds.zero.expert_hooks import expert_gradients, unhookable
+from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
 from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.matrices import Matrices
@@ -125,7 +125,7 @@ class EstimatorContext:
 
         with ExitStack() as stack:
             if self.fused:
-                stack.enter_context(expert_gradients(self.fused, fused))
+                stack.enter_context(expert_tokens(self.fused, fused))
             if self.listed:
                 stack.enter_context(token_gradients(self.listed, listed))
             yield

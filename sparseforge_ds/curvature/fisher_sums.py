@@ -26,7 +26,7 @@ from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
-from sparseforge_ds.zero.expert_hooks import expert_gradients
+from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_gradients, token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches
 
@@ -64,7 +64,7 @@ class FisherSums(SumsEstimator):
             if self.on.modules:
                 stack.enter_context(token_gradients(self.on.modules, self._hear))
             if self.on.fused:
-                stack.enter_context(expert_gradients(self.on.fused, self._hear_experts))
+                stack.enter_context(expert_tokens(self.on.fused, self._hear_experts))
             if self._blocks:
                 stack.enter_context(block_gradients(self._blocks, self._entered.__setitem__, lambda _layer: None))
             yield

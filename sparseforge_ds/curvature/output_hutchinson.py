@@ -25,7 +25,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.mask.curvature import counter_key, rademacher_rows
-from sparseforge_ds.zero.layer_hooks import displaced_outputs
+from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 RADIUS = 0.1
@@ -133,7 +133,7 @@ class OutputHutchinson(SumsEstimator):
             assert layer.square_T is not None
             output_O += side * (layer.square_T @ slope_TO)
 
-        with displaced_outputs(on.modules, displacement, receive):
+        with token_gradients(on.modules, receive, displacement):
             on.probe.activations((closure,))
 
 

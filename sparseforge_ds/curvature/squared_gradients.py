@@ -13,7 +13,7 @@ from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorConte
 from sparseforge_ds.curvature.listed_experts import ListedExperts
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
-from sparseforge_ds.zero.expert_hooks import expert_gradients
+from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, reduce_to_shard
 from sparseforge_ds.zero.shard import Shard
@@ -79,7 +79,7 @@ class SquaredGradients(Estimator):
                 passes = self.labels.drawn(passes, step, probe)
             with (
                 token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
-                expert_gradients(self.fused, on_experts) if self.fused else nullcontext(),
+                expert_tokens(self.fused, on_experts) if self.fused else nullcontext(),
                 self.listed.collected(total) if self.listed is not None else nullcontext(),
                 nullcontext() if self.per_token else on.counting(),
             ):

@@ -72,9 +72,10 @@ class Schedule:
         """The annealed numbers after `step` optimizer steps."""
         frozen = step >= self.freeze_step
         x = 1.0 - progress(step, self.hardening)
+        u = progress(step, self.blend)
         return Dials(
             temperature=max(self.temperature_min, self.temperature * self.decay ** (step // self.update_every)),
-            beta=_smooth(progress(step, self.blend)),
+            beta=3 * u**2 - 2 * u**3,
             mid_penalty=self.mid_penalty * progress(step, self.mid_penalty_ramp),
             penalty_rate=self.penalty_rate,
             mask_rate=0.0 if frozen else self.mask_rate,
@@ -89,7 +90,3 @@ def progress(step: int, window: StepWindow) -> float:
     if step >= stop:
         return 1.0
     return 0.0 if step <= start else (step - start) / (stop - start)
-
-
-def _smooth(u: float) -> float:
-    return 3 * u**2 - 2 * u**3

@@ -151,7 +151,7 @@ class Health:
         table = torch.tensor([list(self._counts.values())], dtype=torch.float64).to(device)
         for name, parts in self._sums.items():
             table[0, _COLUMN[name]] += torch.stack(parts).sum().to(device)
-        sums = dict(zip(_SUMS, self.matrices.reduce(table)[0].tolist(), strict=True))
+        sums = dict(zip(_SUMS, self.matrices.layout.sum_shards(table)[0].tolist(), strict=True))
         self._sums.clear()
         self._counts = dict.fromkeys(_SUMS, 0.0)
         count = sums["count"]

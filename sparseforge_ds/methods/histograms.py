@@ -20,7 +20,7 @@ def histograms(on: ShardedWeights, ranking: Ranking, bins: int) -> dict[str, tup
         corrected = None if curvature is None else curvature / on.correction(chunk.name)
         of_piece = histogram_counts(on.state.mask(chunk), corrected, bins)
         table[row_of[chunk.name]] += of_piece.to(table.device)
-    counts = on.matrices.reduce(table).long().tolist()
+    counts = on.layout.sum_shards(table).long().tolist()
     low, high = CURVATURE_DECADES
     mask_edges = [i / bins for i in range(bins + 1)]
     curvature_edges = [low + (high - low) * i / bins for i in range(bins + 1)]

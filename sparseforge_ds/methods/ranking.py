@@ -150,7 +150,7 @@ class Ranking:
             dense = on.dense(chunk)
             for inside, curvature, of_matrix in scoring.of(chunk, self._elements(chunk)):
                 of_matrix += score_stats(dense[inside], curvature)
-        moments = on.matrices.reduce(moments.to(on.layout.device))
+        moments = on.layout.sum_shards(moments.to(on.layout.device))
         scoring.by_magnitude = self._read(moments[:, 1], sums)
         if scoring.by_magnitude:
             rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)

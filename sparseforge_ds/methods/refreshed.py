@@ -52,7 +52,7 @@ class RefreshedMask(FixedMask):
         """
         state = self.on.state
         if state.released:
-            yield from ((chunk, (~kept).float()) for chunk, kept in state.kept_runs(index))
+            yield from ((chunk, (~kept).float()) for chunk, kept in state.kept_chunks(index))
             return
         mask = state.partition(index)["mask"].view(-1)
         yield from ((chunk, (~mask[chunk]).float()) for chunk in chunks(mask))

@@ -24,19 +24,21 @@ def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], con
     """
     if not config.keeps_sums:
         return
+    displaces = config.importance == "hutchinson"
     linear = (nn.Linear, Conv1D)
-    if config.importance != "hutchinson":
-        bare = [w.name for w in weights if not w.experts and not isinstance(model.get_submodule(w.module), linear)]
-        if bare:
-            raise ValueError(
-                f"{bare[0]} ({len(bare)} in all) belongs to no linear layer, so that the tokens that reach it cannot "
-                'be seen; use "curvature": {"factored": false}, which squares gradients of whole batches there'
-            )
-        return
-    without = [w.name for w in weights if w.experts or not isinstance(model.get_submodule(w.module), linear)]
-    if without:
+    bare = [
+        weight.name
+        for weight in weights
+        if (displaces if weight.experts else not isinstance(model.get_submodule(weight.module), linear))
+    ]
+    if bare and displaces:
         raise ValueError(
-            f'importance "hutchinson" displaces outputs of layers that every token passes, and {without[0]} '
-            f"({len(without)} in all) has no such layer; "
+            f'importance "hutchinson" displaces outputs of layers that every token passes, and {bare[0]} '
+            f"({len(bare)} in all) has no such layer; "
             'use "curvature": {"per_token": false}, which displaces weights, or importance "fisher"'
+        )
+    if bare:
+        raise ValueError(
+            f"{bare[0]} ({len(bare)} in all) belongs to no linear layer, so that the tokens that reach it cannot "
+            'be seen; use "curvature": {"factored": false}, which squares gradients of whole batches there'
         )

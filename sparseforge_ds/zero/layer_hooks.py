@@ -33,55 +33,43 @@ def uncompiled() -> AbstractContextManager[None]:
 
 class _Hook(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor, hook: Callable[[Tensor, Tensor], None]) -> Tensor:
-        ctx.save_for_backward(inputs)
+    def forward(ctx: Any, output: Tensor, hook: Callable[..., None], *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
         ctx.hook = hook
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (inputs,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            ctx.hook(grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1]))
-        return grad, None, None
+            ctx.hook(grad, *saved)
+        return grad, None, *(None for _ in saved)
+
+
+def with_hook(output: Tensor, hook: Callable[..., None], *saved: Tensor) -> Tensor:
+    """`output`, whose backward calls hook(gradient, *saved), whether anything before it has a gradient or not."""
+    if not output.requires_grad:
+        output = output.detach().requires_grad_()
+    return _Hook.apply(output, hook, *saved)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @contextmanager
-def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[None]:
-    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
+def token_gradients(
+    modules: dict[str, Module], hook: TokenHook, displacement: DisplacementHook | None = None
+) -> Iterator[None]:
+    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in)).
 
-    def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return output  # the first, recording-free pass of re-entrant checkpointing
-        if not output.requires_grad:  # nothing before it, and not its weight
-            output = output.detach().requires_grad_()
-        return _Hook.apply(output, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
-
-    with _on_outputs(modules, hooked):
-        yield
-
-
-@contextmanager
-def displaced_outputs(modules: dict[str, Module], displacement: DisplacementHook, hook: TokenHook) -> Iterator[None]:
-    """`token_gradients`, of passes in which every module returns y + displacement(name, y (T, out)).
-
-    The displacement must be the same whenever a layer is computed again, as activation checkpointing does.
+    With a `displacement`, every module returns y + displacement(name, y (T, out)), which must be the same whenever a
+    layer is computed again, as activation checkpointing does.
     """
 
     def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
-        moved = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
+        if displacement is not None:
+            output = output + displacement(name, _rows(output.detach())).view_as(output)
         if not torch.is_grad_enabled():
-            return moved
-        if not moved.requires_grad:
-            moved.requires_grad_()
-        return _Hook.apply(moved, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+            return output  # the first, recording-free pass of re-entrant checkpointing
+        return with_hook(output, lambda grad, given: hook(name, _rows(grad), _rows(given)), given.detach())
 
-    with _on_outputs(modules, hooked):
-        yield
-
-
-@contextmanager
-def _on_outputs(modules: dict[str, Module], hooked: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
     # A hook behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
     with _on_forward(modules, hooked, first=True):
@@ -128,7 +116,7 @@ def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
     """While active, every forward of a module calls hook(name, x (T, in))."""
 
     def seen(name: str, given: Tensor, _output: Tensor) -> None:
-        hook(name, given.detach().reshape(-1, given.shape[-1]))
+        hook(name, _rows(given.detach()))
 
     with _on_forward(modules, seen):
         yield
@@ -154,6 +142,10 @@ def captured_logits(model: Module) -> Iterator[list[Tensor]]:
 
     with _on_forward({"": model}, returned):
         yield found
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1])
 
 
 @contextmanager

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"mask.pattern", "mask.anneal"},
     "checkpoint": {"torch", "safetensors"},
     "zero": {"torch", "deepspeed", "mask", "config.refused_settings", "checkpoint"},
-    "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing", "zero"},
+    "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing"},
     "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config.arguments", "checkpoint.disk", "ranks"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
     "methods": {"torch", "transformers.pytorch_utils", "config", "mask", "zero", "model", "curvature"},
@@ -83,6 +83,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "evaluate.text": {"data.formats", "data.stdlib_text"},
     "evaluate.zero_shot": {"lm_eval"},
     "model.hub": {"huggingface_hub"},
+    "model.low_rank": {"deepspeed"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
-from sparseforge_ds.zero.expert_hooks import expert_gradients, expert_inputs
+from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_gradients, token_gradients
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, token_batch
@@ -68,7 +68,7 @@ def test_squared_gradients_are_those_of_single_products(family: str, implementat
         found[layer, parameter] = torch.cat([full for _, full in expert_fisher(grad_SO, x_SI, stop_E, 2.0)])
         counts[layer] = stop_E.diff(prepend=stop_E.new_zeros(1)).tolist()
 
-    with expert_gradients(experts_of(model), hook):
+    with expert_tokens(experts_of(model), hook):
         output = model(input_ids=ids, labels=ids)
         (output.loss * 2).backward()
     torch.testing.assert_close(output.logits, plain, rtol=1e-4, atol=1e-5)
@@ -91,7 +91,7 @@ def test_taps_change_no_gradient_and_survive_checkpointing() -> None:
     for hooked in (False, True):
         model = BUILDERS["qwen3_moe"]().train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with expert_gradients(experts_of(model) if hooked else {}, hook):
+        with expert_tokens(experts_of(model) if hooked else {}, hook):
             model(input_ids=ids, labels=ids).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
@@ -136,7 +136,11 @@ def test_a_block_without_hidden_states_is_refused() -> None:
 def test_inputs_are_seen_without_a_gradient() -> None:
     model = BUILDERS["mixtral"]()
     rows = []
-    with expert_inputs(experts_of(model), lambda *call: rows.append((call[1], len(call[3]), call[2]))), torch.no_grad():
+
+    def hook(*call: Any) -> None:
+        rows.append((call[1], len(call[3]), call[2]))
+
+    with expert_tokens(experts_of(model), hook, gradients=False), torch.no_grad():
         model(**token_batch(1, 8))
     assert rows == [("gate_up_proj", 16, None), ("down_proj", 16, None)] * 2
 
@@ -144,10 +148,10 @@ def test_inputs_are_seen_without_a_gradient() -> None:
 def test_the_implementation_is_put_back_after_an_error() -> None:
     model = BUILDERS["olmoe"]()
     model.set_experts_implementation("eager")
-    with pytest.raises(RuntimeError, match="stop"), expert_gradients(experts_of(model), lambda *_: None):
+    with pytest.raises(RuntimeError, match="stop"), expert_tokens(experts_of(model), lambda *_: None):
         raise RuntimeError("stop")
     assert model.config._experts_implementation == "eager"
-    with expert_gradients(experts_of(model), lambda *_: None):
+    with expert_tokens(experts_of(model), lambda *_: None):
         pass
 
 
