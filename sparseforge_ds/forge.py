@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
-from sparseforge_ds.mask.anneal import Dials
+from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
 from sparseforge_ds.methods.histograms import histograms
@@ -158,9 +158,15 @@ class SparseForge:
             )
 
     @property
-    def dials(self) -> Dials:
-        """The annealed numbers after the steps so far."""
-        return self.schedule.dials(self.step_count)
+    def dials(self) -> Dials | None:
+        """The annealed numbers after the steps so far; None for methods that anneal none."""
+        return self.schedule.dials(self.step_count) if isinstance(self.schedule, Schedule) else None
+
+    @property
+    def phase(self) -> str:
+        """Where the masks are after the steps so far: heating, hardening or frozen; of other methods, moving or
+        frozen."""
+        return self.schedule.phase(self.step_count)
 
     @property
     def idle_experts(self) -> list[str]:

@@ -23,6 +23,7 @@ from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
+from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import Pattern, top_n
@@ -168,7 +169,7 @@ def phase(config: SparseForgeConfig, step: int) -> str:
     """heating, hardening, frozen finetune or finished."""
     if step >= config.max_steps:
         return "finished"
-    name = config.resolved_schedule.dials(step).phase
+    name = config.resolved_schedule.phase(step)
     return "frozen finetune" if name == "frozen" else name
 
 
@@ -256,7 +257,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             "pattern": config.pattern,
             "max_steps": config.max_steps,
             "phase": phase(config, step),
-            "hardening": schedule.hardening,
+            "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),
         }

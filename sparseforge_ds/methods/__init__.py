@@ -30,5 +30,5 @@ _METHODS: dict[str, type[MaskMethod]] = {
 def method_of(config: SparseForgeConfig) -> type[MaskMethod]:
     """The class of the config's method."""
     # A soft mask that would be frozen before the first step is a fixed one.
-    fixed = config.method == "sparseforge" and not config.resolved_schedule.freeze_step
-    return FixedMask if fixed else _METHODS[config.method]
+    fixed = config.method.name == "sparseforge" and config.soft is None
+    return FixedMask if fixed else _METHODS[config.method.name]

@@ -87,7 +87,7 @@ class CurvatureMean:
             raise ForgeError(
                 f"the curvature of {names[0]} and {len(names) - 1} others was never refreshed by step {self.on.step}: "
                 "none was due, or every probe overflowed; use bf16, or lower fp16.initial_scale_power or "
-                "schedule.update_every"
+                "method.update_every"
             )
 
     # -- in the training step -----------------------------------------------------------------------------------------

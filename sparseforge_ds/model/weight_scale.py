@@ -100,6 +100,6 @@ def _check_layer(weight: PrunableWeight, layer: nn.Module) -> None:
     if type(layer) not in (nn.Linear, Conv1D):
         raise ValueError(
             f"{weight.name} belongs to a {type(layer).__name__}, which has no weight scaling; set "
-            f'"refresh": {{"scaling": false}}, or keep it dense with "exclude": ["{weight.name}"]'
+            f'"method": {{"name": "cast", "scaling": false}}, or keep it dense with "exclude": ["{weight.name}"]'
         )
     refuse_hooks(weight, layer)

@@ -59,7 +59,7 @@ def test_it_describes_the_run(dry):
 
 def test_mask_updates_are_those_of_the_schedule(dry):
     content = deepspeed_json()
-    content["sparseforge"]["schedule"] = {"update_every": 7, "hardening": [0.25, 0.75]}
+    content["sparseforge"]["method"] = {"update_every": 7, "hardening": [0.25, 0.75]}
     _, text, _ = dry(content, gpus=2, max_steps=100)
     updates = [int(number) for number in re.findall(r"(\d+) mask updates", text)]
     assert updates == [len(range(7, 25, 7)), len(range(28, 75, 7)), 0]
