@@ -102,7 +102,7 @@ class OneRank:
         config = sf.SparseForgeConfig.from_dict(
             {**self.config.to_dict(), "importance": estimate.importance, "curvature": curvature}
         )
-        shards = self.forge._ranking.mean.shards
+        shards = self.forge._mean.shards
         sums = sums_of(shards, config) if config.keeps_sums else None
         elements = None if config.keeps_sums else estimator_of(shards, config)
         step = 0

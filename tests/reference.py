@@ -113,7 +113,7 @@ def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict
 
 
 def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, float]:
-    """Every annealed number after `step` optimizer steps, from the `schedule` block."""
+    """Every annealed number after `step` optimizer steps, from the `method` block of sparseforge."""
 
     def progress(window: list[float]) -> float:
         start, stop = round(window[0] * max_steps), round(window[1] * max_steps)

@@ -26,6 +26,11 @@ class ReferenceMethod(ReferenceForge):
 
     lr: float
     weight_decay: float
+    _listens = False
+
+    def forge_step(self, probes: list[Batch]) -> bool:
+        """Nothing is left to do after a step."""
+        return False
 
     def start(self, probes: list[Batch]) -> None:
         """Choose the starting mask."""

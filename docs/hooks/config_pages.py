@@ -170,7 +170,8 @@ def _methods() -> str:
 
 def _presets() -> str:
     rows = "".join(f"| `{name}` | `{json.dumps(start)}` |\n" for name, start in PRESETS.items())
-    return f"## Presets\n\nThe keys beside `preset` override it.\n\n| `preset` | stands for |\n|---|---|\n{rows}"
+    text = '`"preset"` names what a block starts from; the keys beside it override it.'
+    return f"## Presets\n\n{text}\n\n| `preset` | stands for |\n|---|---|\n{rows}"
 
 
 def _hints(kind: type) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,8 +40,6 @@ class SparseForgeConfig:
     method: Method = field(default_factory=SoftMaskConfig)
     """Which rule forms the mask, ours or one that it is compared with: its name, or an object with the name and the
     method's own keys. Without a name it is `sparseforge`."""
-    preset: str = "default"
-    """Named starting point; keys given beside it override it."""
     max_steps: int = 400
     """Optimizer steps of the whole run, the unit of every fraction below; the launcher's `--max_steps` wins."""
     pattern: str = "2:4"
@@ -64,8 +63,7 @@ class SparseForgeConfig:
     reconstruction: ReconstructionConfig | None = None
 
     def __post_init__(self) -> None:
-        require(self.preset in PRESETS, "preset", self.preset, f"use one of {', '.join(PRESETS)}")
-        require(self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
+        self._require(self.max_steps >= 0, "max_steps", "use an integer >= 0")
         if not isinstance(self.method, MethodConfig):
             raise ValueError(
                 f"SparseForgeConfig(method={self.method!r}) names a method without its settings: write "
@@ -73,52 +71,42 @@ class SparseForgeConfig:
             )
         self._check_method()
         self.method.check_length(self.max_steps)
-        require(
+        self._require(
             self.importance != "hutchinson" or not self.curvature.per_token or self.curvature.factored is not False,
             "curvature.factored",
-            self.curvature.factored,
             'hutchinson with "per_token": true measures row and column sums only; use true, or "per_token": false',
         )
-        require(
+        self._require(
             not self.curvature.factored or self.factored,
             "curvature.factored",
-            self.curvature.factored,
             f'importance "{self.importance}" has no curvature to take row and column sums of; leave it out, or use '
             'importance "fisher"',
         )
-        require(
+        self._require(
             self.curvature.source != "training" or self.can_listen,
             "curvature.source",
-            self.curvature.source,
             "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
             'training step; leave it out, or use "probe"',
         )
         if self.low_rank is not None and self.shifts:
             pattern = self.parsed_pattern
-            require(
+            self._require(
                 isinstance(pattern, NM) and self.low_rank.k % pattern.members == 0,
                 "low_rank.k",
-                self.low_rank.k,
                 f"shifted runs are whole groups of the pattern, here {pattern}; use a multiple of the m of an n:m "
                 'pattern, or "shift": false',
             )
         if self.low_rank is not None and self.low_rank.start is not None and self.soft is not None:
             schedule = self.soft.schedule(self.max_steps)
-            require(
+            self._require(
                 self.branch_step >= min(schedule.update_every, schedule.hardening_start + 1),
                 "low_rank.start",
-                self.low_rank.start,
                 f"at step {self.branch_step} of {self.max_steps} no mask has removed anything yet; use null, a later "
                 "start, or more steps",
             )
-        untouched = [
-            key for key in PRESETS[self.preset] if getattr(self, key) == _DEFAULTS[key] != PRESETS[self.preset][key]
-        ]
-        if self.preset != "default" and len(untouched) == len(PRESETS[self.preset]):
-            raise ValueError(
-                f"SparseForgeConfig(preset={self.preset!r}) names a preset without applying it: "
-                f'write SparseForgeConfig.from_dict({{"preset": "{self.preset}"}})'
-            )
+
+    def _require(self, condition: bool, key: str, cure: str) -> None:
+        require(condition, key, operator.attrgetter(key)(self), cure)
 
     def _check_method(self) -> None:
         """Whether what stands beside the method fits it."""
@@ -252,7 +240,9 @@ class SparseForgeConfig:
                 f'sparseforge.preset = "{preset}" sets keys of method "{method_name(start)}", not of "{name}"; leave '
                 "one of the two out"
             )
-        given = block if not isinstance(block.get("method"), str) else {**block, "method": {"name": name}}
+        given = {key: value for key, value in block.items() if key != "preset"}
+        if isinstance(given.get("method"), str):
+            given["method"] = {"name": name}
         kind = METHODS.get(name, SoftMaskConfig)  # `build` says which there are
         return typing.cast(SparseForgeConfig, build(cls, merge(merge(kind.starts_from, start), given), "sparseforge"))
 
@@ -294,13 +284,7 @@ class SparseForgeConfig:
         return config
 
 
-_DEFAULTS = {
-    item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-    for item in dataclasses.fields(SparseForgeConfig)
-}
-
-
 def method_name(block: dict[str, Any]) -> str:
     """Of a parsed `sparseforge` block."""
     method = block.get("method", {})
-    return str(method.get("name", "sparseforge") if isinstance(method, dict) else method)
+    return str(method.get("name", "sparseforge") if isinstance(method, dict) else getattr(method, "name", method))

@@ -14,6 +14,8 @@ from sparseforge_ds.mask.anneal import MaskSchedule, Schedule, StepWindow
 Window = tuple[float, float]
 REPORT_EVERY = 10
 """Steps between two looks at masks that move in every step: a look waits for the device."""
+_CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
+"""A mask is chosen before the first step."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +121,11 @@ class SoftMaskConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class FixedMaskConfig(MethodConfig):
-    """A mask that is chosen by `importance` before the first step."""
-
-    starts_from: ClassVar[dict[str, Any]] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
-
-
-@dataclass(frozen=True)
-class OneShotConfig(FixedMaskConfig):
+class OneShotConfig(MethodConfig):
     """Magnitude, Wanda (arXiv 2306.11695) or SparseGPT (arXiv 2301.00774), without training. It has no other keys."""
 
     name: Literal["oneshot"] = "oneshot"
-    starts_from: ClassVar[dict[str, Any]] = {**FixedMaskConfig.starts_from, "max_steps": 0, "distillation": None}
+    starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "max_steps": 0, "distillation": None}
     unused: ClassVar[tuple[str, ...]] = ("distillation",)
 
     @override
@@ -139,14 +134,15 @@ class OneShotConfig(FixedMaskConfig):
 
 
 @dataclass(frozen=True)
-class NaiveRetrainConfig(FixedMaskConfig):
+class NaiveRetrainConfig(MethodConfig):
     """Plain retraining under the fixed mask of a one-shot method. It has no other keys."""
 
     name: Literal["naive_retrain"] = "naive_retrain"
+    starts_from: ClassVar[dict[str, Any]] = _CHOSEN
 
 
 @dataclass(frozen=True)
-class RefreshedMaskConfig(FixedMaskConfig):
+class RefreshedMaskConfig(MethodConfig):
     """The mask is the N largest |W| of every group, chosen anew while training."""
 
     every: int = 10
@@ -184,7 +180,7 @@ class SrSteConfig(RefreshedMaskConfig):
     name: Literal["sr_ste"] = "sr_ste"
     every: int = 1
     decay: float = 2e-4
-    starts_from: ClassVar[dict[str, Any]] = {**FixedMaskConfig.starts_from, "distillation": None}
+    starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ class AstConfig(RefreshedMaskConfig):
     decay: float = 6e-5
     ramp: Window = (0.0, 0.25)
     starts_from: ClassVar[dict[str, Any]] = {
-        **FixedMaskConfig.starts_from,
+        **_CHOSEN,
         "distillation": {"task_weight": 1 / 3, "weight": 2 / 3, "temperature": 2.0},
     }
 
@@ -237,7 +233,7 @@ class MaskLLMConfig(MethodConfig):
     """lambda of the regularizer -lambda sum (m W)^2, which falls linearly to 0."""
     frozen: float = 0.0
     """Last part of the run, as a fraction, in which the mask is the likeliest pattern and nothing is trained."""
-    starts_from: ClassVar[dict[str, Any]] = {**FixedMaskConfig.starts_from, "distillation": None}
+    starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
     unused: ClassVar[tuple[str, ...]] = ("low_rank",)
 
     def __post_init__(self) -> None:

@@ -49,14 +49,14 @@ class SoftMask(MaskMethod):
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         if self.schedule.is_update(step):
-            self.ranking.refresh(probe, self.write_masters)
-            return self.move() if self.ranking.ready else None
+            self.ranking.mean.refresh(probe, self.write_masters)
+            return self.move() if self.ranking.mean.ready else None
         return self.project() if self.schedule.is_projection(step) else None
 
     @property
     def _formed(self) -> bool:
         """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
-        return self.on.step >= self.schedule.update_every and self.ranking.ready
+        return self.on.step >= self.schedule.update_every and self.ranking.mean.ready
 
     @override
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
@@ -113,14 +113,14 @@ class SoftMask(MaskMethod):
             if wide["mask"] is not mine["mask"]:
                 mine["mask"].copy_(on.edges.own(chunk, wide["mask"]))
             target, kept = on.edges.own(chunk, target), on.edges.own(chunk, kept)
-            on.add_moved(chunk, mine["mask"], target, kept, disagrees)
+            on.add_update(chunk, mine["mask"], target, kept, disagrees)
         return self.ranking.report() | on.load.metrics()
 
     @torch.no_grad()
     def project(self) -> dict[str, float]:
         """m <- hard(m), eq. 11."""
         on = self.on
-        self.ranking.require_refreshed()
+        self.ranking.mean.require_refreshed()
         for chunk in on.chunks():
             kept = on.state.kept_of(chunk)
             on.state.write_mask(chunk, kept)

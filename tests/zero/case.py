@@ -181,7 +181,7 @@ def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
     """
     curvatures: dict[str, Tensor] = {}
     if key == "curvature":
-        for chunk, values in forge._ranking.curvatures():
+        for chunk, values in forge._mean.chunks():
             if values is None:
                 continue  # released
             numel = forge._weight[chunk.name].numel

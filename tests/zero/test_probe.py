@@ -66,7 +66,7 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
     Of elements these are all of a weight, of sums its row sums and its column sums.
     """
-    config, shards = named(kind, config), forge._ranking.mean.shards
+    config, shards = named(kind, config), forge._mean.shards
     if config.keeps_sums:
         summed = sums_of(shards, config)
 

@@ -57,7 +57,7 @@ def one_step(engine: Any, forge: Any, case: Case, step: int) -> tuple[float, dic
 
 
 def state_of(engine: Any, forge: Any) -> dict[str, Any]:
-    keys = ["dense", "mask"] + (["curvature"] if forge._ranking.measures else [])
+    keys = ["dense", "mask"] + (["curvature"] if forge._mean.measures else [])
     state = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
     state |= {f"published {name}": value for name, value in published(engine).items()}
     for index, flat in enumerate(forge._layout.flats):

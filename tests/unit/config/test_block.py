@@ -233,11 +233,10 @@ def test_an_unknown_override_is_an_error(tmp_path: Path):
         SparseForgeConfig.from_json(path, steps=3)
 
 
-def test_a_preset_is_applied_by_from_dict_and_never_only_named() -> None:
-    with pytest.raises(ValueError, match="names a preset without applying it"):
-        SparseForgeConfig(preset="paper")
+def test_a_preset_is_what_it_stands_for() -> None:
     applied = SparseForgeConfig.from_dict({"preset": "paper"})
     assert (applied.importance, applied.method) == ("hutchinson", SoftMaskConfig(**PRESETS["paper"]["method"]))
+    assert SparseForgeConfig.from_dict(PRESETS["paper"]) == applied
     assert SparseForgeConfig.from_dict(applied.to_dict()) == applied
 
 
