@@ -41,7 +41,7 @@ def test_it_describes_the_run(dry):
         "ZeRO-3, bfloat16",  # of the GPUs that are meant, not of this machine
         "8 x 32 tokens = 2 a rank x 1 accumulated x 4 ranks",
         "heating    0 to 25: the mask is soft, 6,400 tokens",
-        "frozen     75 to 100: finetune under the projected mask, 6,400 tokens, 0 mask updates",
+        "frozen     75 to 100: finetune under the frozen mask, 6,400 tokens, 0 mask updates",
         "weights are shifted into branches before the first step",
         "2:4 along axis -1",
         "parameters more",
