@@ -137,7 +137,7 @@ def write_deepspeed(path: Path, arguments: argparse.Namespace, ranks: int) -> No
     zero = {"reduce_bucket_size": 50_000_000, "sub_group_size": 100_000_000, "stage3_allgather_sequential": True}
     content["zero_optimization"] = {**content["zero_optimization"], **zero}
     block = content["sparseforge"] | ({"distillation": None} if arguments.no_teacher else {})
-    content["sparseforge"] = {**block, "schedule": {**block.get("schedule", {}), **SHORT}}
+    content["sparseforge"] = {**block, "method": {**block.get("method", {}), **SHORT}}
     path.write_text(json.dumps(content, indent=2))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
+from sparseforge_ds.config.block import method_name
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.strict import build, merge
 
@@ -148,7 +149,7 @@ def one_shot_steps(method: Method) -> int:
     A preset with a fixed mask is a trainer like any other and needs a step; its learning rate is then too small to
     matter.
     """
-    return int(method.block.get("max_steps", 0 if "method" in method.block else 1))
+    return int(method.block.get("max_steps", int(method_name(method.block) == "sparseforge")))
 
 
 def _split(kind: str, name: str, entry: Any) -> Any:

@@ -113,6 +113,12 @@ class EstimatorContext:
         }
         """Weights of the experts in each list of modules, by the list's name."""
 
+    def sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
+        """Views of the sums by output and by input of a weight that is one matrix."""
+        (matrix,) = self.matrices.rows[name]
+        row_R, column_C = sums.of(matrix)
+        return (column_C, row_R) if name in self.input_first else (row_R, column_C)
+
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the tokens of every expert in the backward passes inside; `ExpertLoad.agree` afterwards."""

@@ -24,6 +24,7 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.run_source import read_masked
+from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import Pattern, top_n
 
 UNDECIDED = (0.05, 0.95)
@@ -167,7 +168,7 @@ def phase(config: SparseForgeConfig, step: int) -> str:
     """heating, hardening, frozen finetune or finished."""
     if step >= config.max_steps:
         return "finished"
-    name = config.resolved_schedule.dials(step).phase
+    name = config.resolved_schedule.phase(step)
     return "frozen finetune" if name == "frozen" else name
 
 
@@ -255,7 +256,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             "pattern": config.pattern,
             "max_steps": config.max_steps,
             "phase": phase(config, step),
-            "hardening": schedule.hardening,
+            "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),
         }

@@ -102,7 +102,7 @@ class RunSource(Source):
         schedule = self.config.resolved_schedule
         self.finished = self.step >= schedule.freeze_step
         measured = not self.config.keeps_curvature or saved.refreshes > 0
-        self.formed = self.config.method != "sparseforge" or (self.step >= schedule.update_every and measured)
+        self.formed = self.config.method.name != "sparseforge" or (self.step >= schedule.update_every and measured)
         """Whether masks have moved yet; while all are 1 they say nothing."""
         described = read_json(run / "sparseforge.json") if run else {}
         if model is None:

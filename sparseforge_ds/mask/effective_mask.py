@@ -32,15 +32,6 @@ def is_kept(weights: Tensor) -> Tensor:
     return (weights != 0) | weights.signbit()
 
 
-def disagreement(mask_GM: Tensor, hard_GM: Tensor) -> Tensor:
-    """Groups whose top N is not what the paper's own rule 1[m > 0.5] would keep.
-
-    Returns:
-        () fp64 count, left on the device.
-    """
-    return ((mask_GM > 0.5) != hard_GM).any(dim=1).sum(dtype=torch.float64)
-
-
 def soft_step(
     dense: Tensor, before: Tensor, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
 ) -> None:

@@ -22,10 +22,18 @@ def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], con
     Raises:
         ValueError: there is such a weight.
     """
+    linear = (nn.Linear, Conv1D)
     if not config.keeps_sums:
+        squared = config.importance in ("fisher", "gauss_newton") and config.curvature.per_token
+        listed = [w.name for w in weights if w.experts and isinstance(model.get_submodule(w.module), linear)]
+        if squared and listed:
+            raise ValueError(
+                f"{listed[0]} ({len(listed)} in all) is of an expert in a list of modules, which a rank calls only if "
+                "it has tokens for it, so that elements per token cannot be summed over ranks there; use "
+                '"curvature": {"factored": null}, or "per_token": false'
+            )
         return
     displaces = config.importance == "hutchinson"
-    linear = (nn.Linear, Conv1D)
     bare = [
         weight.name
         for weight in weights

@@ -89,7 +89,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     """
     set_z3_leaf_modules_by_name(model, leaf_modules(model))
     join_gradients(model, expert_lists(model))
-    if config.refresh is not None and config.refresh.scaling:
+    if config.method.name == "cast" and config.method.scaling:
         add_scales(model, config)
     if config.low_rank is None:
         return model

@@ -54,7 +54,7 @@ def add_scales(model: nn.Module, config: SparseForgeConfig) -> None:
     Raises:
         ValueError: a prunable weight belongs to no plain linear layer.
     """
-    layers = plain_layers(model, config, SCALE, "weight scaling", '"refresh": {"scaling": false}')
+    layers = plain_layers(model, config, SCALE, "weight scaling", '"method": {"name": "cast", "scaling": false}')
     for weight, layer in layers.items():
         layer.__class__ = ScaledLinear if isinstance(layer, nn.Linear) else ScaledConv1D
         outputs = weight.numel // weight.shape[weight.input_axis]

@@ -198,9 +198,9 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
     # With bf16 states DeepSpeed hands over gradients in bf16, which are cast for the dense weights.
     of_gradient = 0 if settings.stage == 0 and settings.low == 4 else 6 if settings.bf16_states else 4
     forge = settings.forge
-    follows = forge.method == "sparseforge" and not forge.schedule.straight_through
+    follows = forge.soft is not None and not forge.soft.straight_through
     # A master in bf16 has no room for the fp32 weights that a step began from.
-    before = settings.of_master == 2 and follows and forge.resolved_schedule.freeze_step > 0 and not frozen
+    before = settings.of_master == 2 and follows and not frozen
     return {
         "gradients": 0 if settings.stage == 3 else kept_gradients(model, settings),
         "fp32 gradients": of_gradient * group,

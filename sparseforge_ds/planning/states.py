@@ -29,7 +29,7 @@ def model_states(model: Architecture, settings: Settings, frozen: bool | None = 
     return {
         "weights": settings.low * local(model, settings, 3),
         "master": settings.of_master * states,
-        "moments": 0 if forge.method == "maskllm" else moments,
+        "moments": 0 if forge.method.name == "maskllm" else moments,
         "dense": 0 if frozen and settings.of_master == 4 else 4 * masked,
         "mask": 0 if frozen else _MASK_BYTES[forge.mask_storage] * masked,
         "curvature": 4 * masked if forge.keeps_elements and not frozen else 0,

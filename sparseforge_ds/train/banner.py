@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.planning.states import lasting
@@ -33,7 +34,6 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
     config, arguments, coverage = spec.config, spec.arguments, spec.coverage
     steps, schedule = config.max_steps, config.resolved_schedule
-    hardening = schedule.hardening
     batch = spec.deepspeed
     rate = spec.learning_rate
     return [
@@ -49,15 +49,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
         ("mask", _mask_line(spec)),
         (
             "schedule",
-            ", ".join(
-                f"{name} {start}-{stop}"
-                for name, start, stop in (
-                    ("heating", 0, hardening[0]),
-                    ("hardening", *hardening),
-                    ("frozen", hardening[1], steps),
-                )
-                if stop > start
-            ),
+            ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(steps) if stop > start),
         ),
         *_low_rank_line(spec),
         (
@@ -85,11 +77,12 @@ def table(rows: Iterable[Row]) -> str:
 
 def _mask_line(spec: RunSpec) -> str:
     config = spec.config
-    if config.method == "sparseforge":
+    method = config.method
+    if method.name == "sparseforge":
         return f"importance {config.importance}, an update every {config.resolved_schedule.update_every} steps"
-    line = f"method {config.method}, starting mask by {config.importance}"
-    if config.refresh is not None:
-        line += f", chosen anew every {config.refresh.every} steps, decay {config.refresh.decay:g}"
+    line = f"method {method.name}, starting mask by {config.importance}"
+    if isinstance(method, RefreshedMaskConfig):
+        line += f", chosen anew every {method.every} steps, decay {method.decay:g}"
     return line
 
 

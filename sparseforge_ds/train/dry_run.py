@@ -32,6 +32,12 @@ from sparseforge_ds.train.ranks import world_size_from_launcher
 from sparseforge_ds.train.run_folder import begins_anew, check_beginning, room_for_checkpoints
 from sparseforge_ds.train.spec import Hardware, RunSpec, make_spec
 
+_PHASES = {
+    "heating": "the mask is soft",
+    "hardening": "the mask becomes binary",
+    "moving": "the mask moves",
+    "frozen": "finetune under the frozen mask",
+}
 _RESERVE = 4 * GIB
 """Of a GPU, as `sparseforge plan` assumes by default."""
 
@@ -85,16 +91,11 @@ def find_config(name: str, flag: str) -> Pretrained:
 def _phases(spec: RunSpec) -> Iterator[Row]:
     """Steps, tokens and mask updates of every phase."""
     schedule, steps = spec.config.resolved_schedule, spec.config.max_steps
-    start, freeze = schedule.hardening
-    for name, first, last, what in (
-        ("heating", 0, start, "the mask is soft"),
-        ("hardening", start, freeze, "the mask becomes binary"),
-        ("frozen", freeze, steps, "finetune under the projected mask"),
-    ):
+    for name, first, last in schedule.phases(steps):
         if last > first:
             updates = sum(map(schedule.is_update, range(first, last)))
             tokens = (last - first) * spec.tokens_per_step
-            yield name, f"{first:,} to {last:,}: {what}, {tokens:,} tokens, {updates:,} mask updates"
+            yield name, f"{first:,} to {last:,}: {_PHASES[name]}, {tokens:,} tokens, {updates:,} mask updates"
     yield "in all", f"{steps:,} steps of {spec.tokens_per_step:,} tokens: {steps * spec.tokens_per_step:,} tokens"
     every = spec.arguments.save_every
     saves = -(-steps // every) if every else 1

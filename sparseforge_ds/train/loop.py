@@ -115,7 +115,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
             if norm is not None:  # stage 0 in fp32 without clipping computes none
                 scalars["train/grad_norm"] = float(norm)
             scalars |= batches.scalars()
-            monitor.step(step, scalars, forge.dials)
+            monitor.step(step, scalars, forge.phase, forge.dials)
             for line in batches.news():
                 _LOG.info(line)
             if updated:

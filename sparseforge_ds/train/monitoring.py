@@ -43,7 +43,7 @@ class Monitor:
         self._clock_step = start
         self._rate = 0.0
 
-    def step(self, step: int, scalars: Mapping[str, float], dials: Dials) -> None:
+    def step(self, step: int, scalars: Mapping[str, float], phase: str, dials: Dials | None) -> None:
         """Show and log one finished optimizer step; `scalars` are already reduced over ranks and tagged."""
         if self._writer is None:
             return
@@ -52,25 +52,25 @@ class Monitor:
             now = time.perf_counter()
             self._rate = (step - self._clock_step) * self.tokens_per_step / max(now - self._clock, 1e-9)
             self._clock, self._clock_step = now, step
-            annealed = {
-                "dials/temperature": dials.temperature,
-                "dials/beta": dials.beta,
-                "dials/lambda_mid": dials.mid_penalty,
-                "dials/x": dials.x,
-                "train/tokens_per_second": self._rate,
-                "train/memory_gib": memory_in_use() / 2**30,
-            }
-            self.write(step, {**scalars, **annealed})
+            more = {"train/tokens_per_second": self._rate, "train/memory_gib": memory_in_use() / 2**30}
+            if dials is not None:
+                more |= {
+                    "dials/temperature": dials.temperature,
+                    "dials/beta": dials.beta,
+                    "dials/lambda_mid": dials.mid_penalty,
+                    "dials/x": dials.x,
+                }
+            self.write(step, {**scalars, **more})
         loss = f"loss {scalars['loss/total']:.4f}"
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
-            self._bar.set_description(dials.phase)
+            self._bar.set_description(phase)
             self._bar.set_postfix_str(f"{loss}, {self._rate:,.0f} tokens/s")
         elif due:
             parts = [loss]
             if "loss/kl" in scalars:
                 parts += [f"ce {scalars['loss/cross_entropy']:.4f}", f"kl {scalars['loss/kl']:.4f}"]
-            parts += [f"lr {scalars['train/learning_rate']:.2e}", f"{self._rate:,.0f} tokens/s", dials.phase]
+            parts += [f"lr {scalars['train/learning_rate']:.2e}", f"{self._rate:,.0f} tokens/s", phase]
             parts += [readable_bytes(memory_in_use())]
             _LOG.info(f"step {step}/{self.max_steps}  " + "  ".join(parts))
 

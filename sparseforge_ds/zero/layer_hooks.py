@@ -77,10 +77,8 @@ def token_gradients(
 
 
 @contextmanager
-def block_gradients(
-    modules: dict[str, Module], enter: Callable[[str, int], None], leave: Callable[[str], None]
-) -> Iterator[None]:
-    """While active, every forward of a module calls enter(name, T), and every backward leave(name) at its end.
+def block_tokens(modules: dict[str, Module], enter: Callable[[str, int], None]) -> Iterator[None]:
+    """While active, every forward of a module calls enter(name, T).
 
     A module is given its tokens as its first floating-point tensor, (..., hidden): T of them.
 
@@ -94,13 +92,10 @@ def block_gradients(
         if hidden is None:
             raise ValueError(f"{name}: {type(module).__name__} is called without a tensor of hidden states")
         enter(name, hidden.shape[:-1].numel())
-        if torch.is_grad_enabled() and hidden.requires_grad:  # also where the block then changes it in place
-            hidden.register_hook(lambda _grad: leave(name))
 
-    # Before DeepSpeed's hooks: its own backward hooks of the module are then done when this one is called.
     handles = [
         module.register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: hooked(module, name, args, kwargs), prepend=True, with_kwargs=True
+            lambda module, args, kwargs, name=name: hooked(module, name, args, kwargs), with_kwargs=True
         )
         for name, module in modules.items()
     ]

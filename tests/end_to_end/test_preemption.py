@@ -157,7 +157,7 @@ def stopped(
 
 def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     """Each start is stopped by a signal to someone else; the sum of them is the run that was left alone."""
-    content = deepspeed_json(batch=4, max_steps=STEPS, schedule={"update_every": 10, "hardening": [0.25, 0.75]})
+    content = deepspeed_json(batch=4, max_steps=STEPS, method={"update_every": 10, "hardening": [0.25, 0.75]})
     more = {"max_steps": STEPS, "save_every": 0, "log_every": 1}
     flags = flags_of(tmp_path, content, **more)
     checkpoints = tmp_path / "run" / "checkpoints"

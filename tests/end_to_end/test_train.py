@@ -127,7 +127,7 @@ def test_an_error_ends_the_launcher(tmp_path):
 @pytest.mark.parametrize("name", ["zero1.json", "zero2.json", "zero3.json", "zero3_offload.json"])
 def test_every_shipped_configuration_trains(tmp_path, name):
     content = json.loads((SHIPPED / name).read_text())
-    content["sparseforge"]["schedule"] = {"update_every": 2, "hardening": [0.25, 0.75]}
+    content["sparseforge"]["method"] = {"update_every": 2, "hardening": [0.25, 0.75]}
     train(*flags_of(tmp_path, content, max_steps=8))
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000008"
 

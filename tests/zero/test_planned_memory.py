@@ -92,7 +92,7 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     inner, flats = engine.basic_optimizer, forge._layout.flats
     state = [inner.state[flat] for flat in flats]
     kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
-    running = forge._ranking.running
+    running = forge._mean.running
     kinds["curvature sums"] = 0 if running is None else size([running.slice])
     kinds["logits"] = size([value for s in state for name, value in s.items() if "logit" in name])
     kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])

@@ -17,7 +17,7 @@ GOOD: dict[str, Any] = {
     "test_text": {"path": "heldout.jsonl", "documents": [4, None]},
     "base": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "sparseforge": {"importance": "magnitude"}},
     "methods": {
-        "ours": {"schedule": {"update_every": 2}, "learning_rates": [0.5], "flags": {"teacher": "larger"}},
+        "ours": {"method": {"update_every": 2}, "learning_rates": [0.5], "flags": {"teacher": "larger"}},
         "fixed": {"preset": "fixed_magnitude"},
     },
     "one_shot": {"pruned": {"preset": "fixed_wanda"}},
@@ -43,7 +43,7 @@ def test_what_a_config_means(tmp_path: Path) -> None:
     assert ours.learning_rates == (0.5,) and ours.flags == {"teacher": "larger"}
     assert config.methods["fixed"].learning_rates == (1e-3, 2e-3)
     block = config.block(ours, 80)
-    assert block["importance"] == "magnitude" and block["schedule"] == {"update_every": 2} and block["max_steps"] == 80
+    assert block["importance"] == "magnitude" and block["method"] == {"update_every": 2} and block["max_steps"] == 80
     assert block["monitor"] == {"histograms_every": 2, "gap_every": 4}
     assert read_config(write(tmp_path, reference="fixed")).compared_with == "fixed"
 

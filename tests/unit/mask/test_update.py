@@ -24,7 +24,7 @@ from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
 from tests.reference import updated_mask
 
-DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0, phase="heating")
+DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0)
 
 
 def problem(

@@ -147,7 +147,7 @@ def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
     assert before({}, sub_group_size=10**8) == 4 * 10**8 < 4 * masked
     assert before({}, bf16=False) == 0
     for block in (
-        {"schedule": {"straight_through": True}},
+        {"method": {"straight_through": True}},
         {"preset": "fixed_magnitude"},
         {"method": "naive_retrain"},
     ):

@@ -8,11 +8,11 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.methods import SoftMaskConfig
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.monitoring import Monitor, memory_in_use
 
-DIALS = SparseForgeConfig(max_steps=100).resolved_schedule.dials(20)
+DIALS = SoftMaskConfig().schedule(100).dials(20)
 SCALARS = {
     "loss/total": 3.25,
     "loss/cross_entropy": 2.25,
@@ -31,7 +31,7 @@ def events(folder):
 def test_tensorboard_has_everything(tmp_path):
     monitor = Monitor(tmp_path, start=0, max_steps=20, tokens_per_step=2048, every=10)
     for step in range(1, 21):
-        monitor.step(step, SCALARS, DIALS)
+        monitor.step(step, SCALARS, "hardening", DIALS)
     monitor.write(20, {"mask/undecided": 0.1})
     monitor.histograms(20, {"mask/layer": ([1, 0, 3], [0.0, 0.25, 0.75, 1.0])})
     monitor.close()
@@ -51,7 +51,7 @@ def test_a_resumed_run_hides_what_it_repeats(tmp_path):
     for start, stop in ((0, 20), (10, 20)):
         monitor = Monitor(tmp_path, start=start, max_steps=20, tokens_per_step=1, every=5)
         for step in range(start + 1, stop + 1):
-            monitor.step(step, {**SCALARS, "loss/total": float(start)}, DIALS)
+            monitor.step(step, {**SCALARS, "loss/total": float(start)}, "hardening", DIALS)
         monitor.close()
     values = [(event.step, event.value) for event in events(tmp_path).Scalars("loss/total")]
     assert values == [(5, 0.0), (10, 0.0), (15, 10.0), (20, 10.0)]
@@ -96,19 +96,19 @@ def test_without_a_terminal_there_is_a_line_now_and_then(console, tmp_path, caps
     console(0)
     monitor = Monitor(tmp_path, start=0, max_steps=7, tokens_per_step=2048, every=5)
     for step in range(1, 8):
-        monitor.step(step, SCALARS, DIALS)
+        monitor.step(step, SCALARS, "hardening", DIALS)
     monitor.close()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 5/7", "step 7/7"]
     assert "loss 3.2500  ce 2.2500  kl 1.0000  lr 1.00e-04" in lines[0]
     assert "tokens/s" in lines[0]
-    assert DIALS.phase in lines[0]
+    assert "hardening" in lines[0]
 
 
 def test_other_ranks_are_silent(console, tmp_path, capsys):
     console(1)
     monitor = Monitor(None, start=0, max_steps=2, tokens_per_step=1, every=1)
-    monitor.step(1, SCALARS, DIALS)
+    monitor.step(1, SCALARS, "hardening", DIALS)
     monitor.write(1, SCALARS)
     monitor.histograms(1, {})
     monitor.close()

@@ -161,7 +161,7 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
         ),
         ({"include": ["*.embed_tokens.*"]}, {}, "only model.embed_tokens.weight, which stays dense"),
         ({"include": ["q_proj"]}, {}, r"'q_proj' matches no weight.*for example '\*\.q_proj\.\*'"),
-        ({"schedule": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
+        ({"method": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
     ],
 )
 def test_what_does_not_fit_is_named(arguments, block, flags, message):
