@@ -84,7 +84,7 @@ def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeCon
             "pattern": arguments.pattern,
             "importance": arguments.importance,
             "curvature": {"source": arguments.source},
-            "schedule": {"update_every": arguments.update_every, "hardening": PHASE_WINDOWS[arguments.phase]},
+            "method": {"update_every": arguments.update_every, "hardening": PHASE_WINDOWS[arguments.phase]},
             "distillation": {} if arguments.teacher else None,
         }
     )

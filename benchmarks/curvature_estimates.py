@@ -81,7 +81,7 @@ class OneRank:
 
     def __init__(self, model: Any, dtype: str, batch: int) -> None:
         never = {"update_every": 10**5}
-        self.config = sf.SparseForgeConfig.from_dict({"distillation": None, "max_steps": 10**6, "schedule": never})
+        self.config = sf.SparseForgeConfig.from_dict({"distillation": None, "max_steps": 10**6, "method": never})
         config = {
             "train_batch_size": batch,
             "zero_optimization": {"stage": 1},
@@ -102,7 +102,7 @@ class OneRank:
         config = sf.SparseForgeConfig.from_dict(
             {**self.config.to_dict(), "importance": estimate.importance, "curvature": curvature}
         )
-        shards = self.forge._ranking.mean.shards
+        shards = self.forge._mean.shards
         sums = sums_of(shards, config) if config.keeps_sums else None
         elements = None if config.keeps_sums else estimator_of(shards, config)
         step = 0

@@ -18,7 +18,7 @@ from benchmarks.fake_cuda.engine import CUDA, Rank, attach, model_of, process_gr
 from sparseforge_ds.model.head import Head, Target, loss_in_head
 from sparseforge_ds.planning.model_config import read_model_config
 
-BLOCK: dict[str, Any] = {"max_steps": 10, "schedule": {"update_every": 2, "hardening": [0.0, 0.5]}}
+BLOCK: dict[str, Any] = {"max_steps": 10, "method": {"update_every": 2, "hardening": [0.0, 0.5]}}
 """Masks move after steps 2 and 4 and are frozen after 5; x falls from the first step on."""
 
 

@@ -23,8 +23,8 @@ STATE_KEYS = ("dense", "mask", "curvature")
 """Our tensors in the optimizer's state."""
 
 FORGE_PHASES = {
-    "_ranking.refresh": "curvature",
-    "_ranking.take_heard": "curvature",
+    "_mean.refresh": "curvature",
+    "_mean.take_heard": "curvature",
     "_method.move": "gate",
     "_method.project": "gate",
     "_republish": "push",

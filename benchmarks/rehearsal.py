@@ -33,7 +33,10 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from benchmarks.rehearsal_processes import Trained, command, train
     from benchmarks.rehearsal_report import phases, report
     from sparseforge_ds.config import SparseForgeConfig
-    from sparseforge_ds.planning.study import GIB, Machine, Request, Study, study
+    from sparseforge_ds.config.arguments import RunArguments
+    from sparseforge_ds.planning.study import GIB, Machine, Study
+    from sparseforge_ds.train.dry_run import find_config, study_of
+    from sparseforge_ds.train.spec import Hardware, make_spec
 
 OF_PROCESS = int(0.5 * GIB)
 """What a rank on a CPU has after its imports; measured again in every run."""
@@ -134,7 +137,7 @@ def write_deepspeed(path: Path, arguments: argparse.Namespace, ranks: int) -> No
     zero = {"reduce_bucket_size": 50_000_000, "sub_group_size": 100_000_000, "stage3_allgather_sequential": True}
     content["zero_optimization"] = {**content["zero_optimization"], **zero}
     block = content["sparseforge"] | ({"distillation": None} if arguments.no_teacher else {})
-    content["sparseforge"] = {**block, "schedule": {**block.get("schedule", {}), **SHORT}}
+    content["sparseforge"] = {**block, "method": {**block.get("method", {}), **SHORT}}
     path.write_text(json.dumps(content, indent=2))
 
 
@@ -144,21 +147,20 @@ def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool |
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     write_deepspeed(folder / "deepspeed.json", arguments, ranks)
-    request = Request(
+    flags = RunArguments(
+        deepspeed=str(folder / "deepspeed.json"),
         model=str(folder),
-        teacher=None,
+        output_dir=str(folder.with_name("run")),
         seq_length=arguments.seq_length,
-        checkpointing=arguments.activation_checkpointing,
-        micro_batch=None,
-        global_batch=None,
+        activation_checkpointing=arguments.activation_checkpointing,
         max_steps=arguments.steps,
-        tokens=None,
+        dry_run=True,
+        gpus=ranks,
     )
     device = arguments.gpu_memory or int(arguments.memory * GIB / arguments.ranks) - OF_PROCESS
     fused = bool(arguments.gpu_memory) if on_gpus is None else on_gpus  # a CPU steps in a plain loop
-    machine = Machine(ranks=ranks, device=device, host=None, reserve=0, tflops=1.0, mfu=1.0, fused=fused)
     try:
-        return study(str(folder / "deepspeed.json"), request, machine)
+        return study_of(make_spec(flags, ranks, find_config, Hardware(fused=fused)), Machine(device, reserve=0))
     finally:
         shutil.rmtree(folder)
 
@@ -251,7 +253,7 @@ def memory_of(trained: Trained, planned: Study) -> dict[str, Any]:
         "ratio": found / planned.memory.peak,
         "worst": planned.memory.worst,
         "resident": planned.memory.resident,
-        "moments": planned.memory.moments,
+        "phases": planned.memory.phases,
         "before": trained.before,
         "own_by_moment": moments,
         "peak_resident": max(seen.peak.values(), default=0),

@@ -44,7 +44,7 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
     model_config.save_pretrained(folder / "model")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16, trust_remote_code=False)
-    config = sf.SparseForgeConfig.from_dict({"max_steps": STEPS, "distillation": None, "schedule": {"update_every": 5}})
+    config = sf.SparseForgeConfig.from_dict({"max_steps": STEPS, "distillation": None, "method": {"update_every": 5}})
     groups = sf.param_groups(model, config, weight_decay=0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shapes = [OrderedDict((names[id(p)], p.shape) for p in group["params"]) for group in groups]

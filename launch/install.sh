@@ -48,10 +48,12 @@ _compile_op() {
         _die "no Python.h, which DeepSpeed needs to compile; install the headers (Debian and Ubuntu: apt install python3-dev)"
     local log="$_venv/compile.log"
     DS_ACCELERATOR=cpu "$_venv/bin/python" -c '
-import os
+import logging, os
 from deepspeed.accelerator import get_accelerator
-from sparseforge_ds.train.extension_locks import watch_extension_locks
-watch_extension_locks(say=lambda line: os.write(3, f"{line}\n".encode()))  # of an interrupted build, for one
+from sparseforge_ds.train.extension_locks import clear_extension_locks
+logging.basicConfig(stream=os.fdopen(3, "w"), format="%(message)s", level=logging.WARNING)
+logging.getLogger("sparseforge_ds").setLevel(logging.INFO)
+clear_extension_locks()  # of an interrupted build, for one
 get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' 3>&1 >"$log" 2>&1 ||
         _die "DeepSpeed could not compile its CPU communication op; the log is $log:" "$(tail -n 20 "$log")"
 }

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
-from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.methods import ForgeError, Ranking, ShardedWeights, method_of
+from sparseforge_ds.mask.anneal import Dials, Schedule
+from sparseforge_ds.methods import CurvatureMean, ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
 from sparseforge_ds.methods.histograms import histograms
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
@@ -59,7 +59,8 @@ class SparseForge:
         self._weight, self._layout, self._shards, self._state = on.weights, on.layout, on.shards, on.state
         self._edges, self._matrices, self._load, self._health = on.edges, on.matrices, on.load, on.health
         self._probe = Probe(on.layout)
-        self._ranking = Ranking(on, self._probe)
+        self._mean = CurvatureMean(on, self._probe)
+        self._ranking = Ranking(self._mean)
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe)
         self._ready = not (self._method.starts or self.config.shifts)
@@ -80,12 +81,12 @@ class SparseForge:
     @property
     def lost_refreshes(self) -> int:
         """Refreshes that overflowed in fp16 since this object was made; masks then move by the older curvature."""
-        return self._ranking.lost_refreshes
+        return self._mean.lost_refreshes
 
     @property
     def needs_probe(self) -> bool:
         """Whether `start` or `step` take passes of their own, and so need a probe."""
-        return self._ranking.measures and not self.config.listens or self.config.importance == "sparsegpt"
+        return self._mean.measures and not self.config.listens or self.config.importance == "sparsegpt"
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class SparseForge:
                 "the first engine.step"
             )
         self._sharded.step += 1
-        self._ranking.take_heard()
+        self._mean.take_heard()
         metrics = self._method.update(self.step_count, probe)
         started = self._switch_on_branches(self.step_count)
         if metrics is not None:
@@ -151,16 +152,22 @@ class SparseForge:
 
     def finish(self) -> None:
         """At the end of a run: raises if the mask of some weight was formed without its curvature, or never frozen."""
-        self._ranking.require_refreshed()
+        self._mean.require_refreshed()
         if self.step_count < self.schedule.freeze_step:
             raise ForgeError(
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
             )
 
     @property
-    def dials(self) -> Dials:
-        """The annealed numbers after the steps so far."""
-        return self.schedule.dials(self.step_count)
+    def dials(self) -> Dials | None:
+        """The annealed numbers after the steps so far; None for methods that anneal none."""
+        return self.schedule.dials(self.step_count) if isinstance(self.schedule, Schedule) else None
+
+    @property
+    def phase(self) -> str:
+        """Where the masks are after the steps so far: heating, hardening or frozen; of other methods, moving or
+        frozen."""
+        return self.schedule.phase(self.step_count)
 
     @property
     def idle_experts(self) -> list[str]:
@@ -185,7 +192,7 @@ class SparseForge:
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
         """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
-        return histograms(self._sharded, self._ranking, bins)
+        return histograms(self._mean, bins)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint's client state must carry; plain JSON types. Collective.
@@ -196,12 +203,7 @@ class SparseForge:
         if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
             self._layout.push()
         run = RunState.of(self.config, self.weights, self.step_count, self.refreshes)
-        state = {**run.to_dict(), "groups": self._layout.groups}
-        if self._load.names:
-            state["experts"] = self._load.state_dict()
-        if self._ranking.running is not None:
-            state["curvature_sums"] = self._ranking.running.state_dict()
-        return state
+        return {**run.to_dict(), "groups": self._layout.groups, **self._mean.state_dict()}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
@@ -242,10 +244,7 @@ class SparseForge:
             )
         assert isinstance(state, dict)
         try:
-            if self._load.names:
-                self._load.check(state.get("experts"))
-            if self._ranking.running is not None:
-                self._ranking.running.check(state.get("curvature_sums"))
+            self._mean.check(state)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return state
@@ -258,10 +257,7 @@ class SparseForge:
 
     def _continue(self, state: dict[str, Any]) -> None:
         self._sharded.step, self._sharded.refreshes = state["step"], state["refreshes"]
-        if self._load.names:
-            self._load.load_state_dict(state["experts"])
-        if self._ranking.running is not None:
-            self._ranking.running.load_state_dict(state["curvature_sums"])
+        self._mean.load_state_dict(state)
         self._hooks.steps_begun = 0
         self._ready = self.step_count > 0 or not (self._method.starts or self.config.shifts)
         if self.step_count and self._masks_of(state) == "frozen":
@@ -276,7 +272,7 @@ class SparseForge:
     def _listen(self) -> None:
         """Hear the next step's passes if a mask update reads them; nothing of those before."""
         self._skipped = self.engine.skipped_steps
-        self._ranking.listen()
+        self._mean.listen()
 
     # -- publication --------------------------------------------------------------------------------------------------
 

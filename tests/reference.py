@@ -113,7 +113,7 @@ def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict
 
 
 def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, float]:
-    """Every annealed number after `step` optimizer steps, from the `schedule` block."""
+    """Every annealed number after `step` optimizer steps, from the `method` block of sparseforge."""
 
     def progress(window: list[float]) -> float:
         start, stop = round(window[0] * max_steps), round(window[1] * max_steps)
@@ -222,7 +222,7 @@ class ReferenceForge:
     def _follow(self, before: dict[str, Tensor]) -> None:
         """A weight moves by m_eff times the optimizer's step."""
         for name, start in before.items():
-            if not self.config["schedule"]["straight_through"]:
+            if not self.config["method"]["straight_through"]:
                 effective = self.effective_mask(name, self.step_count).view_as(start)
                 self.master[name].copy_(torch.lerp(start, self.master[name], effective))
 
@@ -311,7 +311,7 @@ class ReferenceForge:
         return total, sum(losses) / len(losses)
 
     def _dials(self, step: int) -> dict[str, float]:
-        return dials_at(step, self.config["schedule"], self.config["max_steps"])
+        return dials_at(step, self.config["method"], self.config["max_steps"])
 
     def _update(self, fix: bool = False) -> None:
         for name, groups in self.groups.items():
@@ -322,7 +322,7 @@ class ReferenceForge:
                 groups,
                 self.n,
                 self._dials(self.step_count),
-                self.config["threshold"],
+                self.config["method"]["threshold"],
                 self.config["curvature"]["damping"],
             )
             self.mask[name] = self.target[name] if fix else [round(m * 65535) / 65535 for m in new]

@@ -26,6 +26,11 @@ class ReferenceMethod(ReferenceForge):
 
     lr: float
     weight_decay: float
+    _listens = False
+
+    def forge_step(self, probes: list[Batch]) -> bool:
+        """Nothing is left to do after a step."""
+        return False
 
     def start(self, probes: list[Batch]) -> None:
         """Choose the starting mask."""
@@ -84,7 +89,7 @@ class ReferenceMethod(ReferenceForge):
     @property
     def part(self) -> dict[str, Any]:
         """`refresh`."""
-        part: dict[str, Any] = self.config["refresh"]
+        part: dict[str, Any] = self.config["method"]
         return part
 
     @property
@@ -256,7 +261,7 @@ class ReferenceMaskLLM(ReferenceMethod):
         super().start(probes)
         self.logits: dict[str, list[list[float]]] = {}
         self.moments: dict[str, list[list[list[float]]]] = {}
-        part = self.config["sampling"]
+        part = self.config["method"]
         for name, groups in self.groups.items():
             members = len(groups[0])
             self.patterns = list(itertools.combinations(range(members), self.n))
@@ -279,12 +284,12 @@ class ReferenceMaskLLM(ReferenceMethod):
     @property
     def freeze(self) -> int:
         """When the likeliest patterns become the mask."""
-        return round((1 - self.config["sampling"]["frozen"]) * self.config["max_steps"])
+        return round((1 - self.config["method"]["frozen"]) * self.config["max_steps"])
 
     def dials(self) -> tuple[float, float]:
         """kappa and tau."""
         share = min(1.0, self.step_count / self.freeze)
-        part = self.config["sampling"]
+        part = self.config["method"]
         (scale, last_scale), (temperature, last_temperature) = part["scale"], part["temperature"]
         return scale + (last_scale - scale) * share, temperature + (last_temperature - temperature) * share
 
@@ -319,7 +324,7 @@ class ReferenceMaskLLM(ReferenceMethod):
     def train_step(self, micro_batches: list[Batch]) -> float:
         """Only logits move."""
         gradients, loss = self.gradients(micro_batches)
-        part, (scale, temperature) = self.config["sampling"], self.dials()
+        part, (scale, temperature) = self.config["method"], self.dials()
         reward = part["reward"] * (1 - self.step_count / self.freeze)
         for name in self.mask if self.step_count < self.freeze else ():
             gradient, weight = gradients[name].flatten().tolist(), self.weight(name)

@@ -66,12 +66,6 @@ class ModelSource(Source):
         kept_GM = top_n(size_GM, self.pattern.kept)
         return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
 
-    def read_branch(self, name: str) -> Tensor:
-        raise KeyError(name)
-
-    def check_bytes(self, workers: int = 1) -> None:
-        pass
-
 
 def write_dense(folder: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
     """The dense model, as transformers saves it."""

@@ -46,7 +46,7 @@ def write_text(path: Path, documents: int = 40) -> Path:
 
 def deepspeed_json(stage: int = 3, batch: int = 4, **sparseforge: Any) -> dict[str, Any]:
     """A DeepSpeed configuration like those that are shipped, for a run of a few steps."""
-    block = {"max_steps": 8, "schedule": {"update_every": 1, "hardening": [0.25, 0.75]}, **sparseforge}
+    block = {"max_steps": 8, "method": {"update_every": 1, "hardening": [0.25, 0.75]}, **sparseforge}
     return {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": "auto",

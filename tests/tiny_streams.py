@@ -8,7 +8,7 @@ from pathlib import Path
 from sparseforge_ds.data.chunks import Sizes
 from sparseforge_ds.data.producer import Job, Maker
 from sparseforge_ds.data.splits import find_files
-from sparseforge_ds.data.text_files import FileStream
+from sparseforge_ds.data.text_files import LocalText
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 
 SIZES = Sizes(seq_length=5, smallest=20, largest=80)
@@ -20,17 +20,22 @@ def texts(count: int = 60) -> list[str]:
     return ["" if i % 7 == 3 else "  " if i % 11 == 5 else f"{i}:" + "abcdefghijk" * (i * i % 13) for i in range(count)]
 
 
-def write_stream(folder: Path, documents: list[str] | None = None) -> FileStream:
+def stream_of(folder: Path) -> LocalText:
+    """The files of a folder as a stream."""
+    return LocalText(f"stream:{folder}", find_files(folder), "text", streamed=True)
+
+
+def write_stream(folder: Path, documents: list[str] | None = None) -> LocalText:
     """The documents, over three files."""
     documents = texts() if documents is None else documents
     folder.mkdir(parents=True, exist_ok=True)
     for part in range(3):
         lines = documents[part * len(documents) // 3 : (part + 1) * len(documents) // 3]
         (folder / f"{part}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return FileStream(f"stream:{folder}", find_files(folder), "text")
+    return stream_of(folder)
 
 
-def job(stream: FileStream, folder: Path, sizes: Sizes = SIZES, vocabulary: int = BYTE_VOCABULARY) -> Job:
+def job(stream: LocalText, folder: Path, sizes: Sizes = SIZES, vocabulary: int = BYTE_VOCABULARY) -> Job:
     """What makes the chunks of a stream of bytes."""
     return Job(stream, byte_tokenizer(), folder, sizes, vocabulary)
 
@@ -45,18 +50,6 @@ def row_of(documents: list[str], count: int, frame: str = "auto") -> list[int]:
     while len(row) < count:
         row += once
     return row[:count]
-
-
-class Alone:
-    """One rank, which agrees with itself."""
-
-    first = True
-
-    def all_or_raise(self, work):
-        return work()
-
-    def on_first(self, work):
-        return work()
 
 
 class InPlace:

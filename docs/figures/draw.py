@@ -3,7 +3,7 @@
     python docs/figures/draw.py [FOLDER] [--only NAME ...]
 
 schedule.svg  the annealed numbers of a default run
-memory.svg    what `sparseforge plan` expects of one GPU, kind by kind, at each moment of a step
+memory.svg    what `sparseforge plan` expects of one GPU, kind by kind, in each phase of a step
 results.svg   test perplexity by method, from docs/results/stories/results.jsonl
 """
 
@@ -67,7 +67,7 @@ def schedule(target: Path) -> None:
 
 
 def memory(target: Path) -> None:
-    """The plan of one GPU as stacked bars: what is always there, and what each moment adds."""
+    """The plan of one GPU as stacked bars: what is always there, and what each phase adds."""
     command = [sys.executable, "-m", "sparseforge_ds", "plan", *PLANNED.split(), "--activation_checkpointing", "--json"]
     planned = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)[0]
     found = planned["memory"]
@@ -79,11 +79,11 @@ def memory(target: Path) -> None:
         "masks, and W beside them": tuple(of_mask),
     }
     always = {name: sum(found["resident"].get(key, 0) for key in keys) for name, keys in kinds.items()}
-    bars = [(f"masks move:\n{moment}", sum(added.values())) for moment, added in found["moments"].items()]
+    bars = [(f"masks move:\n{phase}", sum(added.values())) for phase, added in found["phases"].items()]
     figure, axes = pyplot.subplots(figsize=(8, 3.4))
     for row, (_, added) in enumerate(bars):
         left = 0.0
-        parts = {**always, "this moment's own": added, "reserve (assumed)": found["reserve"]}
+        parts = {**always, "this phase's own": added, "reserve (assumed)": found["reserve"]}
         for colour, (name, size) in zip(_COLOURS, parts.items(), strict=False):
             axes.barh(row, size / 2**30, left=left, color=colour, label=name if row == 0 else None)
             left += size / 2**30

@@ -13,10 +13,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from sparseforge_ds.config import PRESETS, SparseForgeConfig
+from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config import refused_settings as refused_settings_module
-from sparseforge_ds.config.presets import METHODS
-from sparseforge_ds.config.rules import USES
+from sparseforge_ds.config.strict import objects_of
 from sparseforge_ds.model.family_table import FAMILIES
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}
@@ -31,6 +30,10 @@ impossible value is an error that names the key, the value and the cure.
 Windows such as `[0.0, 0.2]` are fractions of `max_steps`, so that a setting fits every run length. In short runs they
 are rounded so that masks are updated once before they freeze, which takes 2 steps.
 
+`"method"` says which rule forms the mask: a name, as in `"method": "ast"`, or an object with the name and the method's
+own keys, as in `"method": {"name": "ast", "decay": 1e-4}`. Without a name it is `sparseforge`, so that
+`"method": {"hardening": [0, 0.3]}` gives the default another window. A key of another method is an error.
+
 Where to go on: [what the keys of the schedule do](../concepts/schedule.md), [the equations](../concepts/equations.md),
 [curvature](../concepts/curvature.md), [low-rank branches](../concepts/low-rank.md),
 [run flags](command-line.md#sparseforge-train).
@@ -41,10 +44,10 @@ def config_page() -> str:
     """The whole page."""
     sections = [_INTRODUCTION]
     for where, kind in objects(SparseForgeConfig):
-        title = f'## `"{where}"`' if where else "## Keys of the block itself"
+        title = f"## {_title(kind, where)}" if where else "## Keys of the block itself"
         text = "" if not where else paragraph(inspect.getdoc(kind) or "") + "\n\n"
         rows = "".join(
-            f"| {_anchor(key, hint)}`{key}` | {_kind(hint)} | `{json.dumps(default)}` | {_linked(meaning)} |\n"
+            f"| {_anchor(kind, key, hint)}`{key}` | {_kind(hint)} | `{json.dumps(default)}` | {_linked(meaning)} |\n"
             for key, hint, default, meaning in keys(kind, where)
         )
         sections.append(f"{title}\n\n{text}| key | values | default | meaning |\n|---|---|---|---|\n{rows}")
@@ -55,8 +58,8 @@ def objects(kind: type, where: str = "") -> Iterator[tuple[str, type]]:
     """(dotted path, dataclass) of a config and of every object inside it."""
     yield where, kind
     for name, hint in _hints(kind).items():
-        for inner in filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))):
-            yield from objects(typing.cast(type, inner), f"{where}.{name}".lstrip("."))
+        for inner in objects_of(hint):
+            yield from objects(inner, f"{where}.{name}".lstrip("."))
 
 
 def keys(kind: type, where: str) -> Iterator[tuple[str, Any, Any, str]]:
@@ -65,22 +68,26 @@ def keys(kind: type, where: str) -> Iterator[tuple[str, Any, Any, str]]:
     for field in dataclasses.fields(kind):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         hint = hints[field.name]
-        inner = [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
+        inner = objects_of(hint)
         text = texts.get(field.name, "")
-        if inner:
-            path = f"{where}.{field.name}".lstrip(".")
+        if len(inner) > 1:
+            text += " Keys of " + ", ".join(f"[`{each.name}`](#{_place(each, field.name)})" for each in inner) + "."
+            default = {}
+        elif inner:
             more = ", or null" if type(None) in typing.get_args(hint) else ""
             text = text or paragraph((inspect.getdoc(inner[0]) or "").split("\n\n")[0])
-            text += f" An object{more}: [its keys](#{path.replace('.', '')})."
+            text += f" An object{more}: [its keys](#{_place(inner[0], f'{where}.{field.name}')})."
             default = None if default is None else {}
         yield f"{where}.{field.name}".lstrip("."), hint, default, text
 
 
 def field_docstrings(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass."""
+    """The string under each field of a dataclass, or of the one that it inherits the field from."""
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    found = {name: text for parent in kind.__bases__ for name, text in field_docstrings(parent).items()}
     (body,) = (node for node in ast.parse(textwrap.dedent(inspect.getsource(kind))).body)
     assert isinstance(body, ast.ClassDef)
-    found = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             assert isinstance(field.target, ast.Name)
@@ -152,18 +159,19 @@ def _globs(names: Any) -> str:
 
 def _methods() -> str:
     rows = "".join(
-        f"| `{name}` | {', '.join(f'`{key}`' for key in sorted(USES[name]))} | `{json.dumps(start)}` |\n"
-        for name, start in METHODS.items()
+        f"| `{name}` | {', '.join(f'`{key}`' for key in kind.unused)} | `{json.dumps(kind.starts_from)}` |\n"
+        for name, kind in METHODS.items()
     )
     return (
-        "## Methods\n\nWhich keys a method uses besides those that all have, and what it starts from; given keys win. "
-        "A key that a method does not use is an error.\n\n| `method` | uses | starts from |\n|---|---|---|\n" + rows
+        "## Methods\n\nWhat the block around a method starts from, and what it may not have; given keys win.\n\n"
+        "| `method` | has no use for | starts from |\n|---|---|---|\n" + rows
     )
 
 
 def _presets() -> str:
     rows = "".join(f"| `{name}` | `{json.dumps(start)}` |\n" for name, start in PRESETS.items())
-    return f"## Presets\n\nThe keys beside `preset` override it.\n\n| `preset` | stands for |\n|---|---|\n{rows}"
+    text = '`"preset"` names what a block starts from; the keys beside it override it.'
+    return f"## Presets\n\n{text}\n\n| `preset` | stands for |\n|---|---|\n{rows}"
 
 
 def _hints(kind: type) -> dict[str, Any]:
@@ -171,10 +179,21 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _anchor(key: str, hint: Any) -> str:
+def _title(kind: Any, where: str) -> str:
+    name = getattr(kind, "name", None)
+    said = f'`"{where}"`' if name is None else f'`"{where}": "{name}"`'
+    return f"{said} {{ #{_place(kind, where)} }}"
+
+
+def _place(kind: Any, where: str) -> str:
+    """Anchor of the keys of an object."""
+    return f"{where}-{getattr(kind, 'name', '')}".strip(".-").replace(".", "-")
+
+
+def _anchor(kind: Any, key: str, hint: Any) -> str:
     """A place to link to; an object has it at the heading of its keys."""
-    inner = any(map(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
-    return "" if inner else f"<a id='{key}'></a>"
+    own = getattr(kind, "name", "sparseforge") == "sparseforge"  # one place for each key: the default's
+    return "" if objects_of(hint) or not own else f"<a id='{key}'></a>"
 
 
 def _kind(hint: Any) -> str:

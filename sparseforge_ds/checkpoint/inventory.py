@@ -37,7 +37,6 @@ class SavedCheckpoint:
 class Inventory:
     """A `checkpoints` folder."""
 
-    folder: Path
     entries: list[SavedCheckpoint]
     """By step."""
     leftovers: list[str]
@@ -75,7 +74,7 @@ def take_inventory(folder: Path) -> Inventory:
         current = take_entry(newest)
     elif entries:
         current, problem = entries[-1], problem or f"{folder / 'latest'}: no such file"
-    return Inventory(folder, entries, leftovers, current, problem)
+    return Inventory(entries, leftovers, current, problem)
 
 
 def take_entry(folder: Path) -> SavedCheckpoint:

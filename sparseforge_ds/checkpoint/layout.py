@@ -70,14 +70,8 @@ def zero12_slots(
 
 def whole_slots(flats: Sequence[Shapes]) -> dict[str, list[Slot]]:
     """Stage 0 holds everything on every rank, in flats of one or of several weights."""
-    slots: dict[str, list[Slot]] = {}
-    for group, shapes in enumerate(flats):
-        offset = 0
-        for name, shape in shapes.items():
-            numel = math.prod(shape)
-            slots[name] = [Slot(0, group, offset, offset + numel)]
-            offset += numel
-    return slots
+    sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in flats]
+    return zero12_slots(flats, [[0] * len(shapes) for shapes in flats], sizes)
 
 
 def _cut(group: int, start: int, stop: int, partition: int) -> list[Slot]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.pt_file import PtFile
+from sparseforge_ds.checkpoint.tensors import hash_file
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -47,28 +48,27 @@ class Manifest:
             record = read_json(folder / NAME)
         except ValueError as error:
             raise ValueError(f"{folder} was not written by this trainer, or is damaged: {error}") from None
-        try:
-            version = record["format"]
-            if version != FORMAT:
-                raise ValueError(
-                    f"{folder} has format {version}, this version of sparseforge_ds reads {FORMAT}; "
-                    "resume with the version that wrote it"
-                )
-            manifest = cls(
-                folder=folder,
-                step=_typed(int, record["step"]),
-                world_size=_typed(int, record["world_size"]),
-                stage=_typed(int, record["zero_stage"]),
-                files={_plain(name): _typed(int, size) for name, size in record["files"].items()},
-                fingerprints={_plain(name): _typed(str, print) for name, print in record["fingerprints"].items()},
-            )
-            if manifest.files.keys() != manifest.fingerprints.keys():
-                raise KeyError("files and fingerprints")
-        except (KeyError, TypeError, AttributeError) as error:
+        if (version := record.get("format")) != FORMAT:
             raise ValueError(
-                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({error!r:.200})"
-            ) from None
-        return manifest
+                f"{folder} has format {version!r:.100}, this version of sparseforge_ds reads {FORMAT}; "
+                "resume with the version that wrote it"
+            )
+        kinds = {"step": int, "world_size": int, "zero_stage": int, "files": dict, "fingerprints": dict}
+        odd = [
+            f"{key}: {record.get(key)!r:.100} is no {kind.__name__}"
+            for key, kind in kinds.items()
+            if type(record.get(key)) is not kind
+        ]
+        if not odd:
+            files, prints = record["files"], record["fingerprints"]
+            odd += [name for name, size in files.items() if Path(name).name != name or type(size) is not int]
+            odd += [name for name, print in prints.items() if type(print) is not str]
+            odd += ["files and fingerprints"] if files.keys() != prints.keys() else []
+        if odd:
+            raise ValueError(
+                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({odd[0]:.200})"
+            )
+        return cls(folder, record["step"], record["world_size"], record["zero_stage"], files, prints)
 
     def record(self) -> dict[str, Any]:
         """The content of `checkpoint.json`."""
@@ -143,29 +143,10 @@ def fingerprint(path: Path) -> str:
     if not path.is_file():  # a pipe or a device might never end
         raise ValueError(f"{path}: no such file; the checkpoint is incomplete, use another one")
     if path.suffix != ".pt":
-        try:
-            digest = hashlib.sha256()
-            with open(path, "rb", buffering=0) as file:
-                while block := file.read(1 << 24):
-                    digest.update(block)
-            return digest.hexdigest()
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from None
+        return hash_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             records = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
     except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, IndexError) as error:
         raise ValueError(f"{path}: not a readable checkpoint file, truncated or damaged ({error})") from None
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
-
-
-def _typed(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
-
-
-def _plain(name: str) -> str:
-    if Path(name).name != name:
-        raise KeyError(name)
-    return name

@@ -6,22 +6,64 @@
         if "mask" in checkpoint.states(name):
             mask = checkpoint.state(name, "mask")
 
-The files are DeepSpeed's (`deepspeed_files.py`): ZeRO stages 0 to 3, any world size. Any number of threads may read at
-once.
+The files are those of DeepSpeed 0.19: ZeRO stages 0 to 3 and BF16_Optimizer, fp32, bf16 and fp16, any world size. They
+are mapped, never loaded whole, and unmapped now and then: memory is a small multiple of the largest weight. At stages 0
+to 2 every master is compared with the low-precision copy in the same checkpoint, so that files of different steps, or a
+layout that is not understood, end in an error and never in a wrong weight. Any number of threads may read at once.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.contents import Number
-from sparseforge_ds.checkpoint.deepspeed_files import DeepSpeedFiles
 from sparseforge_ds.checkpoint.folder import find_checkpoint
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
+from sparseforge_ds.checkpoint.places import FlatShapes, read_aliases, read_flat_shapes, read_shapes, read_slots
+from sparseforge_ds.checkpoint.rank_files import RankFiles
+from sparseforge_ds.checkpoint.zero_partitions import Number, element_states, field, number_states, read_loss_scale
+
+# What entries of a wrong type raise, wherever they are first used.
+_DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One weight, or one persistent buffer of the module."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of what is stored: of the master, or of the module's own tensor where there is no master."""
+    trained_dtype: torch.dtype
+    """What the network computed with."""
+    states: dict[str, torch.dtype]
+    """Per-element optimizer states."""
+    scalars: dict[str, Number]
+    """Optimizer states that are one number, such as `step`: a float where the optimizer keeps a tensor, else an int."""
+    others: tuple[str, ...]
+    """Optimizer states that are neither, which cannot be cut into shards."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One param group of the optimizer."""
+
+    names: tuple[str, ...]
+    """Its weights. At stage 0 none where the client state has no names."""
+    settings: dict[str, Any]
+    """Hyperparameters and other keys of the group, without the parameters."""
 
 
 class Checkpoint:
@@ -38,38 +80,59 @@ class Checkpoint:
         self.folder = find_checkpoint(path)
         if (self.folder / MANIFEST).exists():
             Manifest.read(self.folder).check_shards()
-        self._files = DeepSpeedFiles(self.folder)
-        self.contents = contents = self._files.contents
-        """All that is known of it besides the elements."""
-        self.stage = contents.stage
-        """The ZeRO stage of the run that saved it."""
-        self.step = contents.step
-        """Steps as DeepSpeed counts them, skipped ones included."""
-        self.world_size = contents.world_size
-        """Ranks of the run that saved it."""
-        self.client_state = contents.client_state
-        """What our own save put beside the weights."""
-        self.aliases = contents.aliases
-        """Tied weights: name without data -> name that holds it."""
-        self.buffers = contents.buffers
-        """Names that are persistent buffers of the module, not parameters."""
-        self.shapes = {name: entry.shape for name, entry in contents.entries.items()}
-        """Full shape of everything that `weight` returns, in the module's order."""
+        self._files = files = RankFiles(self.folder)
+        self._first = first = files.model[0]
+        try:
+            files.open()
+            module = field(first, dict, "module")
+            self.stage = files.stage
+            """The ZeRO stage of the run that saved it."""
+            self.world_size = files.world_size
+            """Ranks of the run that saved it."""
+            self.step = files.step
+            """Steps as DeepSpeed counts them, skipped ones included."""
+            self.samples: int = field(first, int, "global_samples")
+            """Sequences trained on."""
+            self.skipped: int = field(first, int, "skipped_steps")
+            """Steps that an fp16 overflow skipped."""
+            self.client_state = {
+                key: field(first, dict, key) for key in ("sparseforge", "train") if key in first.content
+            }
+            """What our own save put beside the weights."""
+            self.aliases = read_aliases(files, module)
+            """Tied weights: name without data -> name that holds it."""
+            self.buffers = frozenset(field(first, list, "buffer_names"))
+            """Names that are persistent buffers of the module, not parameters."""
+            flat_shapes = read_flat_shapes(files, module, self.client_state.get("sparseforge", {}))
+            self._slots = read_slots(files, flat_shapes)
+            self.shapes = read_shapes(files, module, flat_shapes, set(self.aliases))
+            """Full shape of everything that `weight` returns, in the module's order."""
+            self.entries = {name: self._describe(name, shape) for name, shape in self.shapes.items()}
+            """All that is known of it besides the elements."""
+            self.groups = self._read_groups(flat_shapes)
+            """The optimizer's param groups."""
+            self.loss_scale = read_loss_scale(files.state_file(0), files.stage)
+            """scale, iteration, last_overflow and hysteresis of a dynamic fp16 loss scale."""
+            scheduled = first.content.get("lr_scheduler") is not None
+            self.lr_scheduler = field(first, dict, "lr_scheduler") if scheduled else None
+            """State of the engine's own scheduler."""
+        except _DAMAGE as error:
+            raise ValueError(f"{first.path}: it or a file of its ranks is damaged ({error!r:.200})") from None
+        files.release()
 
     def states(self, name: str) -> tuple[str, ...]:
         """Names of the per-element optimizer states of a weight, such as dense, exp_avg, mask."""
-        entry = self.contents.entries.get(name)
+        entry = self.entries.get(name)
         return () if entry is None else tuple(sorted(entry.states))
 
     def scalars(self, name: str) -> dict[str, Number]:
         """The optimizer states of a weight that are one number, such as step."""
-        entry = self.contents.entries.get(name)
+        entry = self.entries.get(name)
         return {} if entry is None else dict(entry.scalars)
 
     def state(self, name: str, key: str) -> Tensor:
         """A per-element optimizer state in the weight's full shape, in the dtype in which it was saved."""
-        self._check(name, key)
-        return self._files.read(name, key, 0, self.contents.entries[name].numel).view(self.shapes[name])
+        return self.slice(name, key, 0, self._entry(name).numel).view(self.shapes[name])
 
     def weight(self, name: str) -> Tensor:
         """The fp32 master, or what the module holds where the optimizer has no master (frozen weights, buffers).
@@ -77,8 +140,7 @@ class Checkpoint:
         Returns:
             A tensor of its own, of `shapes[name]`.
         """
-        self._check(name, None)
-        return self._files.read(name, None, 0, self.contents.entries[name].numel).view(self.shapes[name])
+        return self.slice(name, None, 0, self._entry(name).numel).view(self.shapes[name])
 
     def slice(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """Elements start..stop of a flat weight (`key` None: what `weight` returns) or of one of its states.
@@ -86,17 +148,22 @@ class Checkpoint:
         Returns:
             (stop - start,) in memory of its own; only the bytes of these elements are read.
         """
-        self._check(name, key)
-        if not 0 <= start <= stop <= self.contents.entries[name].numel:
-            raise ValueError(
-                f"{self.folder}: {name} has {self.contents.entries[name].numel} elements, not {start}..{stop}"
-            )
-        return self._files.read(name, key, start, stop)
+        entry = self._entry(name)
+        if key is not None and key not in entry.states:
+            held = ", ".join(self.states(name)) or "no state"
+            raise ValueError(f"{self.folder}: {name} has no optimizer state {key!r}, it has {held}")
+        if not 0 <= start <= stop <= entry.numel:
+            raise ValueError(f"{self.folder}: {name} has {entry.numel} elements, not {start}..{stop}")
+        try:
+            taken = self._take(name, key, start, stop)
+        except _DAMAGE as error:
+            raise ValueError(f"{self.folder}: {name} cannot be read, its files are damaged ({error!r:.200})") from None
+        self._files.count(taken)
+        return taken
 
     def trained_dtype(self, name: str) -> torch.dtype:
         """The dtype that the network computed with."""
-        self._check(name, None)
-        return self.contents.entries[name].trained_dtype
+        return self._entry(name).trained_dtype
 
     def check_bytes(self, part: int = 0, parts: int = 1) -> None:
         """Compare the checksums of all bytes, which reads them whole.
@@ -106,9 +173,77 @@ class Checkpoint:
         """
         self._files.check_bytes(part, parts)
 
-    def _check(self, name: str, key: str | None) -> None:
-        if name not in self.shapes:
+    def _entry(self, name: str) -> StoredTensor:
+        if name not in self.entries:
             raise ValueError(f"{self.folder}: holds no weight {name!r}")
-        if key is not None and key not in self.contents.entries[name].states:
-            held = ", ".join(self.states(name)) or "no state"
-            raise ValueError(f"{self.folder}: {name} has no optimizer state {key!r}, it has {held}")
+        return self.entries[name]
+
+    def _describe(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        trained_dtype = field(self._first, Tensor, "module", name).dtype
+        slots = self._slots.get(name, [])
+        pieces = [(slot, self._files.flats(slot.rank)) for slot in slots]
+        held = [element_states(flats.states[slot.group], slot.stop) for slot, flats in pieces]
+        keys = sorted(set.intersection(*map(set, held))) if held else []
+        masters = {flats.masters[slot.group].dtype for slot, flats in pieces if flats.masters is not None}
+        if len(masters) > 1 or any(states[key] != held[0][key] for states in held for key in keys):
+            raise ValueError(f"{self.folder}: the ranks hold {name} in different dtypes; use another checkpoint")
+        if not masters and self._in_fragments(name):
+            masters = {field(self._first, Tensor, "frozen_param_fragments", name).dtype}
+        state = pieces[0][1].states[slots[0].group] if pieces else {}
+        scalars = number_states(state)
+        others = sorted(key for key, value in state.items() if key not in {*keys, *scalars} and value is not None)
+        states = {key: held[0][key] for key in keys}
+        return StoredTensor(shape, next(iter(masters), trained_dtype), trained_dtype, states, scalars, tuple(others))
+
+    def _read_groups(self, flat_shapes: FlatShapes) -> list[Group]:
+        flats = self._files.flats(0)
+        names: list[list[str]] = [[] for _ in flats.groups]
+        for group, shapes in zip(flats.group_of_flat, flat_shapes, strict=True):
+            names[group].extend(shapes)
+        return [Group(tuple(held), settings) for held, settings in zip(names, flats.groups, strict=True)]
+
+    def _in_fragments(self, name: str) -> bool:
+        """Whether a weight is one that ZeRO-3 keeps in equal pieces outside of its optimizer, as it does not train."""
+        return self.stage == 3 and name not in self._slots and name not in self.buffers
+
+    def _take(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
+        entry, files = self.entries[name], self._files
+        if key is None and self._in_fragments(name):
+            fragments = (field(archive, Tensor, "frozen_param_fragments", name) for archive in files.model)
+            return self._assemble(name, (piece.detach().reshape(-1) for piece in fragments), entry.dtype, start, stop)
+        if key is None and (name not in self._slots or files.flats(0).masters is None):
+            return self._in_module(name, start, stop).clone()
+        pieces = (files.flats(slot.rank).flat(slot.group, key)[slot.start : slot.stop] for slot in self._slots[name])
+        taken = self._assemble(name, pieces, entry.dtype if key is None else entry.states[key], start, stop)
+        if key is None and self.stage < 3:
+            self._check_copy(name, taken, start, stop)
+        return taken
+
+    def _assemble(self, name: str, pieces: Iterable[Tensor], dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Elements start..stop of what `pieces` are end to end."""
+        out = torch.empty(stop - start, dtype=dtype)
+        position = 0
+        for piece in pieces:
+            if piece.dtype != dtype:
+                raise ValueError(f"{self.folder}: the ranks hold {name} as {piece.dtype} and as {dtype}")
+            first, last = max(start - position, 0), min(stop - position, piece.numel())
+            if first < last:
+                out[position + first - start : position + last - start] = piece[first:last]
+            position += piece.numel()
+        if position < stop:
+            raise ValueError(f"{self.folder}: the pieces of {name} are smaller than its shape; it is damaged")
+        return out
+
+    def _in_module(self, name: str, start: int, stop: int) -> Tensor:
+        tensor: Tensor = field(self._first, Tensor, "module", name)
+        return tensor.detach().reshape(-1)[start:stop]
+
+    def _check_copy(self, name: str, master: Tensor, start: int, stop: int) -> None:
+        if self.stage == 0 and self.step == 0:
+            return  # DeepSpeed's 16-bit stage-0 constructors step once and leave master and weight apart
+        copy = self._in_module(name, start, stop)
+        if not torch.equal(master.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)):  # NaN and -0.0 count too
+            raise ValueError(
+                f"{self._first.path}: {name} is not what {self._files.state_file(0).path.name} and its peers "
+                "hold; the files are of different steps or runs, use another checkpoint"
+            )

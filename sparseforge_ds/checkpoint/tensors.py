@@ -1,14 +1,13 @@
-"""The tensors of a Hugging Face folder of safetensors, read one at a time; no file stays mapped."""
+"""The tensors of a Hugging Face folder of safetensors, read one at a time: a file is mapped only while it is read."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -66,35 +65,13 @@ def hash_file(path: Path) -> str:
         ValueError: it cannot be read.
     """
     digest = hashlib.sha256()
-    with _opened(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _read_at(path: Path, start: int, data: memoryview) -> None:
-    """Fill `data` from byte `start` of a file on."""
-    with _opened(path) as file:
-        file.seek(start)
-        _fill(file, data)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[FileIO]:
     try:
-        with FileIO(path) as file:
-            yield file
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
-
-
-def _fill(file: FileIO, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        count = file.readinto(data[done:])
-        if not count:
-            raise ValueError(f"{file.name}: became shorter while it was read")
-        done += count
+    return digest.hexdigest()
 
 
 class TensorFolder:
@@ -108,7 +85,7 @@ class TensorFolder:
         self.folder = Path(folder)
         index = self.folder / f"{stem}.safetensors.index.json"
         single = self.folder / f"{stem}.safetensors"
-        held: dict[str, dict[str, tuple[TensorSpec, int]]] = {}
+        held: dict[str, dict[str, TensorSpec]] = {}
         if index.is_file():
             files = read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
@@ -116,9 +93,9 @@ class TensorFolder:
             for file in sorted(set(files.values())):
                 if Path(file).name != file:
                     raise ValueError(f"{index}: refers to {file!r}, outside of its folder")
-                held[file] = self._header(self.folder / file)
+                held[file] = _read_specs(self.folder / file)
         elif single.is_file():
-            held[single.name] = self._header(single)
+            held[single.name] = _read_specs(single)
             files = dict.fromkeys(held[single.name], single.name)
         else:
             raise ValueError(f"{self.folder}: no {single.name} and no {index.name} in it; give an exported model")
@@ -126,11 +103,10 @@ class TensorFolder:
         """File of every tensor."""
         self.specs: dict[str, TensorSpec] = {}
         """Shape and dtype of every tensor, in the order of the files."""
-        self._start: dict[str, int] = {}
         for name, file in files.items():
             if name not in held[file]:
                 raise ValueError(f"{self.folder / file}: does not hold {name}, which {index.name} promises")
-            self.specs[name], self._start[name] = held[file][name]
+            self.specs[name] = held[file][name]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -139,53 +115,46 @@ class TensorFolder:
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
-        spec = self._spec(name)
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        _read_at(self.folder / self.files[name], self._start[name], tensor_bytes(tensor))
-        return tensor
+        return self._mapped(name).clone()
 
     def read_slice(self, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,) elements of a flat tensor, in memory of their own; no other bytes are read."""
-        dtype = self._spec(name).dtype
-        part = torch.empty(stop - start, dtype=dtype)
-        _read_at(self.folder / self.files[name], self._start[name] + start * dtype.itemsize, tensor_bytes(part))
-        return part
+        return self._mapped(name).reshape(-1)[start:stop].clone()
 
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
-        """One tensor as chunks of `elements`, (n,) each, all in the same memory: one is used up when the next comes."""
-        spec = self._spec(name)
-        numel = torch.Size(spec.shape).numel()
-        buffer = torch.empty(min(elements, numel), dtype=spec.dtype)
-        with _opened(self.folder / self.files[name]) as file:
-            file.seek(self._start[name])
-            for start in range(0, numel, elements):
-                part = buffer[: numel - start]
-                _fill(file, tensor_bytes(part))
-                yield part
+        """One tensor as chunks of `elements`, (n,) each, which lie in the mapped file: they are read only."""
+        yield from self._mapped(name).reshape(-1).split(elements)
 
-    def _spec(self, name: str) -> TensorSpec:
+    def _mapped(self, name: str) -> Tensor:
+        """A tensor in the mapped file, which stays mapped as long as the tensor is there."""
         if name not in self.specs:
             raise ValueError(f"{self.folder}: holds no tensor {name!r}")
-        return self.specs[name]
+        with _opened(self.folder / self.files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
-    def _header(self, path: Path) -> dict[str, tuple[TensorSpec, int]]:
-        """Spec and first byte of every tensor of a file. The safetensors library judges whether it is one."""
-        try:
-            if path.exists() and not path.is_file():
-                raise OSError("it is not a file")  # a pipe or a device might never end
-            with safe_open(path, framework="pt"), open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: not a readable safetensors file ({str(error)[:200]})") from None
-        header.pop("__metadata__", None)
-        held = {}
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
-            if entry["dtype"] not in _DTYPES:
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; the safetensors library judges whether it is one."""
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a file")  # a pipe or a device might never end
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({str(error)[:200]})") from None
+
+
+def _read_specs(path: Path) -> dict[str, TensorSpec]:
+    """What a file holds, in the order of its bytes."""
+    specs = {}
+    with _opened(path) as file:
+        for name in file.offset_keys():
+            entry = file.get_slice(name)
+            if (stored := entry.get_dtype()) not in _DTYPES:
                 raise ValueError(
-                    f"{path}: {name} is stored as {entry['dtype']}, which is not known here; known are "
-                    f"{', '.join(_DTYPES)}"
+                    f"{path}: {name} is stored as {stored}, which is not known here; known are {', '.join(_DTYPES)}"
                 )
-            spec = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-            held[name] = (spec, 8 + length + entry["data_offsets"][0])
-        return held
+            specs[name] = TensorSpec(tuple(entry.get_shape()), _DTYPES[stored])
+    return specs

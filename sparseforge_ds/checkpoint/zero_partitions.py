@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.contents import Number
 from sparseforge_ds.checkpoint.pt_file import PtFile
+
+Number = int | float
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class RankPartitions:
     """The inner optimizer's param groups: hyperparameters and our own keys, without the parameters."""
     group_of_flat: list[int]
     """Index into `groups` of each flat."""
+
+    def flat(self, index: int, key: str | None) -> Tensor:
+        """(n,) elements of a flat: of its master (`key` None) or of one of its states."""
+        if key is not None:
+            return self.states[index][key].detach().reshape(-1)
+        assert self.masters is not None
+        return self.masters[index].detach().reshape(-1)
 
     def step(self) -> list[float | None]:
         """The optimizer step of each flat, where the optimizer counts per flat."""
@@ -133,56 +140,45 @@ def stage0_names(
     DeepSpeed saves no names at stage 0; our client state lists those of every param group, in order. In a checkpoint
     that was saved without it flats stay nameless, and all weights are read from the module.
     """
-    listed = forge_state.get("weights", [])
-    if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
-        raise ValueError(f"{archive.path}: the list of weights in its client state is damaged")
-    queues = _group_names(archive, flats, forge_state)
-    named: list[dict[str, tuple[int, ...]]] = []
-    for flat, group in enumerate(flats.group_of_flat):
-        content: dict[str, tuple[int, ...]] = {}
-        named.append(content)
-        if (queue := queues[group]) is None:
-            continue
-        # In fp32 a flat is one weight; otherwise it is filled to the brim.
-        room = None if flats.masters is None else flats.masters[flat].numel()
-        while room is None or room > 0:
-            name = next(queue, "the list of weights")
-            numel = math.prod(shapes.get(name, ()))
-            sizes = {
-                value.numel() for value in flats.states[flat].values() if isinstance(value, Tensor) and value.dim()
-            }
-            if name not in shapes or name in content or numel > (numel if room is None else room):
-                raise ValueError(f"{archive.path}: {name} of its client state does not fit its optimizer state")
-            if room is None and sizes - {numel}:
-                raise ValueError(f"{archive.path}: {name} of its client state does not fit its optimizer state")
-            content[name] = shapes[name]
-            room = 0 if room is None else room - numel
-    for queue in queues:
-        if queue is not None and (left := next(queue, None)) is not None:
-            raise ValueError(f"{archive.path}: its client state names {left}, which has no optimizer state")
+    if not forge_state:
+        return [{} for _ in flats.group_of_flat]
+    named: list[dict[str, tuple[int, ...]]] = [{} for _ in flats.group_of_flat]
+    for number, names in enumerate(_group_names(archive, flats, forge_state)):
+        held = [index for index, group in enumerate(flats.group_of_flat) if group == number]
+        # A flat is one weight, or all weights of its group end to end.
+        parts = [[name] for name in names] if len(held) == len(names) else [names]
+        if len(held) != len(parts) or not shapes.keys() >= set(names):
+            raise ValueError(f"{archive.path}: group {number} of its client state does not fit its optimizer state")
+        for index, part in zip(held, parts, strict=True):
+            named[index] = {name: shapes[name] for name in part}
+            numel = sum(math.prod(shape) for shape in named[index].values())
+            if flats.masters is not None:
+                sizes = {flats.masters[index].numel()}
+            else:
+                sizes = {v.numel() for v in flats.states[index].values() if isinstance(v, Tensor) and v.dim()}
+            if sizes - {numel}:
+                raise ValueError(f"{archive.path}: {part} of its client state do not fit their optimizer state")
     return named
 
 
-def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[Iterator[str] | None]:
-    """Names of each param group, None where they are not known."""
-    prunable = [weight["name"] for weight in forge_state.get("weights", [])]
-    marked = [group.get("sparseforge") == "prunable" for group in flats.groups]
-    if not forge_state:
-        return [None] * len(marked)
-    groups = forge_state.get("groups")
+def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[list[str]]:
+    """Names of the weights of each param group, of which those marked as prunable hold the listed weights."""
+    listed, groups = forge_state.get("weights", []), forge_state.get("groups")
+    if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
+        raise ValueError(f"{archive.path}: the list of weights in its client state is damaged")
     if not isinstance(groups, list) or not all(
         isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
     ):
         raise ValueError(f"{archive.path}: the list of groups in its client state is damaged")
     every = [name for group in groups for name in group]
+    marked = [g for g, held in zip(groups, flats.groups, strict=False) if held.get("sparseforge") == "prunable"]
     if (
         len(groups) != len(flats.groups)
         or len(set(every)) != len(every)
-        or sorted(name for group, is_marked in zip(groups, marked, strict=True) if is_marked for name in group)
-        != sorted(prunable)
+        or sorted(name for group in marked for name in group) != sorted(weight["name"] for weight in listed)
     ):
         raise ValueError(f"{archive.path}: the groups in its client state are not those of its optimizer")
-    return [iter(group) for group in groups]
+    return groups
 
 
 def _stage0_masters(archive: PtFile, outer: dict[str, Any]) -> list[Tensor] | None:
@@ -231,12 +227,3 @@ def read_loss_scale(archive: PtFile, stage: int) -> dict[str, Number] | None:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ValueError(f"{archive.path}: the {name} of its loss scale is {value!r}")
     return dict(numbers)  # type: ignore[arg-type]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equality that also holds for NaN and tells -0.0 from +0.0."""
-    view = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if a.dtype != b.dtype or a.shape != b.shape or a.element_size() not in view:
-        return a.dtype == b.dtype and torch.equal(a, b)
-    integer = view[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))

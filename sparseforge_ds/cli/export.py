@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparseforge_ds.export.source import Source
 
-FORMATS = ("hf", "packed24", "mask", "adapter")
+FORMATS = ("hf", "packed24", "mask")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 _EPILOG = """\
@@ -17,15 +17,13 @@ formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes; transformers loads it after `import sparseforge_ds`
   mask      the mask alone, one bit a weight; `sparseforge apply` puts it on the dense model
-  adapter   the low-rank branch as a PEFT LoRA adapter
 
-Each is proved in fresh processes before it reports success: hf and packed24 are loaded and give the source's logits
-bit by bit, a mask is unpacked and compared, peft loads the adapter. --skip_proof is for a machine that cannot hold the
-model.
+Each is proved before it reports success: hf and packed24 are loaded in a fresh process and give the source's logits
+bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that cannot hold the model.
 
 examples:
   sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
-  sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask --base models/Qwen3-14B
+  sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask
 """
 
 
@@ -33,8 +31,8 @@ def register(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "export",
-        help="a run or an exported folder as hf, packed24, mask or adapter, each proved",
-        description="Write a model in one of four formats, offline and one weight at a time. OUT appears only when it "
+        help="a run or an exported folder as hf, packed24 or mask, each proved",
+        description="Write a model in one of three formats, offline and one weight at a time. OUT appears only when it "
         "is complete and proved.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -45,7 +43,6 @@ def register(commands: Any) -> None:
     add_out(parser)
     add_source_options(parser)
     parser.add_argument("--format", default="hf", choices=FORMATS, help="see below (default: hf)")
-    parser.add_argument("--base", metavar="DIR", help="with --format mask: the dense model, on which it is proved")
     parser.set_defaults(run=run)
 
 
@@ -67,21 +64,21 @@ def run(args: argparse.Namespace) -> int:
     """Export, and say what was made and how it was proved."""
     from sparseforge_ds.export.open import open_source
 
-    return write(open_source(args.source, args.model, args.dtype), args, args.format, args.base)
+    return write(open_source(args.source, args.model, args.dtype), args, args.format)
 
 
-def write(source: Source, args: argparse.Namespace, format: str = "hf", base: str | None = None) -> int:
+def write(source: Source, args: argparse.Namespace, format: str = "hf") -> int:
     """Export with the options of `add_out`, and say what was made and how it was proved."""
     from sparseforge_ds.export.formats import export
     from sparseforge_ds.export.workers import default_workers
 
     workers = default_workers() if args.workers is None else args.workers
     progress = sys.stderr.isatty()
-    record = export(source, args.out, format, args.max_shard_size, workers, progress, base, args.skip_proof)
+    record = export(source, args.out, format, args.max_shard_size, workers, progress, args.skip_proof)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(format, record)}")
-    if format in ("hf", "packed24") and record["adapter"]:
+    if record.get("adapter"):
         print(
             f"{args.out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where "
             "peft is installed, and without it the weights compute nonsense"
@@ -91,19 +88,12 @@ def write(source: Source, args: argparse.Namespace, format: str = "hf", base: st
 
 
 def _what(format: str, record: dict[str, Any]) -> str:
-    if format == "adapter":
-        return "low-rank branch, a PEFT LoRA adapter"
     weights = len(record["weights"])
     if format == "mask":
-        return f"masks of {weights} weights in {record['pattern']}, {record['size']['bytes']:,} bytes"
-    if format == "packed24":
-        sparse, model = record["storage"]["sparse_weights"], record["storage"]["model"]
-        return (
-            f"{weights} weights in 2:4, packed into {sparse['ratio']:.4f} of their {sparse['dense_bytes']:,} bytes; "
-            f"the whole model into {model['ratio']:.4f}"
-        )
+        return f"masks of {weights} weights in {record['pattern']}, one bit a weight"
     groups = sum(entry["groups"] for entry in record["weights"].values())
-    return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified"
+    packed = ", packed into values and positions" if format == "packed24" else ""
+    return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified{packed}"
 
 
 def _proof_line(format: str, proof: dict[str, Any] | None) -> str:
@@ -111,14 +101,7 @@ def _proof_line(format: str, proof: dict[str, Any] | None) -> str:
     if proof is None:
         return "not proved: --skip_proof"
     if format == "mask":
-        text = f"proved: masks {proof['masks']}"
-        if proof["applied"] is None:
-            return f"{text}; give --base DENSE to prove them on the dense model too"
-        applied = proof["applied"]
-        equal, of = applied["equal_to_source"], applied["of"]
-        return f"{text}; on the dense model {applied['weights']}, {equal} of {of} weights equal to the source's"
-    if format == "adapter":
-        return f"proved: logits {proof['logits']} (loaded by {proof['loaded_by']})"
+        return f"proved: masks {proof['masks']}"
     text = f"proved: loaded by {proof['loaded_by']}, logits {proof['logits']}"
     return f"{text}; adapter: logits {proof['adapter']['logits']}" if "adapter" in proof else text
 

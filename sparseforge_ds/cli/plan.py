@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparseforge_ds.planning.study import Study
+    from sparseforge_ds.train.spec import RunSpec
 
 _EPILOG = """\
 exit code: 0 a configuration fits; 1 none of those given fits; 2 an error, said in one line
@@ -30,32 +35,28 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    positive, count = _number("a number > 0", lambda x: x > 0), _number("an integer >= 1", lambda x: x >= 1, int)
-    share = _number("a share, 0 < share <= 1", lambda x: 0 < x <= 1)
-    not_negative = _number("a number >= 0", lambda x: x >= 0)
-    tokens = _number("a number of tokens; write 5B, 300M or 5e9", lambda x: 1 <= x < 1e18, round, "KMBT")
     several: dict[str, Any] = {"nargs": "+", "metavar": "PATTERN", "action": "extend", "default": []}
     add("--model", required=True, metavar="MODEL", help="a model folder, a config.json, or a hub id")
     add("--teacher", metavar="MODEL", help="dense model to distil from (default: the same as --model)")
-    add("--gpus", required=True, type=count, metavar="N", help="GPUs of the run")
-    add("--gpu_memory", "--gpu-memory", type=positive, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
+    add("--gpus", required=True, type=int, metavar="N", help="GPUs of the run")
+    add("--gpu_memory", "--gpu-memory", type=_positive, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
     spellings = ("--deepspeed", "--ds_config", "--ds-config")
     each = 'DeepSpeed configurations with a "sparseforge" block; each is planned'
     add(*spellings, required=True, nargs="+", metavar="JSON", help=each)
-    add("--seq_length", type=count, metavar="N", help="tokens of a sequence (default: 4096, or what the model can)")
-    add("--micro_batch", type=count, metavar="N", help="sequences of a GPU at a time (default: the JSON's)")
-    add("--global_batch", type=count, metavar="N", help="sequences of a step on all GPUs (default: the JSON's)")
+    add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 4096, or what the model can)")
+    add("--micro_batch", type=int, metavar="N", help="sequences of a GPU at a time (default: the JSON's)")
+    add("--global_batch", type=int, metavar="N", help="sequences of a step on all GPUs (default: the JSON's)")
     add("--activation_checkpointing", action="store_true", help="as for the launcher")
     dense = "as for the launcher: linear weights that the family table does not know may stay dense"
     add("--allow_dense", **several, help=dense)
-    add("--max_steps", type=count, metavar="N", help="steps of the run (default: the JSON's)")
-    add("--tokens", type=tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
+    add("--max_steps", type=int, metavar="N", help="steps of the run (default: the JSON's)")
+    add("--tokens", type=_tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
     add("--gpu", metavar="NAME", default="h100", help="a100, b200, h100, h200, l40s or v100: its peak (default: h100)")
-    add("--peak_tflops", type=positive, metavar="X", help="of one GPU in this precision, instead of --gpu")
-    add("--mfu", type=share, default=0.4, metavar="SHARE", help="of the peak that is reached (default: 0.4)")
+    add("--peak_tflops", type=_positive, metavar="X", help="of one GPU in this precision, instead of --gpu")
+    add("--mfu", type=float, default=0.4, metavar="SHARE", help="of the peak that is reached (default: 0.4)")
     reserve = "of a GPU for the driver, communication buffers and fragmentation (default: 4)"
-    add("--reserve", type=not_negative, default=4.0, metavar="GIB", help=reserve)
-    add("--host_memory", type=positive, metavar="GIB", help="of the host, for each GPU (default: any amount)")
+    add("--reserve", type=float, default=4.0, metavar="GIB", help=reserve)
+    add("--host_memory", type=_positive, metavar="GIB", help="of the host, for each GPU (default: any amount)")
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -64,62 +65,83 @@ def run(args: argparse.Namespace) -> int:
     """Plan every configuration, print, and say in the exit code whether one fits."""
     import contextlib
     import sys
+    import tempfile
     import warnings
 
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says, while it is imported, that there is no GPU
         import transformers
 
+        from sparseforge_ds.config.arguments import RunArguments
         from sparseforge_ds.planning.duration import PEAK_TFLOPS
-        from sparseforge_ds.planning.report import report, to_dict
-        from sparseforge_ds.planning.study import GIB, Machine, Request, study
+        from sparseforge_ds.planning.study import GIB, Machine
+        from sparseforge_ds.train.banner import spec_rows, table
+        from sparseforge_ds.train.dry_run import find_config, study_of
+        from sparseforge_ds.train.spec import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
     gpu = args.gpu.lower()
     if gpu not in PEAK_TFLOPS and args.peak_tflops is None:
         raise ValueError(f"--gpu {args.gpu}: known are {', '.join(PEAK_TFLOPS)}; give --peak_tflops for another one")
+    if not 0 < args.mfu <= 1:
+        raise ValueError(f"--mfu {args.mfu} is not valid: use a share, 0 < share <= 1")
+    if not 0 <= args.reserve < args.gpu_memory:
+        raise ValueError(f"--reserve {args.reserve} is not valid: use less than --gpu_memory {args.gpu_memory}")
     machine = Machine(
-        ranks=args.gpus,
         device=int(args.gpu_memory * GIB),
-        host=None if args.host_memory is None else int(args.host_memory * GIB),
         reserve=int(args.reserve * GIB),
+        host=None if args.host_memory is None else int(args.host_memory * GIB),
         tflops=args.peak_tflops or PEAK_TFLOPS[gpu],
         mfu=args.mfu,
-        bf16=gpu != "v100",
     )
-    same = ("model", "teacher", "seq_length", "micro_batch", "global_batch", "max_steps", "tokens")
-    request = Request(
-        **{name: getattr(args, name) for name in same},
-        checkpointing=args.activation_checkpointing,
-        allow_dense=tuple(args.allow_dense),
-    )
-    studies = [study(path, request, machine) for path in args.deepspeed]
+    of_a_run = {field.name for field in dataclasses.fields(RunArguments)} - {"deepspeed"}
+    given = {name: value for name, value in vars(args).items() if name in of_a_run and value is not None}
+    text = find_config(args.model, "--model").config.get_text_config()
+    given.setdefault("seq_length", min(4096, getattr(text, "max_position_embeddings", None) or 4096))
+    given["output_dir"] = str(Path(tempfile.gettempdir(), "sparseforge_plan"))  # nothing is written or read there
+    found = {}
+    for path in args.deepspeed:
+        arguments = RunArguments(deepspeed=path, dry_run=True, **given)
+        spec = make_spec(arguments, args.gpus, find_config, Hardware(bf16=gpu != "v100"))
+        found[path] = spec, study_of(spec, machine, args.tokens)
     if args.json:
-        print(json.dumps([to_dict(each) for each in studies], indent=2))
+        print(json.dumps([_to_dict(*each) for each in found.values()], indent=2))
     else:
-        print("\n\n".join(report(each) for each in studies))
-        if len(studies) > 1:
-            fitting = [each.settings.name for each in studies if each.fits]
-            print(f"\n{', '.join(fitting) or 'none of them'} {'fits' if len(fitting) < 2 else 'fit'}")
-    return 0 if any(each.fits for each in studies) else 1
+        for spec, each in found.values():
+            rows = [row for row in spec_rows(spec) if row[0] not in ("memory", "output")]
+            print(f"{spec.arguments.deepspeed}, {spec.world_size} GPUs\n{table(rows)}\n")
+            print(f"{table(each.memory_lines())}\n\n{table(each.other_lines())}\n")
+        if len(found) > 1:
+            fitting = [path for path, (_, each) in found.items() if each.fits]
+            print(f"{', '.join(fitting) or 'none of them'} {'fits' if len(fitting) < 2 else 'fit'}")
+    return 0 if any(each.fits for _, each in found.values()) else 1
 
 
-def _number(
-    what: str, possible: Callable[[float], bool], kind: Callable[[float], float] = float, units: str = ""
-) -> Callable[[str], float]:
-    """A parser of a finite number; a letter of `units` at its end stands for another factor of a thousand."""
+def _to_dict(spec: RunSpec, found: Study) -> dict[str, Any]:
+    """A plan as plain JSON types."""
+    model = {"name": spec.model.name, "model_type": spec.model.config.model_type, "linear": spec.coverage.linear}
+    model |= {"parameters": spec.sizes.total, "active": spec.sizes.active, "masked": spec.sizes.masked}
+    settings: dict[str, Any] = {name: value for name, value in vars(spec.layout).items() if isinstance(value, int)}
+    settings["dtype"] = str(spec.dtype).removeprefix("torch.")
+    return {"deepspeed": spec.arguments.deepspeed, "model": model, "settings": settings, **found.to_dict()}
 
-    def parse(text: str) -> float:
-        power = units.find(text[-1].upper()) + 1 if text else 0
-        try:
-            value = float(text[:-1] if power else text) * 1000**power
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or not possible(value) or (kind is int and value != int(value)):
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        return kind(value)
 
-    return parse
+def _positive(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
+    return float(text)
+
+
+def _tokens(text: str) -> int:
+    """5B, 300M or 5e9 as a number."""
+    power = " KMBT".find(text[-1:].upper())
+    try:
+        value = float(text[:-1] if power > 0 else text) * 1000 ** max(power, 0)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < 1e18:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5B, 300M or 5e9")
+    return round(value)
 
 
 if __name__ == "__main__":

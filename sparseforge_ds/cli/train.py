@@ -1,4 +1,4 @@
-"""`sparseforge train`: the trainer as one process. Its flags are its own (train/arguments.py)."""
+"""`sparseforge train`: the trainer as one process. Its flags are its own (config/arguments.py)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def run(args: argparse.Namespace) -> int:
     if {"-h", "--help"} & set(args.flags):  # without waiting for DeepSpeed to be imported
         argument_parser().print_help()
         raise SystemExit(0)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while that is imported ends us without a traceback
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # while that is imported, both end us without a traceback
     from sparseforge_ds.train.run import main
 
     return main(args.flags)

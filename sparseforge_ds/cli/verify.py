@@ -5,25 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparseforge_ds.export.patterns_found import PatternsFound
     from sparseforge_ds.export.verify import FolderReport
 
 _EPILOG = """\
 A folder that consolidate or export wrote says in its sparsity.json what it must be. For any other one give --pattern:
 then every prunable weight (of an unknown family: every matrix of a numbered layer) must be in it. Without both, the
-patterns that each matrix satisfies are listed, and the folder passes only if the matrices of all layers have one in
-common: a dense model does not pass.
+usual patterns are tried, and the table is of the strictest that all these weights are in, or of the nearest one: a
+dense model does not pass.
 
-exit code: 0 all in order; 1 a violation, or no pattern in common; 2 the folder cannot be read
+exit code: 0 all in order; 1 a violation; 2 the folder cannot be read
 
 examples:
   sparseforge verify models/qwen3_14b_2to4 --json report.json
-  sparseforge verify models/from_elsewhere                      # which patterns are there?
+  sparseforge verify models/from_elsewhere                      # in which pattern is it?
   sparseforge verify models/from_elsewhere --pattern 2:4
 """
 
@@ -39,7 +37,7 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder with safetensors")
-    parser.add_argument("--pattern", help="like 2:4 (default: what sparsity.json says)")
+    parser.add_argument("--pattern", help="like 2:4 (default: what sparsity.json says, or the strictest)")
     parser.add_argument("--json", metavar="FILE", help="also write the report to a file")
     parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
     parser.set_defaults(run=run)
@@ -47,44 +45,20 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, print the table, and say it in the exit code."""
-    from sparseforge_ds.export.patterns_found import find_patterns
     from sparseforge_ds.export.verify import check_folder
     from sparseforge_ds.export.workers import default_workers
     from sparseforge_ds.mask.pattern import parse_pattern
 
     pattern = None if args.pattern is None else parse_pattern(args.pattern)
     workers = default_workers() if args.workers is None else args.workers
-    told = pattern is not None or (Path(args.model) / "sparsity.json").exists()
-    report: FolderReport | PatternsFound
-    if told:
-        report = checked = check_folder(args.model, pattern, sys.stderr.isatty(), workers)
-        _save(args.json, checked.to_dict())
-        _print_table(checked)
-    else:
-        report = found = find_patterns(args.model, workers, sys.stderr.isatty())
-        _save(args.json, found.to_dict())
-        _print_found(found)
+    report = check_folder(args.model, pattern, sys.stderr.isatty(), workers)
+    if args.json is not None:
+        try:
+            Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+    _print_table(report)
     return 0 if report.ok else 1
-
-
-def _save(path: str | None, content: dict[str, Any]) -> None:
-    if path is None:
-        return
-    try:
-        Path(path).write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(f"--json {path}: cannot be written ({error})") from None
-
-
-def _print_found(report: PatternsFound) -> None:
-    width = max((len(matrix.name) for matrix in report.matrices), default=6)
-    print(f"{'matrix':<{width}}  {'shape':>20}  strictest pattern")
-    for matrix in report.matrices:
-        print(f"{matrix.name:<{width}}  {' x '.join(map(str, matrix.shape)):>20}  {matrix}")
-    found = Counter(str(matrix) for matrix in report.matrices if matrix.in_layer)
-    print(f"in layers: {', '.join(f'{count} {kind}' for kind, count in found.most_common()) or 'no matrix'}")
-    common = report.common
-    print("not one pattern: NOT OK" if common is None else f"all matrices of layers are {common}: OK")
 
 
 def _print_table(report: FolderReport) -> None:

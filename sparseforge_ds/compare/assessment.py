@@ -6,7 +6,7 @@ import json
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,9 +50,15 @@ class Evaluator:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
         first = next(iter(config.methods.values()))
         self.pruned = SparseForgeConfig.from_dict(config.block(first, config.budgets[0]))
-        self._dtype = config.dtype
+        self._dtype = "auto"
         self._loading = threading.Lock()  # transformers sets what is global while it loads
         self._magnitude: dict[str, np.ndarray] = {}
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What a perplexity depends on besides the model."""
+        protocols = [self.config.validation_text.protocol, self.config.test_text.protocol]
+        return {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
 
     def baselines(self, known: dict[str, Any]) -> Baselines:
         """Measure the dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight.
@@ -60,13 +66,11 @@ class Evaluator:
         Args:
             known: what an earlier start has measured; empty at the first.
         """
-        model = load_model(self.config.model, self._dtype)
+        model = load_model(self.config.model, "auto")
         self._dtype = str(model.dtype).removeprefix("torch.")
         dense = None if known else self._perplexities(model)
         prune_by_magnitude(model, self.pruned.parsed_pattern, self.pruned)
-        weights = prunable_weights(model, self.pruned)
-        parameters = dict(model.named_parameters())
-        self._magnitude = {weight.name: _packed(parameters[weight.name]) for weight in weights}
+        self._magnitude = {w.name: _packed(model.get_parameter(w.name)) for w in prunable_weights(model, self.pruned)}
         if dense is None:
             return Baselines(**known)
         return Baselines(*dense, *self._perplexities(model), self._dtype, self.pruned.pattern)
@@ -96,31 +100,24 @@ class Evaluator:
         # peft calls what an adapter is put on a base layer
         parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
         pruned = json.loads((folder / "sparsity.json").read_text())["weights"]
-        agreement = {
-            name: _shared(_packed(parameters[name]), magnitude)
-            for name, magnitude in self._magnitude.items()
-            if name in pruned
-        }
-        found = self._measure(model, self.texts.validation, self.texts.validation_protocol)
-        return {"validation_perplexity": found, "agreement": agreement}
+        agreement = {n: _shared(_packed(parameters[n]), bits) for n, bits in self._magnitude.items() if n in pruned}
+        return {"validation_perplexity": self._perplexity(model, "validation"), "agreement": agreement}
 
     def test(self, folder: Path) -> float:
         """Perplexity on the test text."""
-        return self._measure(self._load(folder), self.texts.test, self.texts.test_protocol)
+        return self._perplexity(self._load(folder), "test")
 
     def _load(self, folder: Path) -> PreTrainedModel:
         with self._loading:
             return load_model(str(folder), self._dtype, adapter_of(str(folder), None))
 
     def _perplexities(self, model: PreTrainedModel) -> tuple[float, float]:
-        texts = self.texts
-        return (
-            self._measure(model, texts.validation, texts.validation_protocol),
-            self._measure(model, texts.test, texts.test_protocol),
-        )
+        return self._perplexity(model, "validation"), self._perplexity(model, "test")
 
-    def _measure(self, model: PreTrainedModel, documents: list[str], protocol: Protocol) -> float:
-        length, batch = self.config.evaluation_length, self.config.evaluation_batch
+    def _perplexity(self, model: PreTrainedModel, which: Literal["validation", "test"]) -> float:
+        config, documents = self.config, getattr(self.texts, which)
+        protocol: Protocol = getattr(config, f"{which}_text").protocol
+        length, batch = config.evaluation_length, config.evaluation_batch
         return measure(model, self.tokenizer, documents, protocol, length, batch_size=batch).perplexity
 
 

@@ -1,14 +1,44 @@
-"""One HTML page with the table and the figures in it: a file that can be sent to somebody."""
+"""What is made of the rows: a table, figures, and both in one HTML page, a file that can be sent to somebody."""
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from sparseforge_ds.compare.figures import Drawn
-from sparseforge_ds.compare.table import Table
+from sparseforge_ds.compare.figures import Drawn, draw
+from sparseforge_ds.compare.records import write_text
+from sparseforge_ds.compare.settings import CompareConfig
+from sparseforge_ds.compare.summary import Table, legend_lines, markdown, results_table, selection_table, summarize
+
+
+def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], notes: list[str], pattern: str) -> str:
+    """Write `table.md`, the figures and `index.html`, and return the first.
+
+    Args:
+        out: folder of the comparison.
+        config: the grid.
+        rows: of `records.write_rows`.
+        notes: sentences about the texts.
+        pattern: for the title.
+    """
+    lines = summarize(rows, config.compared_with)
+    table = markdown(lines, rows, config, notes)
+    write_text(out / "table.md", table)
+    stored = ((row["run"], out / "histories" / f"{row['run']}.json") for row in rows if row["kind"] == "result")
+    histories = {name: json.loads(path.read_text()) for name, path in stored if path.exists()}
+    figures = draw(lines, rows, histories, out / "figures")
+    tables = [each for each in (results_table(lines, config), selection_table(rows, config)) if each is not None]
+    words = [*legend_lines(lines, config), *notes]
+    title = f"Comparison on {Path(config.model).name}, {pattern}"
+    commands = [row["command"] for row in rows if row["command"]]
+    text = (out / "config.json").read_text()
+    write_text(out / "index.html", page(title, tables, words, figures, text, commands))
+    return table
 
 
 def page(
@@ -23,7 +53,7 @@ def page(
 
     Args:
         title: its heading.
-        tables: `table.results_table` and `table.selection_table`; a cell in ** is bold.
+        tables: `summary.results_table` and `summary.selection_table`; a cell in ** is bold.
         words: paragraphs below the first table.
         figures: PNG files, which are put into the page.
         config: CONFIG as text.

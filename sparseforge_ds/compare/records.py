@@ -1,11 +1,20 @@
-"""What is known of each run of a comparison, as files that are there whole or not at all."""
+"""What is known of each run of a comparison, as files that are there whole or not at all, and the rows made of it."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from sparseforge_ds.compare.assessment import Baselines
+from sparseforge_ds.compare.runs import at_the_edge, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.compare.settings import CompareConfig
+
+_FOUND = ("validation_perplexity", "test_perplexity", "diverged", "sparsity", "seconds", "resumed", "agreement")
+"""What a row takes from a record."""
 
 
 class Records:
@@ -58,6 +67,58 @@ class Records:
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Keep a record."""
         write_text(self.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
+
+
+def settled(record: Mapping[str, Any]) -> bool:
+    """Whether a run is trained and measured, or known to diverge."""
+    return "validation_perplexity" in record or "diverged" in record
+
+
+def write_rows(
+    out: Path, config: CompareConfig, baselines: Baselines, records: Records, chosen: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done.
+
+    Args:
+        out: folder of the comparison.
+        config: the grid.
+        baselines: the first two rows.
+        records: what is known of the runs.
+        chosen: the learning rate of every method; empty before they are chosen.
+    """
+    values = asdict(baselines)
+    rows: list[dict[str, Any]] = []
+    row: dict[str, Any]
+    for kind, name, which in (("dense", "dense", "dense"), ("one_shot", "one-shot magnitude", "magnitude")):
+        row = {"kind": kind, "method": name, "run": None, "seed": None, "steps": 0, "tokens": 0}
+        row |= {"learning_rate": None, "decides": False, "chosen": False}
+        row |= {f"{text}_perplexity": values[f"{which}_{text}"] for text in ("validation", "test")}
+        rows.append({**row, "seconds": None, "command": None})
+    deciding, untrained = selection_runs(config), one_shot_runs(config)
+    counting = result_runs(config, chosen) if chosen else []
+    for run in unique([*deciding, *untrained, *counting]):
+        record = records.read(run.name) or {}
+        if not settled(record):
+            continue
+        row = {
+            "kind": "one_shot" if not run.trained else "result" if run in counting else "tried",
+            "method": run.method.name,
+            "run": run.name,
+            "seed": run.seed,
+            "steps": run.steps,
+            "tokens": run.steps * config.batch * config.seq_length if run.trained else 0,
+            "learning_rate": run.learning_rate if run.trained else None,
+            "decides": run in deciding,
+            "chosen": chosen.get(run.method.name) == run.learning_rate,
+            "at_the_edge": run.trained and at_the_edge(run.method, run.learning_rate),
+            **{key: record.get(key) for key in _FOUND},
+            "settings": run.method.block,
+            "flags": run.method.flags,
+            "command": run.command(config, out / "runs" / run.name),
+        }
+        rows.append(row)
+    write_text(out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
 
 
 def write_text(path: Path, content: str) -> None:

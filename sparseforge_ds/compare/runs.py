@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -68,8 +69,7 @@ class Run:
 def selection_runs(config: CompareConfig) -> list[Run]:
     """Runs that decide a learning rate: none where there is nothing to choose from."""
     return [
-        Run(method, rate, config.first_seed, steps)
-        for steps in config.selection_budgets
+        Run(method, rate, config.seeds[0], config.budgets[0])
         for method in config.methods.values()
         if len(method.learning_rates) > 1
         for rate in method.learning_rates
@@ -85,18 +85,18 @@ def one_shot_runs(config: CompareConfig) -> list[Run]:
     ]
 
 
-def result_runs(config: CompareConfig, chosen: Mapping[tuple[str, int], float]) -> list[Run]:
-    """Runs that count, with the chosen learning rate by method and budget."""
+def result_runs(config: CompareConfig, chosen: Mapping[str, float]) -> list[Run]:
+    """Runs that count, with the chosen learning rate of every method."""
     return [
-        Run(method, chosen[method.name, steps], seed, steps)
+        Run(method, chosen[method.name], seed, steps)
         for steps in config.budgets
         for seed in config.seeds
         for method in config.methods.values()
     ]
 
 
-def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple[str, int], float]:
-    """The learning rate of every method at every budget: the lowest perplexity on the validation text.
+def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict[str, float]:
+    """The learning rate of every method: the lowest perplexity on the validation text.
 
     Args:
         config: the grid.
@@ -105,17 +105,15 @@ def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict
     Raises:
         ValueError: a method diverges at all of its learning rates.
     """
-    chosen = {}
-    for method in config.methods.values():
-        for steps in config.budgets:
-            at = steps if config.select_at == "each" else config.budgets[0]
-            rate = method.learning_rates[0]
-            if len(method.learning_rates) > 1:
-                found = {r: validation[Run(method, r, config.first_seed, at).name] for r in method.learning_rates}
-                rate = min(found, key=lambda r: found[r])
-                if found[rate] == float("inf"):
-                    raise ValueError(f"methods.{method.name}: diverges at all learning rates; add lower ones")
-            chosen[method.name, steps] = rate
+    chosen = {name: method.learning_rates[0] for name, method in config.methods.items()}
+    tried: dict[str, list[Run]] = {}
+    for run in selection_runs(config):
+        tried.setdefault(run.method.name, []).append(run)
+    for name, runs in tried.items():
+        best = min(runs, key=lambda run: validation[run.name])
+        if math.isinf(validation[best.name]):
+            raise ValueError(f"methods.{name}: diverges at all learning rates; add lower ones")
+        chosen[name] = best.learning_rate
     return chosen
 
 

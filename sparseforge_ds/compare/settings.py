@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
+from sparseforge_ds.config.block import method_name
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.strict import build, merge
 
 Protocol = Literal["documents", "windows"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
 _OURS = (
-    *("deepspeed", "model", "dataset", "text_field", "max_steps", "seq_length", "output_dir"),
+    *("deepspeed", "model", "dataset", "text_field", "max_steps", "seq_length", "output_dir", "allow_dense"),
     *("learning_rate", "save_every", "keep_checkpoints", "seed", "resume", "global_batch"),
+    *NOT_OF_A_RUN,
 )
-"""Run flags that the grid decides."""
-_FLAGS = tuple(field.name for field in fields(RunArguments) if field.name not in NOT_OF_A_RUN)
+"""Run flags that the grid or the base decides, or that are none of a run."""
 _LEAST = {
     **dict.fromkeys(("seq_length", "batch", "workers", "ranks", "threads", "budgets"), 1),
     **dict.fromkeys(("evaluation_length", "evaluation_batch"), 1),
-    **dict.fromkeys(("seeds", "selection_seed", "save_every", "points"), 0),
+    **dict.fromkeys(("seeds", "save_every", "points"), 0),
 }
 """The smallest value of every integer."""
 
@@ -37,6 +37,11 @@ class HeldOut:
     path: str
     documents: tuple[int, int | None] = (0, None)
     """First document, and the one before which it ends; null: to the end."""
+
+    @property
+    def protocol(self) -> Protocol:
+        """How perplexity is measured on it (`evaluate.perplexity`)."""
+        return "documents" if self.path.endswith(".jsonl") else "windows"
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,12 @@ class CompareConfig:
     methods: dict[str, Method]
     """Trained methods, by name: keys of the `sparseforge` block, and `flags` and `learning_rates` of their own."""
     learning_rates: tuple[float, ...]
-    """The grid for each method."""
+    """The grid for each method, of which one is chosen at the smallest budget with the first seed."""
     seeds: tuple[int, ...]
     budgets: tuple[int, ...]
     """Optimizer steps."""
     one_shot: dict[str, Method] = field(default_factory=dict)
     """Methods that prune and do not train: one run a seed, no budget, no learning rate."""
-    select_at: Literal["smallest", "each"] = "smallest"
-    """The budget at which a learning rate is chosen: the smallest, for all; or each for itself."""
-    selection_seed: int | None = None
-    """Seed of the runs that choose the learning rate; null: the first of `seeds`."""
     reference: str | None = None
     """The method that all others are compared with, seed by seed; null: the first."""
     seq_length: int = 256
@@ -98,25 +99,11 @@ class CompareConfig:
     """Measurements of mask values in a run, and half as many of the gap, which cost two forwards each; 0: none."""
     text_field: str = "text"
     """Field of a record that holds the text."""
-    dtype: str = "auto"
-    """Of every model that is measured, the dense one too; auto: what the dense model is stored in."""
-    protocol: Protocol | None = None
-    """How perplexity is measured (sparseforge_ds.evaluate.perplexity); null: documents for .jsonl, else windows."""
     evaluation_length: int | None = None
     """Tokens of a window, or of a document at most; null: what the model can."""
     evaluation_batch: int = 8
     keep_models: bool = True
     """Whether the exported model of every run that counts stays."""
-
-    @property
-    def selection_budgets(self) -> tuple[int, ...]:
-        """Budgets at which learning rates are chosen."""
-        return self.budgets if self.select_at == "each" else self.budgets[:1]
-
-    @property
-    def first_seed(self) -> int:
-        """Seed of the runs that choose."""
-        return self.seeds[0] if self.selection_seed is None else self.selection_seed
 
     @property
     def compared_with(self) -> str:
@@ -143,11 +130,8 @@ def read_config(path: str) -> CompareConfig:
         if not isinstance(content, dict):
             raise ValueError("not a JSON object with keys")
         folder = Path(path).parent
-        for text in ("validation_text", "test_text"):
-            if isinstance(content.get(text), str):
-                content[text] = {"path": content[text]}
         if isinstance(content.get("base"), str):
-            base = _place(content["base"], "base", folder, file=True)
+            base = _place(content["base"], "base", folder)
             content["base"] = read_json(base, f"base {base}")
         for kind in ("methods", "one_shot"):
             if isinstance(content.get(kind), dict):
@@ -165,7 +149,7 @@ def one_shot_steps(method: Method) -> int:
     A preset with a fixed mask is a trainer like any other and needs a step; its learning rate is then too small to
     matter.
     """
-    return int(method.block.get("max_steps", 0 if "method" in method.block else 1))
+    return int(method.block.get("max_steps", int(method_name(method.block) == "sparseforge")))
 
 
 def _split(kind: str, name: str, entry: Any) -> Any:
@@ -184,12 +168,9 @@ def _split(kind: str, name: str, entry: Any) -> Any:
 def _located(config: CompareConfig, folder: Path) -> CompareConfig:
     """With paths as seen from the working directory, sorted budgets and rates, and every method's own rates."""
 
-    def flags(given: dict[str, Any], where: str) -> dict[str, Any]:
-        return {name: _flag(name, value, where, folder) for name, value in given.items()}
-
     def method(kind: str, found: Method) -> Method:
         rates = tuple(sorted(found.learning_rates or config.learning_rates))
-        return replace(found, flags=flags(found.flags, f"{kind}.{found.name}.flags"), learning_rates=rates)
+        return replace(found, flags=_flags(found.flags, f"{kind}.{found.name}.flags", folder), learning_rates=rates)
 
     def held_out(where: str) -> HeldOut:
         text: HeldOut = getattr(config, where)
@@ -202,10 +183,9 @@ def _located(config: CompareConfig, folder: Path) -> CompareConfig:
         validation_text=held_out("validation_text"),
         test_text=held_out("test_text"),
         text_field=_expand(config.text_field, "text_field"),
-        dtype=_expand(config.dtype, "dtype"),
         budgets=tuple(sorted(config.budgets)),
         learning_rates=tuple(sorted(config.learning_rates)),
-        flags=flags(config.flags, "flags"),
+        flags=_flags(config.flags, "flags", folder),
         methods={name: method("methods", found) for name, found in config.methods.items()},
         one_shot={name: method("one_shot", found) for name, found in config.one_shot.items()},
     )
@@ -251,17 +231,12 @@ def _check(config: CompareConfig) -> None:
         raise ValueError(f"methods of different patterns ({', '.join(sorted(patterns))}): compare one at a time")
 
 
-def _flag(name: str, value: Any, where: str, folder: Path) -> Any:
-    if name in _OURS:
-        raise ValueError(f"{where}.{name}: the grid decides it; remove it")
-    if name not in _FLAGS:
-        (near,) = difflib.get_close_matches(name, _FLAGS, n=1, cutoff=0.0)
-        raise ValueError(f"{where}.{name}: no flag of a run; did you mean {near!r}?")
-    if not isinstance(value, (str, int, float)):
-        raise ValueError(f"{where}.{name} = {value!r}: use a string, a number, or true")
-    if not isinstance(value, str):
-        return value
-    return _place(value, f"{where}.teacher", folder) if name == "teacher" else _expand(value, f"{where}.{name}")
+def _flags(given: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:
+    if ours := [name for name in given if name in _OURS]:
+        raise ValueError(f"{where}.{ours[0]}: the grid or its base decides it; remove it")
+    build(RunArguments, {"deepspeed": "", **given}, where)  # for its errors
+    found = {n: _expand(value, f"{where}.{n}") if isinstance(value, str) else value for n, value in given.items()}
+    return found | ({"teacher": _place(given["teacher"], f"{where}.teacher", folder)} if "teacher" in given else {})
 
 
 def _expand(text: str, where: str) -> str:
@@ -271,19 +246,11 @@ def _expand(text: str, where: str) -> str:
     return expanded
 
 
-def _place(text: str, where: str, folder: Path, file: bool = False) -> str:
+def _place(text: str, where: str, folder: Path) -> str:
     """A path of the file, from the working directory; what names none, like a hub id or a built-in text, as it is."""
     expanded = _expand(text, where)
     kind, path = ("stream:", expanded[7:]) if expanded.startswith("stream:") else ("", expanded)
     if Path(path).is_absolute() or text.removeprefix("stream:").startswith("$"):
         return expanded
-    there = folder / path
-    if there.exists():
-        return f"{kind}{there}"
-    if Path(path).exists():  # which it once meant
-        raise ValueError(
-            f"{where} = {text!r}: paths are read from the folder of CONFIG, where there is none; "
-            f"write {kind + os.path.relpath(path, folder)!r}"
-        )
-    is_file = file or path.startswith(".") or Path(path).suffix in (".json", ".jsonl", ".txt")
-    return f"{kind}{there}" if is_file else expanded
+    is_file = path.startswith(".") or Path(path).suffix in (".json", ".jsonl", ".txt")
+    return f"{kind}{folder / path}" if is_file or (folder / path).exists() else expanded

@@ -23,7 +23,7 @@ import queue
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -35,8 +35,8 @@ from tqdm import tqdm
 
 from sparseforge_ds.compare.assessment import Baselines, Evaluator
 from sparseforge_ds.compare.history import read_history
-from sparseforge_ds.compare.records import Records, write_text
-from sparseforge_ds.compare.results import settled, write_pages, write_rows
+from sparseforge_ds.compare.page import write_pages
+from sparseforge_ds.compare.records import Records, settled, write_rows, write_text
 from sparseforge_ds.compare.runs import Run, choose_rates, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.compare.texts import read_texts
@@ -73,7 +73,7 @@ class Study:
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
-        self.chosen: dict[tuple[str, int], float] = {}
+        self.chosen: dict[str, float] = {}
         for name in ("runs", "models", "histories"):
             (out / name).mkdir(parents=True, exist_ok=True)
 
@@ -92,20 +92,20 @@ class Study:
             self.baselines = self._baselines()
             deciding, untrained = selection_runs(config), one_shot_runs(config)
             self._do_all([*deciding, *untrained], {run.name for run in untrained})
-            validation = {run.name: self._validation(run) for run in deciding}
+            records = {run.name: self.records.read(run.name) or {} for run in deciding}
+            validation = {name: record.get("validation_perplexity", math.inf) for name, record in records.items()}
             self.chosen = choose_rates(config, validation)
             counting = result_runs(config, self.chosen)
             names = {run.name for run in [*counting, *untrained]}
-            for run in deciding:
-                if run.name not in names:
-                    shutil.rmtree(self.out / "models" / run.name, ignore_errors=True)
+            for name in records.keys() - names:
+                shutil.rmtree(self.out / "models" / name, ignore_errors=True)
             self._do_all(counting, names)
             return write_pages(self.out, config, self._write_rows(), self.texts.notes, self.baselines.pattern)
 
     def _baselines(self) -> Baselines:
-        pruned, length = self.evaluator.pruned, self.config.evaluation_length
-        wanted: dict[str, Any] = {"model": self.config.model, "dtype": self.config.dtype, "texts": self.texts.identity}
-        wanted |= {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude, "length": length}
+        pruned = self.evaluator.pruned
+        wanted = {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude}
+        wanted = {"model": self.config.model, **wanted, **self.evaluator.conditions}
         record = self.records.open(_BASELINES, wanted)
         found = self.evaluator.baselines(record.get("found", {}))
         self.records.write(_BASELINES, {**record, "found": asdict(found)})
@@ -129,18 +129,15 @@ class Study:
 
         bar = tqdm(total=len(runs), unit="run", disable=not sys.stderr.isatty(), file=sys.stderr)
         with bar, ThreadPoolExecutor(self.config.workers) as pool:
-            pending: list[Future[str]] = []
             try:
-                pending = [pool.submit(work, run) for run in runs]
-                for done in as_completed(pending):
+                for done in as_completed([pool.submit(work, run) for run in runs]):
                     if news := done.result():
                         bar.write(news, file=sys.stdout if bar.disable else sys.stderr)
                     bar.update()
                     self._write_rows()
             except BaseException as error:
                 self.trainer.stop()
-                for future in pending:
-                    future.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
                 if isinstance(error, StoppedError):
                     raise ValueError("a run was stopped from outside, and saved; the same command goes on") from None
                 raise
@@ -161,7 +158,7 @@ class Study:
             self.records.write(run.name, record)
             news.append("diverged" if "diverged" in record else f"validation {record['validation_perplexity']:.4g}")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        if counts and "test_perplexity" not in record and "diverged" not in record:
+        if untested and "diverged" not in record:
             record["test_perplexity"] = self.evaluator.test(model)
             self.records.write(run.name, record)
             news.append(f"test {record['test_perplexity']:.4g}")
@@ -175,22 +172,17 @@ class Study:
         except RunDivergedError as error:
             return {"diverged": str(error)}
         if run.trained:
-            history = read_history(folder)
-            write_text(self.out / "histories" / f"{run.name}.json", json.dumps(history) + "\n")
-        sparsity = self.evaluator.export(folder, model)
-        found = {"sparsity": sparsity, "seconds": result.get("seconds"), "resumed": resumed}
+            write_text(self.out / "histories" / f"{run.name}.json", json.dumps(read_history(folder)) + "\n")
+        found = {"sparsity": self.evaluator.export(folder, model), "seconds": result.get("seconds"), "resumed": resumed}
         return found | self.evaluator.validate(model)
 
     def _wanted(self, run: Run) -> dict[str, Any]:
         config = self.config
-        measured = {"dtype": self.baselines.dtype, "length": config.evaluation_length, "texts": self.texts.identity}
+        measured = {"dtype": self.baselines.dtype, **self.evaluator.conditions}
         json_of_run = run.deepspeed(config)
         # What the block means, too: defaults may change between two releases that go on with one study.
         meant = json.loads(json.dumps(SparseForgeConfig.from_dict(json_of_run["sparseforge"]).comparable()))
         return {**run.flags(config), "json": json_of_run, "meant": meant, "ranks": config.ranks, "measured": measured}
-
-    def _validation(self, run: Run) -> float:
-        return float((self.records.read(run.name) or {}).get("validation_perplexity", math.inf))
 
     def _write_rows(self) -> list[dict[str, Any]]:
         return write_rows(self.out, self.config, self.baselines, self.records, self.chosen)

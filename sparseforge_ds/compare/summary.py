@@ -1,12 +1,15 @@
-"""Statistics of a comparison: means and deviations over seeds, and differences seed by seed."""
+"""Means and deviations over seeds, differences seed by seed, and the tables and words that say them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+
+from sparseforge_ds.compare.settings import CompareConfig
 
 Row = Mapping[str, Any]
 """A line of results.jsonl."""
@@ -57,3 +60,75 @@ def spread(mean: float, deviation: float, sign: str = "") -> str:
     if not math.isfinite(mean):
         return "" if sign else "diverged"
     return f"{mean:{sign}.4g}" + ("" if math.isnan(deviation) else f" ± {deviation:.2g}")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text."""
+
+    head: list[str]
+    rows: list[list[str]]
+
+    def __str__(self) -> str:
+        """Markdown."""
+        lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def markdown(lines: pd.DataFrame, rows: Sequence[Row], config: CompareConfig, notes: Sequence[str]) -> str:
+    """The page `table.md`, with notes about the texts."""
+    tried = selection_table(rows, config)
+    listed = "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
+    legend = "\n".join(legend_lines(lines, config)) + "\n"
+    return f"{results_table(lines, config)}\n{legend}{listed}\n" + (f"\n{tried}" if tried else "")
+
+
+def results_table(lines: pd.DataFrame, config: CompareConfig) -> Table:
+    """A row for every line of the summary."""
+    head = ["method", "tokens", "learning rate", "seeds", "validation", "test", f"test minus {config.compared_with}"]
+    return Table([*head, "training"], [_cells(line) for line in lines.itertuples()])
+
+
+def _cells(line: Any) -> list[str]:
+    return [
+        line.method,
+        f"{line.tokens:,}" if line.kind == "result" else "",
+        "" if math.isnan(line.learning_rate) else f"{line.learning_rate:g}{' (edge)' if line.at_the_edge else ''}",
+        "" if line.kind == "dense" else str(line.seeds),
+        spread(line.validation, line.validation_deviation),
+        spread(line.test, line.test_deviation),
+        spread(line.behind, line.behind_deviation, "+"),
+        "" if math.isnan(line.seconds) else f"{line.seconds:,.0f} s",
+    ]
+
+
+def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
+    """What one must know to read the table."""
+    first, one = config.seeds[0], len(config.seeds) == 1
+    over = f"of seed {first} alone" if one else "mean ± sample standard deviation over seeds"
+    legend = [
+        f"Perplexity per token, {over}. At the same budget and seed all methods read the same tokens in the same "
+        f"order. Learning rates were chosen on the validation text, at {config.budgets[0]} steps, seed {first}; "
+        "nothing was chosen on the test text. Differences are taken seed by seed."
+    ]
+    if lines["at_the_edge"].any():
+        legend.append("(edge): the smallest or the largest of the grid; a better one may lie outside.")
+    return legend
+
+
+def selection_table(rows: Sequence[Row], config: CompareConfig) -> Table | None:
+    """Validation perplexity of every learning rate that was tried."""
+    tried = pd.DataFrame([row for row in rows if row["decides"]])
+    if tried.empty:
+        return None
+    tried["shown"] = [_tried(row) for row in tried.to_dict("records")]
+    cells = tried.pivot(index="method", columns="learning_rate", values="shown").fillna("")
+    head = ["validation perplexity at learning rate", "steps", *(f"{rate:g}" for rate in cells.columns)]
+    steps = str(config.budgets[0])
+    return Table(head, [[name, steps, *cells.loc[name]] for name in config.methods if name in cells.index])
+
+
+def _tried(row: Row) -> str:
+    value = row["validation_perplexity"]
+    shown = "diverged" if value is None or math.isnan(value) else f"{value:.4g}"
+    return f"**{shown}**" if row["chosen"] else shown

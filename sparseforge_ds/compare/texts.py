@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparseforge_ds.compare.settings import CompareConfig, HeldOut, Protocol
+from sparseforge_ds.compare.settings import CompareConfig, HeldOut
 from sparseforge_ds.evaluate.text import read_documents
 
 
@@ -17,16 +17,13 @@ class Texts:
 
     validation: list[str]
     test: list[str]
-    validation_protocol: Protocol
-    test_protocol: Protocol
     notes: list[str]
     """What a reader of the result should know about them."""
 
     @property
     def identity(self) -> str:
         """Changes when a text does."""
-        content = json.dumps([self.validation, self.test, self.validation_protocol, self.test_protocol])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([self.validation, self.test]).encode()).hexdigest()[:16]
 
 
 def read_texts(config: CompareConfig) -> Texts:
@@ -41,13 +38,7 @@ def read_texts(config: CompareConfig) -> Texts:
             f"validation_text and test_text have {len(common)} documents in common, first {min(common)[:60]!r}; "
             "nothing may be chosen on the test text: give parts that do not overlap"
         )
-    return Texts(
-        validation,
-        test,
-        _protocol(config, config.validation_text),
-        _protocol(config, config.test_text),
-        _also_in_training(config, {"validation": validation, "test": test}),
-    )
+    return Texts(validation, test, _also_in_training(config, {"validation": validation, "test": test}))
 
 
 def _documents(config: CompareConfig, where: str) -> list[str]:
@@ -61,10 +52,6 @@ def _documents(config: CompareConfig, where: str) -> list[str]:
     if not chosen or (end is not None and len(documents) < end):
         raise ValueError(f"{where} = {text.path}, documents {first} to {end}: there are {len(documents)}")
     return chosen
-
-
-def _protocol(config: CompareConfig, text: HeldOut) -> Protocol:
-    return config.protocol or ("documents" if text.path.endswith(".jsonl") else "windows")
 
 
 def _also_in_training(config: CompareConfig, held_out: dict[str, list[str]]) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import multiprocessing
 import os
 import random
 import shutil
+import signal
 import socket
+import sys
 import threading
 import time
 from multiprocessing.connection import wait
@@ -18,8 +21,10 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.compare.rank import PRELOADED, train_rank
-
+_PRELOADED = ["sparseforge_ds.train.run"]
+"""What the fork server has imported before it starts a rank, which spares every run some seconds."""
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 _GRACE = 120.0
 """Seconds that ranks get to save and end after SIGTERM."""
 _STOPPED = 143
@@ -47,12 +52,11 @@ class Trainer:
         self.threads = threads
         self.data = data
         self._stop = threading.Event()
-        self._first = threading.Lock()
         # A fork of a process that has spoken to CUDA cannot.
         kind = "spawn" if torch.cuda.is_available() else "forkserver"
         self._context: Any = multiprocessing.get_context(kind)
         if kind == "forkserver":
-            self._context.set_forkserver_preload(PRELOADED)
+            self._context.set_forkserver_preload(_PRELOADED)
 
     def stop(self) -> None:
         """End all trainings; they save."""
@@ -85,10 +89,7 @@ class Trainer:
             self.data.mkdir(exist_ok=True)
             (folder / "data").symlink_to(os.path.relpath(self.data, folder), target_is_directory=True)
         words = [*arguments, "--resume"] if resumed else arguments
-        with self._first:  # one run at a time reads the text, until the cache is there
-            processes = self._start(words, log, slot)
-            while not self._prepared(folder) and not self._ended(processes, 0.1):
-                pass
+        processes = self._start(words, log, slot)
         while not self._ended(processes, 0.5):
             pass
         result = _result_of(folder)
@@ -120,10 +121,6 @@ class Trainer:
             _end(running)
         return all(process.exitcode is not None for process in processes)
 
-    def _prepared(self, folder: Path) -> bool:
-        cached = self.data is None or any(self.data.glob("*.json"))
-        return cached or (folder / "sparseforge.json").exists()
-
     def _judge(self, codes: list[int | None], result: dict[str, Any], log: Path) -> None:
         if all(code == 0 for code in codes):
             return
@@ -135,6 +132,28 @@ class Trainer:
         said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
         what = said or f"its processes ended with {', '.join(map(str, codes))} (-9: killed, often for its memory)"
         raise ValueError(f"the run {log.stem} failed: {what}; its log is {log}")
+
+
+def train_rank(environment: dict[str, str], log: str, threads: int, arguments: list[str]) -> None:
+    """The trainer's own `main` as one rank of a run; ends the process with its exit code.
+
+    Args:
+        environment: RANK and whatever else the launcher of a distributed run sets.
+        log: file that takes what is printed.
+        threads: for operations on the CPU.
+        arguments: the trainer's command line.
+    """
+    # SIGTERM saves: when the comparison is killed its runs stop, and go on from there the next time.
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    from sparseforge_ds.train.run import main
+
+    sys.exit(main(arguments))
 
 
 def _result_of(folder: Path) -> dict[str, Any]:

@@ -1,54 +1,35 @@
 """The `sparseforge` block of a DeepSpeed JSON, the launcher's flags, and what else decides what a run is."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from sparseforge_ds.config.methods import METHODS
+from sparseforge_ds.config.parts import (
+    DistillationConfig,
+    HiddenConfig,
+    LowRankConfig,
+    PermuteConfig,
+    ReconstructionConfig,
+)
+from sparseforge_ds.config.presets import PRESETS
 
 if TYPE_CHECKING:
     from sparseforge_ds.config.block import SparseForgeConfig
-    from sparseforge_ds.config.parts import (
-        CurvatureConfig,
-        DistillationConfig,
-        LowRankConfig,
-        MonitorConfig,
-        PermuteConfig,
-        ScheduleConfig,
-    )
-    from sparseforge_ds.config.presets import METHODS, PRESETS
-    from sparseforge_ds.config.rules import ReconstructionConfig, RefreshConfig, SamplingConfig
-
-# Imported at first use: the help of a command need not wait for torch.
-_WHERE = {
-    "METHODS": "presets",
-    "PRESETS": "presets",
-    "CurvatureConfig": "parts",
-    "DistillationConfig": "parts",
-    "LowRankConfig": "parts",
-    "MonitorConfig": "parts",
-    "PermuteConfig": "parts",
-    "ReconstructionConfig": "rules",
-    "RefreshConfig": "rules",
-    "SamplingConfig": "rules",
-    "ScheduleConfig": "parts",
-    "SparseForgeConfig": "block",
-}
 
 __all__ = [
     "METHODS",
     "PRESETS",
-    "CurvatureConfig",
     "DistillationConfig",
+    "HiddenConfig",
     "LowRankConfig",
-    "MonitorConfig",
     "PermuteConfig",
     "ReconstructionConfig",
-    "RefreshConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
     "SparseForgeConfig",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"sparseforge_ds.config.{_WHERE[name]}"), name)
+    if name == "SparseForgeConfig":  # it imports torch, for which the help of a command need not wait
+        from sparseforge_ds.config.block import SparseForgeConfig
+
+        return SparseForgeConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,6 +31,10 @@ def _flag(default: object, text: str, metavar: str | None = None) -> Any:
     return field(default=default, metadata={"help": text, "metavar": metavar} if metavar else {"help": text})
 
 
+def _list_flag(text: str, metavar: str) -> Any:
+    return field(default_factory=list, metadata={"metavar": metavar, "action": "extend", "help": text})
+
+
 @dataclass(frozen=True)
 class RunArguments:
     """The run flags. A wrong value is a ValueError that names the flag and the cure."""
@@ -47,17 +51,13 @@ class RunArguments:
         "the dense model: a Hugging Face folder, a hub id, or the small model embedded in the package",
     )
     teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
-    dataset: list[str] = field(
-        default_factory=list,
-        metadata={
-            "metavar": "SOURCE[=WEIGHT]",
-            "action": "extend",
-            "help": "training text: .txt, .jsonl, .json, .csv or .tsv (also with .gz, .zst, .bz2 or .xz), .parquet or "
-            ".arrow file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), "
-            "or stdlib, the documentation of Python's standard library (default: stdlib). A hub id, or stream: before "
-            "a path, is tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a "
-            "source's share of the tokens, relative to the others; without weights all have the same",
-        },
+    dataset: list[str] = _list_flag(
+        "training text: .txt, .jsonl, .json, .csv or .tsv (also with .gz, .zst, .bz2 or .xz), .parquet or "
+        ".arrow file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), "
+        "or stdlib, the documentation of Python's standard library (default: stdlib). A hub id, or stream: before "
+        "a path, is tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a "
+        "source's share of the tokens, relative to the others; without weights all have the same",
+        "SOURCE[=WEIGHT]",
     )
     split: str = _flag(
         "train",
@@ -122,14 +122,10 @@ class RunArguments:
         "content, so moved or touched files are the same), or is divided into tokens in another way. What differs is "
         "said. The run reads the new text from its present position on; a stream is first tokenised up to there",
     )
-    allow_dense: list[str] = field(
-        default_factory=list,
-        metadata={
-            "metavar": "PATTERN",
-            "action": "extend",
-            "help": "linear weights that the family table does not know may stay dense where one of these globs names "
-            "them; without, a model with more than 2%% of them is refused. Adds to allow_dense of the block",
-        },
+    allow_dense: list[str] = _list_flag(
+        "linear weights that the family table does not know may stay dense where one of these globs names "
+        "them; without, a model with more than 2%% of them is refused. Adds to allow_dense of the block",
+        "PATTERN",
     )
     activation_checkpointing: bool = _flag(False, "recompute activations in the backward pass to save memory")
     dry_run: bool = _flag(
@@ -144,27 +140,30 @@ class RunArguments:
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
 
     def __post_init__(self) -> None:
-        _require(self.max_steps is None or self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
         for name in ("global_batch", "micro_batch", "gpus"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "use an integer >= 1")
-        _require(0 < self.gpu_memory < float("inf"), "gpu_memory", self.gpu_memory, "use a number of GiB > 0")
         _require(
             self.dry_run or self.gpus is None,
             "gpus",
             self.gpus,
             "it belongs to --dry_run; a run has the GPUs that the launcher gives it (deepspeed --num_gpus, --hostfile)",
         )
-        _require(self.seq_length >= 2, "seq_length", self.seq_length, "use an integer >= 2")
-        rate = self.learning_rate
-        _require(rate is None or 0 < rate < float("inf"), "learning_rate", rate, "use a value > 0, like 1e-4")
-        _require(0 <= self.warmup < 1, "warmup", self.warmup, "use a share of the run, 0 <= share < 1")
-        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a share, 0 <= share <= 1")
-        _require(self.weight_decay is None or self.weight_decay >= 0, "weight_decay", self.weight_decay, "use >= 0")
-        _require(self.save_every >= 0, "save_every", self.save_every, "use an integer >= 0")
-        _require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "use an integer >= 0")
-        _require(self.log_every >= 1, "log_every", self.log_every, "use an integer >= 1")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
+        rate, steps, decay = self.learning_rate, self.max_steps, self.weight_decay
+        for name, sound, cure in (
+            ("max_steps", steps is None or steps >= 0, "use an integer >= 0"),
+            ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),
+            ("seq_length", self.seq_length >= 2, "use an integer >= 2"),
+            ("learning_rate", rate is None or 0 < rate < float("inf"), "use a value > 0, like 1e-4"),
+            ("warmup", 0 <= self.warmup < 1, "use a share of the run, 0 <= share < 1"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "use a share, 0 <= share <= 1"),
+            ("weight_decay", decay is None or decay >= 0, "use >= 0"),
+            ("save_every", self.save_every >= 0, "use an integer >= 0"),
+            ("keep_checkpoints", self.keep_checkpoints >= 0, "use an integer >= 0"),
+            ("log_every", self.log_every >= 1, "use an integer >= 1"),
+            ("seed", 0 <= self.seed < 2**32, "use 0 <= seed < 2^32"),
+        ):
+            _require(sound, name, getattr(self, name), cure)
         for name, values in (("model", [self.model]), ("output_dir", [self.output_dir]), ("dataset", self.dataset)):
             _require(all(values), name, "", "give a value or leave the flag out")
         _require(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparseforge_ds.config.json_file import read_json
-from sparseforge_ds.config.method_rules import check_method, default_of
+from sparseforge_ds.config.methods import METHODS, Method, MethodConfig, SoftMaskConfig, logit_keys
 from sparseforge_ds.config.parts import (
     CurvatureConfig,
     DistillationConfig,
@@ -24,21 +25,12 @@ from sparseforge_ds.config.parts import (
     LowRankConfig,
     MonitorConfig,
     PermuteConfig,
-    ScheduleConfig,
-    Threshold,
-)
-from sparseforge_ds.config.presets import METHODS, PRESETS
-from sparseforge_ds.config.rules import (
-    Method,
     ReconstructionConfig,
-    RefreshConfig,
-    SamplingConfig,
-    logit_keys,
 )
-from sparseforge_ds.config.schedule import check_length, schedule_of
+from sparseforge_ds.config.presets import PRESETS
 from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.strict import build, merge, require
-from sparseforge_ds.mask.anneal import Schedule
+from sparseforge_ds.mask.anneal import MaskSchedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
 
 
@@ -46,10 +38,9 @@ from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
 class SparseForgeConfig:
     """Everything that decides which weights survive. The `sparseforge` block of the DeepSpeed JSON."""
 
-    method: Method = "sparseforge"
-    """Which rule forms the mask: ours, or one that it is compared with."""
-    preset: str = "default"
-    """Named starting point; keys given beside it override it."""
+    method: Method = field(default_factory=SoftMaskConfig)
+    """Which rule forms the mask, ours or one that it is compared with: its name, or an object with the name and the
+    method's own keys. Without a name it is `sparseforge`."""
     max_steps: int = 400
     """Optimizer steps of the whole run, the unit of every fraction below; the launcher's `--max_steps` wins."""
     pattern: str = "2:4"
@@ -57,8 +48,6 @@ class SparseForgeConfig:
     importance: Importance = "fisher"
     """Which curvature the score uses; of other methods than `sparseforge`, what their starting mask goes by, which may
     also be `sparsegpt`."""
-    threshold: Threshold = "midpoint"
-    """tau of the soft gate: between the N-th and (N+1)-th score, or at the N-th as the paper writes it."""
     include: tuple[str, ...] = ()
     """Patterns of weight names (fnmatch); when given, only these are pruned."""
     exclude: tuple[str, ...] = ()
@@ -68,40 +57,36 @@ class SparseForgeConfig:
     `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
     seed: int = 0
     """Seed of probes and of sampled labels."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     permute: PermuteConfig | None = None
     low_rank: LowRankConfig | None = None
     distillation: DistillationConfig | None = field(default_factory=DistillationConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    refresh: RefreshConfig | None = None
-    sampling: SamplingConfig | None = None
     reconstruction: ReconstructionConfig | None = None
 
     def __post_init__(self) -> None:
-        require(self.preset in PRESETS, "preset", self.preset, f"use one of {', '.join(PRESETS)}")
-        require(self.max_steps >= 0, "max_steps", self.max_steps, "use an integer >= 0")
-        parse_pattern(self.pattern)
-        check_method(self)
-        schedule = self.resolved_schedule
-        check_length(self, schedule)
-        require(
+        self._require(self.max_steps >= 0, "max_steps", "use an integer >= 0")
+        if not isinstance(self.method, MethodConfig):
+            raise ValueError(
+                f"SparseForgeConfig(method={self.method!r}) names a method without its settings: write "
+                f'SparseForgeConfig.from_dict({{"method": "{self.method}"}})'
+            )
+        self._check_method()
+        self.method.check_length(self.max_steps)
+        self._require(
             self.importance != "hutchinson" or not self.curvature.per_token or self.curvature.factored is not False,
             "curvature.factored",
-            self.curvature.factored,
             'hutchinson with "per_token": true measures row and column sums only; use true, or "per_token": false',
         )
-        require(
+        self._require(
             not self.curvature.factored or self.factored,
             "curvature.factored",
-            self.curvature.factored,
             f'importance "{self.importance}" has no curvature to take row and column sums of; leave it out, or use '
             'importance "fisher"',
         )
-        require(
+        self._require(
             self.curvature.source != "training" or self.can_listen,
             "curvature.source",
-            self.curvature.source,
             "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
             'training step; leave it out, or use "probe"',
         )
@@ -112,32 +97,51 @@ class SparseForgeConfig:
             )
         if self.low_rank is not None and self.shifts:
             pattern = self.parsed_pattern
-            require(
+            self._require(
                 isinstance(pattern, NM) and self.low_rank.k % pattern.members == 0,
                 "low_rank.k",
-                self.low_rank.k,
                 f"shifted runs are whole groups of the pattern, here {pattern}; use a multiple of the m of an n:m "
                 'pattern, or "shift": false',
             )
-        soft = self.method == "sparseforge" and schedule.freeze_step
-        if self.low_rank is not None and self.low_rank.start is not None and soft:
-            require(
-                self.branch_step >= min(schedule.update_every, schedule.hardening[0] + 1),
+        if self.low_rank is not None and self.low_rank.start is not None and self.soft is not None:
+            schedule = self.soft.schedule(self.max_steps)
+            self._require(
+                self.branch_step >= min(schedule.update_every, schedule.hardening_start + 1),
                 "low_rank.start",
-                self.low_rank.start,
                 f"at step {self.branch_step} of {self.max_steps} no mask has removed anything yet; use null, a later "
                 "start, or more steps",
             )
-        untouched = [
-            key
-            for key in PRESETS[self.preset]
-            if getattr(self, key) == default_of(type(self), key) != PRESETS[self.preset][key]
-        ]
-        if self.preset != "default" and len(untouched) == len(PRESETS[self.preset]):
+
+    def _require(self, condition: bool, key: str, cure: str) -> None:
+        require(condition, key, operator.attrgetter(key)(self), cure)
+
+    def _check_method(self) -> None:
+        """Whether what stands beside the method fits it."""
+        method, importance, of_groups = self.method, self.importance, isinstance(self.parsed_pattern, NM)
+        for key in method.unused:
+            if getattr(self, key) is not None:
+                users = ", ".join(name for name, kind in METHODS.items() if key not in kind.unused)
+                raise ValueError(
+                    f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to null, or '
+                    "leave it out"
+                )
+        if method.name == "maskllm" and not of_groups:
             raise ValueError(
-                f"SparseForgeConfig(preset={self.preset!r}) names a preset without applying it: "
-                f'write SparseForgeConfig.from_dict({{"preset": "{self.preset}"}})'
+                f'sparseforge.pattern = {self.pattern}: method "maskllm" numbers the patterns of a group, too many '
+                "for a tile; use n:m"
             )
+        if importance == "sparsegpt" and (method.name == "sparseforge" or not of_groups):
+            raise ValueError(
+                f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '
+                f'method "{method.name}" and pattern {self.pattern}; use "fisher"'
+            )
+        if self.reconstruction is not None and importance != "sparsegpt":
+            raise ValueError(f'sparseforge.reconstruction: importance "{importance}" does not use it; leave it out')
+
+    @property
+    def soft(self) -> SoftMaskConfig | None:
+        """The method where masks are soft at first: `sparseforge`, unless it freezes them before the first step."""
+        return self.method if self.method.name == "sparseforge" and self.resolved_schedule.freeze_step else None
 
     @property
     def factored(self) -> bool:
@@ -151,7 +155,7 @@ class SparseForgeConfig:
         if self.low_rank is None:
             return False
         if self.low_rank.shift is None:
-            return self.low_rank.start is None and self.method in ("sparseforge", "naive_retrain", "oneshot")
+            return self.low_rank.start is None and self.method.name in ("sparseforge", "naive_retrain", "oneshot")
         return self.low_rank.shift
 
     @property
@@ -180,8 +184,7 @@ class SparseForgeConfig:
     @property
     def can_listen(self) -> bool:
         """Whether the training step says what masks are to be formed by."""
-        soft = self.method == "sparseforge" and self.resolved_schedule.freeze_step > 0
-        return soft and self.importance == "fisher" and self.keeps_sums
+        return self.soft is not None and self.importance == "fisher" and self.keeps_sums
 
     def hears(self, step: int) -> bool:
         """Whether the curvature is measured in optimizer step `step` itself: one of those just before a mask update."""
@@ -194,7 +197,7 @@ class SparseForgeConfig:
     def state_keys(self) -> tuple[str, ...]:
         """Optimizer states, one fp32 number per prunable element each, beside `dense` and `mask`."""
         keys: tuple[str, ...] = ("curvature",) if self.keeps_elements else ()
-        if self.method == "maskllm":
+        if self.method.name == "maskllm":
             assert isinstance(self.parsed_pattern, NM)
             keys += logit_keys(self.parsed_pattern.n, self.parsed_pattern.m)
         return keys
@@ -202,9 +205,9 @@ class SparseForgeConfig:
     @property
     def mask_storage(self) -> Literal["uint16", "bool", "float32"]:
         """How masks are kept while they move: in fixed point where they are soft, in 32 bits where they are sampled."""
-        if self.method == "maskllm":
+        if self.method.name == "maskllm":
             return "float32"
-        return "uint16" if self.method == "sparseforge" and self.resolved_schedule.freeze_step else "bool"
+        return "bool" if self.soft is None else "uint16"
 
     @property
     def release_step(self) -> int:
@@ -212,9 +215,9 @@ class SparseForgeConfig:
         return max(self.resolved_schedule.freeze_step, self.branch_step, 0)
 
     @property
-    def resolved_schedule(self) -> Schedule:
-        """The schedule in optimizer steps, see `schedule_of`."""
-        return schedule_of(self)
+    def resolved_schedule(self) -> MaskSchedule:
+        """When masks move and freeze, in optimizer steps; of `sparseforge` a `Schedule`, with all annealed numbers."""
+        return self.method.schedule(self.max_steps)
 
     @property
     def branch_step(self) -> int:
@@ -224,7 +227,7 @@ class SparseForgeConfig:
         if self.shifts:
             return 0
         if self.low_rank.start is None:
-            return self.resolved_schedule.freeze_step if self.method == "sparseforge" else 0
+            return self.resolved_schedule.freeze_step if self.method.name == "sparseforge" else 0
         return round(self.low_rank.start * self.max_steps)
 
     @property
@@ -234,16 +237,21 @@ class SparseForgeConfig:
 
     @classmethod
     def from_dict(cls, block: dict[str, Any]) -> SparseForgeConfig:
-        """Build from a parsed `sparseforge` block: method first, then preset, then given keys."""
-        method = block.get("method", "sparseforge")
-        if not isinstance(method, str) or method not in METHODS:
-            raise ValueError(f"sparseforge.method: unknown method {method!r}, use one of {', '.join(METHODS)}")
+        """Build from a parsed `sparseforge` block: what the method starts from, then the preset, then given keys."""
         preset = block.get("preset", "default")
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"sparseforge.preset: unknown preset {preset!r}, use one of {', '.join(PRESETS)}")
-        return typing.cast(
-            SparseForgeConfig, build(cls, merge(merge(METHODS[method], PRESETS[preset]), block), "sparseforge")
-        )
+        start, name = PRESETS[preset], method_name(block)
+        if name != method_name(start) and "method" in start:
+            raise ValueError(
+                f'sparseforge.preset = "{preset}" sets keys of method "{method_name(start)}", not of "{name}"; leave '
+                "one of the two out"
+            )
+        given = {key: value for key, value in block.items() if key != "preset"}
+        if isinstance(given.get("method"), str):
+            given["method"] = {"name": name}
+        kind = METHODS.get(name, SoftMaskConfig)  # `build` says which there are
+        return typing.cast(SparseForgeConfig, build(cls, merge(merge(kind.starts_from, start), given), "sparseforge"))
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> SparseForgeConfig:
@@ -277,7 +285,13 @@ class SparseForgeConfig:
         config["curvature"]["source"] = "training" if self.listens else "probe"
         if self.low_rank is not None:
             config["low_rank"]["shift"] = self.shifts
-        schedule = self.resolved_schedule
-        config["schedule"]["straight_through"] &= schedule.freeze_step > 0
-        config["schedule"]["update_every"] = schedule.update_every if schedule.freeze_step else None
+        if self.method.name == "sparseforge":
+            config["method"]["straight_through"] &= self.soft is not None
+            config["method"]["update_every"] = None if self.soft is None else self.resolved_schedule.update_every
         return config
+
+
+def method_name(block: dict[str, Any]) -> str:
+    """Of a parsed `sparseforge` block."""
+    method = block.get("method", {})
+    return str(method.get("name", "sparseforge") if isinstance(method, dict) else getattr(method, "name", method))

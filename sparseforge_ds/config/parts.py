@@ -1,4 +1,4 @@
-"""The objects inside the `sparseforge` block that every method, or the default one, may use."""
+"""The objects inside the `sparseforge` block beside `method`."""
 
 from __future__ import annotations
 
@@ -8,59 +8,6 @@ from typing import Literal
 from sparseforge_ds.config.strict import require
 
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
-Threshold = Literal["midpoint", "nth"]
-Window = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """Annealing, in fractions of `max_steps` wherever a time is meant, so that a preset fits every run length."""
-
-    update_every: int | None = None
-    """Optimizer steps between two mask updates (T_update); null: 5, or less where hardening is too short for 15."""
-    temperature: float = 1.0
-    """T0 of the soft gate (design eq. 5), in standard deviations of the score."""
-    temperature_min: float = 0.05
-    """Floor of the temperature."""
-    temperature_decay: float | None = None
-    """gamma per mask update; null: the value that reaches the floor when hardening ends."""
-    blend: Window = (0.0, 0.1)
-    """beta rises from 0 to 1 as a smooth step over this window (eq. 7)."""
-    mid_penalty: float = 0.3
-    """Final lambda_mid (eq. 8)."""
-    mid_penalty_ramp: Window = (0.0, 0.1)
-    """lambda_mid rises linearly over this window."""
-    penalty_rate: float = 0.2
-    """eta (eq. 8)."""
-    mask_rate: float = 0.1
-    """alpha (eq. 9): share of the gate that enters the mask at an update."""
-    hardening: Window = (0.0, 0.2)
-    """x falls from 1 to 0 over this window (eq. 10); at its end the mask is projected and frozen (eq. 11).
-    (0, 0) fixes the mask before the first step: the trainer is then a plain fixed-mask retrain."""
-    straight_through: bool = False
-    """While masks are soft, W moves by the optimizer's whole step, as the paper writes; false: by m_eff times it, so
-    that weights on their way out do not wander off by gradients that change nothing."""
-    hard: bool = False
-    """For comparison: x = 0 from the first update on, so that the network only ever sees hard(m)."""
-
-    def __post_init__(self) -> None:
-        every = self.update_every
-        require(every is None or every >= 1, "schedule.update_every", every, "use null or an integer >= 1")
-        require(self.temperature_min > 0, "schedule.temperature_min", self.temperature_min, "use a value > 0")
-        require(
-            self.temperature >= self.temperature_min,
-            "schedule.temperature",
-            self.temperature,
-            f"use at least temperature_min = {self.temperature_min}",
-        )
-        decay = self.temperature_decay
-        require(decay is None or 0 < decay <= 1, "schedule.temperature_decay", decay, "use null or 0 < gamma <= 1")
-        for name in ("blend", "mid_penalty_ramp", "hardening"):
-            start, stop = getattr(self, name)
-            require(0 <= start <= stop <= 1, f"schedule.{name}", [start, stop], "use fractions 0 <= start <= stop <= 1")
-        for name in ("mid_penalty", "penalty_rate"):
-            require(getattr(self, name) >= 0, f"schedule.{name}", getattr(self, name), "use a value >= 0")
-        require(0 < self.mask_rate <= 1, "schedule.mask_rate", self.mask_rate, "use 0 < alpha <= 1")
 
 
 @dataclass(frozen=True)
@@ -136,6 +83,23 @@ class LowRankConfig:
 
 
 @dataclass(frozen=True)
+class HiddenConfig:
+    """Distillation of hidden states, beside that of logits: the squared distance of what a layer of the student hands
+    on from what the teacher's hands on, relative to the teacher's square, averaged over tokens and layers."""
+
+    weight: float = 1.0
+    """What the mean distance counts for in the loss."""
+    every: int | None = 1
+    """Layers that are compared: 1 is all of them, k every k-th, counted from the last; null is the last alone. The
+    states of a micro-batch at these layers of the teacher are kept until its backward pass."""
+
+    def __post_init__(self) -> None:
+        require(self.weight > 0, "distillation.hidden.weight", self.weight, 'use a value > 0, or "hidden": null')
+        every = self.every
+        require(every is None or every >= 1, "distillation.hidden.every", every, "use null or an integer >= 1")
+
+
+@dataclass(frozen=True)
 class DistillationConfig:
     """Forward KL from the frozen dense teacher (design eq. 12)."""
 
@@ -147,6 +111,8 @@ class DistillationConfig:
     """Both logits are divided by it and the KL is multiplied by its square."""
     hold: Literal["zero3", "replicated"] = "zero3"
     """Where the teacher lives: partitioned over the ranks by ZeRO-3 inference, or whole on every rank."""
+    hidden: HiddenConfig | None = None
+    """Hidden states are distilled too; null: logits alone. Needs a teacher of the student's width and depth."""
     chunk_tokens: int = 1024
     """Tokens whose fp32 [tokens, vocabulary] log-probabilities exist at a time."""
 
@@ -179,6 +145,22 @@ class PermuteConfig:
     def __post_init__(self) -> None:
         for name in ("sequences", "rows"):
             require(getattr(self, name) >= 1, f"permute.{name}", getattr(self, name), "use an integer >= 1")
+
+
+@dataclass(frozen=True)
+class ReconstructionConfig:
+    """importance "sparsegpt": how the weights of a layer are chosen and updated (arXiv 2301.00774)."""
+
+    damping: float = 0.01
+    """Added to the diagonal of X^T X, relative to its mean."""
+    block: int = 128
+    """Columns whose errors are passed on at a time."""
+    update_weights: bool = True
+    """Whether kept weights make up for the pruned ones; false takes the mask alone."""
+
+    def __post_init__(self) -> None:
+        require(self.damping > 0, "reconstruction.damping", self.damping, "use a value > 0")
+        require(self.block >= 1, "reconstruction.block", self.block, "use an integer >= 1")
 
 
 @dataclass(frozen=True)

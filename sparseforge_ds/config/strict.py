@@ -30,20 +30,56 @@ def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def build(kind: type, block: dict[str, Any], where: str) -> Any:
     """A dataclass of `kind` from a parsed JSON object; `where` is its path for messages."""
-    hints = typing.get_type_hints(kind)
+    every_hint = typing.get_type_hints(kind)
+    hints = {item.name: every_hint[item.name] for item in dataclasses.fields(kind)}
     for key in block:
         if key not in hints:
-            by_lower = {name.lower(): name for name in hints}
-            near = by_lower[difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.0)[0]]
-            raise ValueError(f"{where}.{key}: unknown key; did you mean {where}.{near}?")
+            raise ValueError(f"{where}.{key}: unknown key; did you mean {where}.{_nearest(key, hints)}?")
     for item in dataclasses.fields(kind):
         if item.name not in block and item.default is item.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}.{item.name}: missing; it has no default")
     return kind(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
 
 
+def objects_of(hint: Any) -> list[Any]:
+    """The dataclasses that a value of this type may be."""
+    return [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
+
+
+def _nearest(key: str, hints: dict[str, Any]) -> str:
+    """The known key that is most like an unknown one; one of an object inside if it is called so."""
+    for outer, hint in hints.items():
+        if any(key == item.name for kind in objects_of(hint) for item in dataclasses.fields(kind)):
+            return f"{outer}.{key}"
+    by_lower = {name.lower(): name for name in hints}
+    return by_lower[difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.0)[0]]
+
+
+def _tagged(value: Any, kinds: list[Any], where: str) -> Any:
+    """One of several dataclasses, by its `name`: the first where none is given."""
+    if isinstance(value, tuple(kinds)):
+        return value
+    given = {"name": value} if isinstance(value, str) else value
+    names = [kind.name for kind in kinds]
+    if not isinstance(given, dict):
+        raise ValueError(f'{where} = {value!r}: expected a name, or an object like {{"name": "{names[0]}"}}')
+    name = given.get("name", names[0])
+    if name not in names:
+        raise ValueError(f"{where} = {name!r} is not valid: use one of {', '.join(names)}")
+    for key in given:
+        users = [kind.name for kind in kinds if key in {item.name for item in dataclasses.fields(kind)}]
+        if users and name not in users:
+            raise ValueError(
+                f'{where}.{key}: {where.rpartition(".")[2]} "{name}" does not use it, only {", ".join(users)} '
+                f"{'does' if len(users) == 1 else 'do'}; leave it out"
+            )
+    return build(kinds[names.index(name)], given, where)
+
+
 def _convert(value: Any, hint: Any, where: str) -> Any:
     origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if len(kinds := objects_of(hint)) > 1:
+        return _tagged(value, kinds, where)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
             return None

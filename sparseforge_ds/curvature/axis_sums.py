@@ -86,4 +86,5 @@ class AxisSums:
                 inside = values(shard)[part.start : part.stop]
                 for chunk in chunks(inside):
                     add_sums(inside[chunk], self.first(name, part) + chunk.start, *self.of(part.row))
-        self.values = self.matrices.reduce(self.values.to(self.matrices.layout.device)).to(self.values.device)
+        layout = self.matrices.layout
+        self.values = layout.sum_shards(self.values.to(layout.device)).to(self.values.device)

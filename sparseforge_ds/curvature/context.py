@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.expert_load import ExpertLoad
-from sparseforge_ds.zero.expert_hooks import expert_gradients, unhookable
+from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
 from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.matrices import Matrices
@@ -113,6 +113,12 @@ class EstimatorContext:
         }
         """Weights of the experts in each list of modules, by the list's name."""
 
+    def sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
+        """Views of the sums by output and by input of a weight that is one matrix."""
+        (matrix,) = self.matrices.rows[name]
+        row_R, column_C = sums.of(matrix)
+        return (column_C, row_R) if name in self.input_first else (row_R, column_C)
+
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the tokens of every expert in the backward passes inside; `ExpertLoad.agree` afterwards."""
@@ -125,7 +131,7 @@ class EstimatorContext:
 
         with ExitStack() as stack:
             if self.fused:
-                stack.enter_context(expert_gradients(self.fused, fused))
+                stack.enter_context(expert_tokens(self.fused, fused))
             if self.listed:
                 stack.enter_context(token_gradients(self.listed, listed))
             yield

@@ -178,39 +178,34 @@ class ExpertLoad:
             "unseen": list(self.unseen),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the numbers of a checkpoint that `check` found good."""
-
-        def loaded(key: str) -> Tensor:
-            numbers = [float(count) for layer in self.layers for count in state["layers"][layer][key]]
-            return torch.tensor(numbers, dtype=torch.float64, device=self.matrices.layout.device)
-
-        self._tokens, self._recent, self.counted = loaded("tokens"), loaded("recent"), self._zeros()
-        self.unseen = list(state["unseen"])
-        self._read = None
-
     def check(self, state: object) -> None:
         """Whether a saved state is of these experts.
 
         Raises:
             ValueError: it is not, or it is damaged.
         """
+        self._parsed(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the numbers of a checkpoint that `check` found good."""
+        self._tokens, self._recent, self.unseen = self._parsed(state)
+        self.counted, self._read = self._zeros(), None
+
+    def _parsed(self, state: Any) -> tuple[Tensor, Tensor, list[str]]:
+        """(rows,) fp64 tokens of all refreshes, and of past ones, faded; and `unseen`."""
         try:
-            saved = {
-                layer: [len(numbers[key]) for key in ("tokens", "recent")]
-                for layer, numbers in state["layers"].items()  # type: ignore[index]
-            }
-            plain = all(
-                type(count) in (int, float) and count >= 0
-                for numbers in state["layers"].values()  # type: ignore[index]
-                for key in ("tokens", "recent")
-                for count in numbers[key]
-            )
-            known = set(state["unseen"]) <= set(self.names)  # type: ignore[index]
+            layers, unseen = state["layers"], list(state["unseen"])
+            sound = layers.keys() == self.layers.keys() and set(unseen) <= set(self.names)
+            numbers = [[list(layers[layer][key]) for layer in self.layers] for key in ("tokens", "recent")]
         except (KeyError, TypeError, AttributeError):
-            saved, plain, known = {}, False, False
-        if not plain or not known or saved != {layer: [len(rows)] * 2 for layer, rows in self.layers.items()}:
+            sound, numbers, unseen = False, [], []
+        sizes = [len(rows) for rows in self.layers.values()]
+        flat = [[number for of_layer in kind for number in of_layer] for kind in numbers]
+        sound &= all([len(of_layer) for of_layer in kind] == sizes for kind in numbers)
+        if not sound or not all(type(number) in (int, float) and number >= 0 for kind in flat for number in kind):
             raise ValueError(
                 "the checkpoint's sparseforge state has no or damaged token counts of the experts; resume with the "
                 "release that wrote it, or use another checkpoint"
             )
+        tokens, recent = torch.tensor(flat, dtype=torch.float64, device=self.matrices.layout.device)
+        return tokens, recent, unseen

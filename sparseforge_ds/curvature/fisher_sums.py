@@ -26,8 +26,8 @@ from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
-from sparseforge_ds.zero.expert_hooks import expert_gradients
-from sparseforge_ds.zero.layer_hooks import block_gradients, token_gradients
+from sparseforge_ds.zero.expert_hooks import expert_tokens
+from sparseforge_ds.zero.layer_hooks import block_tokens, token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches
 
 
@@ -64,9 +64,9 @@ class FisherSums(SumsEstimator):
             if self.on.modules:
                 stack.enter_context(token_gradients(self.on.modules, self._hear))
             if self.on.fused:
-                stack.enter_context(expert_gradients(self.on.fused, self._hear_experts))
+                stack.enter_context(expert_tokens(self.on.fused, self._hear_experts))
             if self._blocks:
-                stack.enter_context(block_gradients(self._blocks, self._entered.__setitem__, lambda _layer: None))
+                stack.enter_context(block_tokens(self._blocks, self._entered.__setitem__))
             yield
 
     @override
@@ -104,12 +104,8 @@ class FisherSums(SumsEstimator):
             if name in on.listed:
                 on.load.add(on.load.rows[name], tokens)
         # The loss is a mean over the tokens of a micro-batch, and a token's own gradient is that many times as large.
-        (matrix,) = on.matrices.rows[name]
         assert self._sums is not None
-        row_R, column_C = self._sums.of(matrix)
-        output_O, input_I = (column_C, row_R) if name in on.input_first else (row_R, column_C)
-        factor = (of_batch / on.probe.backward_scale) ** 2
-        add_fisher_sums(grad_TO, input_TI, factor, output_O, input_I)
+        add_fisher_sums(grad_TO, input_TI, (of_batch / on.probe.backward_scale) ** 2, *on.sums_of(name, self._sums))
 
     def _hear_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int

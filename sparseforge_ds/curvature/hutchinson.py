@@ -89,6 +89,6 @@ class Hutchinson(Estimator):
         for row, shard in enumerate(on.shards.values()):
             values = shard.of(on.layout.flats[shard.flat].detach()).double()
             table[row, 0], table[row, 1] = values.square().sum(), values.numel()
-        square, count = on.matrices.reduce(table).unbind(1)
+        square, count = on.matrices.layout.sum_shards(table).unbind(1)
         radii = (self.radius * (square / count).sqrt()).to(on.layout.flats[0].device)
         return dict(zip(on.shards, radii.unbind(0), strict=True))

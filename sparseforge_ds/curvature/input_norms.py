@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
-from sparseforge_ds.zero.expert_hooks import expert_inputs
+from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 from sparseforge_ds.zero.probe import ProbeBatches
 
@@ -55,7 +55,7 @@ class InputNorms(Estimator):
 
         with (
             layer_inputs(on.modules, on_inputs),
-            expert_inputs(on.fused, on_experts) if on.fused else nullcontext(),
+            expert_tokens(on.fused, on_experts, gradients=False) if on.fused else nullcontext(),
         ):
             for probe in range(probes):
                 for closure in batches.passes(probe):

@@ -25,7 +25,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.mask.curvature import counter_key, rademacher_rows
-from sparseforge_ds.zero.layer_hooks import displaced_outputs
+from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 RADIUS = 0.1
@@ -80,17 +80,11 @@ class OutputHutchinson(SumsEstimator):
     def finish(self) -> tuple[AxisSums, Tensor]:
         assert self._sums is not None
         for name in self.on.shards:
-            output_O, input_I = self._sums_of(name, self._sums)
+            output_O, input_I = self.on.sums_of(name, self._sums)
             output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
         passes = float(self.on.layout.world_size * self._passes)
         sums, self._sums = self._sums, None
         return sums, sums.values.new_full((len(self.on.matrices.names),), passes)
-
-    def _sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
-        """Views of the sums by output and by input."""
-        (matrix,) = self.on.matrices.rows[name]
-        row_R, column_C = sums.of(matrix)
-        return (column_C, row_R) if name in self.on.input_first else (row_R, column_C)
 
     def _pass(
         self,
@@ -125,7 +119,7 @@ class OutputHutchinson(SumsEstimator):
             slope_TO = (grad_TO * signs(name, grad_TO)).float().mul_(scale_T[:, None])
             slope_T = slope_TO.sum(dim=1)
             square_TI = _square(input_TI)
-            output_O, input_I = self._sums_of(name, sums)
+            output_O, input_I = on.sums_of(name, sums)
             if layer.slope_T is None:
                 layer.slope_T, layer.square_T = slope_T, square_TI.sum(dim=1)
             else:
@@ -133,7 +127,7 @@ class OutputHutchinson(SumsEstimator):
             assert layer.square_T is not None
             output_O += side * (layer.square_T @ slope_TO)
 
-        with displaced_outputs(on.modules, displacement, receive):
+        with token_gradients(on.modules, receive, displacement):
             on.probe.activations((closure,))
 
 

@@ -10,10 +10,9 @@ from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
-from sparseforge_ds.curvature.listed_experts import ListedExperts
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
-from sparseforge_ds.zero.expert_hooks import expert_gradients
+from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, reduce_to_shard
 from sparseforge_ds.zero.shard import Shard
@@ -27,9 +26,7 @@ class SquaredGradients(Estimator):
         self.per_token = config.curvature.per_token
         self.modules = shards.modules if self.per_token else {}
         self.fused = shards.fused if self.per_token else {}
-        self.listed = ListedExperts(shards) if self.per_token and shards.lists else None
-        of_fused = {name for name in shards.load.rows if name not in shards.modules} if self.fused else set()
-        self.per_batch = set(shards.shards) - set(self.modules) - of_fused
+        self.per_batch = set(shards.shards) - set(self.modules) - (set(shards.load.rows) if self.fused else set())
         self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
 
     @override
@@ -41,9 +38,6 @@ class SquaredGradients(Estimator):
         passes = batches.passes(0)
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
-            if self.listed is not None and name in on.load.rows:
-                self.listed.add(name, grad_TO, input_TI)
-                return
             shard = on.shards[name]
             full = token_fisher(grad_TO, input_TI, on.probe.backward_scale)
             if name in on.input_first:
@@ -79,8 +73,7 @@ class SquaredGradients(Estimator):
                 passes = self.labels.drawn(passes, step, probe)
             with (
                 token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
-                expert_gradients(self.fused, on_experts) if self.fused else nullcontext(),
-                self.listed.collected(total) if self.listed is not None else nullcontext(),
+                expert_tokens(self.fused, on_experts) if self.fused else nullcontext(),
                 nullcontext() if self.per_token else on.counting(),
             ):
                 if not self.per_batch:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sparseforge_ds.checkpoint.disk import sync
-from sparseforge_ds.data.packing import open_tokens, remove_leftovers
+from sparseforge_ds.data.packed import open_tokens, remove_leftovers, whole_file
 
 Record = dict[str, Any]
 """What is known of a chunk, as JSON types.
@@ -122,17 +119,8 @@ class Chunks:
         record = {"reader": reader, "epoch": epoch, "skipped": skipped, "left": len(token) - self.tokens(chunk)}
         record["sha256"] = self._digest(chunk, content)
         for suffix, part in (("bin", content), ("json", json.dumps(record).encode())):
-            path = self._path(chunk, suffix)
-            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-            try:
-                with temporary.open("wb") as file:
-                    file.write(part)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-            sync(self.folder)
+            with whole_file(self._path(chunk, suffix)) as file:
+                file.write(part)
 
     def _digest(self, chunk: int, content: bytes) -> str:
         before = (self.record(chunk - 1) or {}).get("sha256", "") if chunk else ""

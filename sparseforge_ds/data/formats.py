@@ -12,6 +12,7 @@ import gzip
 import itertools
 import json
 import locale
+import logging
 import lzma
 import sys
 import time
@@ -35,6 +36,7 @@ KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.j
 _BYTE_ORDER_MARK = "\ufeff"
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt at a file of the hub, after the attempts that huggingface_hub makes by itself."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,14 @@ class Conversation:
 
         if not tokenizer.chat_template:
             raise ValueError(
-                f"--dataset {self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
+                f"{self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
                 "model's folder (chat_template.jinja), or name a field with text by --text_field"
             )
         try:
             return str(tokenizer.apply_chat_template(list(self.messages), tokenize=False))
         except TemplateError as error:
             raise ValueError(
-                f"--dataset {self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or "
-                "remove it"
+                f"{self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or remove it"
             ) from None
 
 
@@ -113,7 +114,7 @@ def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -
     Raises:
         ValueError: it cannot be read, or has a record with something else than text; the message names line or row.
     """
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from huggingface_hub import errors
 
     gone = (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError, errors.EntryNotFoundError)
@@ -126,14 +127,14 @@ def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -
             return
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"--dataset {file}: not readable ({error}); save it as UTF-8 (iconv -f OLD -t UTF-8), or leave it out"
+                f"{file}: not readable ({error}); save it as UTF-8 (iconv -f OLD -t UTF-8), or leave it out"
             ) from error
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, pyarrow.ArrowException, *gone) as error:
             raise _unreadable(file, done, error) from error
         except (OSError, errors.HTTPError) as error:
             if "://" not in file or failures == len(_WAITS):
                 raise _unreadable(file, done, error) from error
-            print(f"note: --dataset {file}, after {done} documents: {error}; trying again", flush=True)
+            _log.info("%s, after %d documents: %s; trying again", file, done, error)
             time.sleep(_WAITS[failures])
             failures += 1
 
@@ -141,7 +142,7 @@ def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -
 def _unreadable(file: str, done: int, error: Exception) -> ValueError:
     cure = "check the network and continue with --resume" if "://" in file else "repair the file or leave it out"
     where = f"{file}, after {done} documents" if done else file
-    return ValueError(f"--dataset {where}: not readable ({error}); {cure}")
+    return ValueError(f"{where}: not readable ({error}); {cure}")
 
 
 def _documents_of(file: str, text_field: str, sample_by: SampleBy) -> Iterator[Document]:
@@ -175,7 +176,7 @@ def _rows(builder: str, file: str, **options: Any) -> Any:
 def _text(file: str, **options: Any) -> Iterator[str]:
     encoding = locale.getpreferredencoding(False)
     if encoding.lower().replace("-", "") != "utf8":  # `datasets` opens compressed and remote files in the locale's own
-        raise ValueError(f"--dataset {file}: text would be read as {encoding}; set PYTHONUTF8=1 in the environment")
+        raise ValueError(f"{file}: text would be read as {encoding}; set PYTHONUTF8=1 in the environment")
     # Little at a time, because of each file of a folder the first record is looked at.
     rows = _rows("text", file, encoding="utf-8", chunksize=2**18, **options)
     for number, row in enumerate(rows):
@@ -193,7 +194,7 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
         try:
             records = json.loads(whole)
         except ValueError as error:
-            raise ValueError(f"--dataset {file}: not a JSON array ({error}); repair or remove it") from None
+            raise ValueError(f"{file}: not a JSON array ({error}); repair or remove it") from None
         for number, record in enumerate(records, start=1):
             yield document_of(record, text_field, f"{file}, record {number}")
         return
@@ -202,7 +203,7 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"--dataset {file}, line {number}: not JSON ({error}); repair or remove it (there must be one object a "
+                f"{file}, line {number}: not JSON ({error}); repair or remove it (there must be one object a "
                 "line, or in a .json file one array of objects)"
             ) from None
         yield document_of(record, text_field, f"{file}, line {number}")
@@ -219,13 +220,13 @@ def _of_table(file: str, text_field: str, delimiter: str) -> Iterator[Document]:
         for row in rows:
             if row and len(row) != len(header):
                 raise ValueError(
-                    f"--dataset {file}, line {rows.line_num}: {len(row)} fields, its first line names {len(header)}; "
+                    f"{file}, line {rows.line_num}: {len(row)} fields, its first line names {len(header)}; "
                     f"put text with {delimiter!r} or line ends in it between quotation marks"
                 )
             if row:
                 yield document_of(dict(zip(header, row, strict=True)), text_field, f"{file}, line {rows.line_num}")
     except csv.Error as error:
-        raise ValueError(f"--dataset {file}, line {rows.line_num}: not a readable table ({error}); repair it") from None
+        raise ValueError(f"{file}, line {rows.line_num}: not a readable table ({error}); repair it") from None
 
 
 def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
@@ -242,7 +243,7 @@ def document_of(record: object, text_field: str, where: str) -> Document:
         ValueError: it has no text.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"--dataset {where}: not an object with fields, like {{'text': ...}}")
+        raise ValueError(f"{where}: not an object with fields, like {{'text': ...}}")
     fields = _fields(list(record), text_field, where)
     values: list[Any] = ["" if record[name] is None else record[name] for name in fields]
     if all(isinstance(value, str) for value in values):
@@ -251,7 +252,7 @@ def document_of(record: object, text_field: str, where: str) -> Document:
         return Conversation(tuple(itertools.chain.from_iterable(values)), where)
     wrong = next((i for i, value in enumerate(values) if not isinstance(value, str) and not _is_conversation(value)), 0)
     what = f"is {type(values[wrong]).__name__}, not text nor a list of messages with a role and content"
-    raise ValueError(f"--dataset {where}: field {fields[wrong]!r} {what}; use --text_field")
+    raise ValueError(f"{where}: field {fields[wrong]!r} {what}; use --text_field")
 
 
 def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
@@ -260,7 +261,7 @@ def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
         if set(fields) <= set(names):
             return fields
     raise ValueError(
-        f"--dataset {where}: no field {text_field!r}, nor messages, nor prompt and completion; name the one that holds "
+        f"{where}: no field {text_field!r}, nor messages, nor prompt and completion; name the one that holds "
         f"the text with --text_field (there are: {', '.join(map(str, names))})"
     )
 

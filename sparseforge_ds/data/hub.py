@@ -6,57 +6,45 @@ their other fields.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.config.arguments import SampleBy
-from sparseforge_ds.data.formats import KINDS, documents_of, is_readable
-from sparseforge_ds.data.splits import choose, split_of
-from sparseforge_ds.data.text_files import Reader
+from sparseforge_ds.data.formats import KINDS, is_readable
+from sparseforge_ds.data.splits import choose, describe, split_of
+from sparseforge_ds.data.text_files import Reader, Source
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class HubStream:
+class HubText(Source):
     """A split of `owner/name`, `owner/name:config` or `owner/name:folder/of/it`."""
 
     name: str
     text_field: str
     split: str = "train"
     sample_by: SampleBy = "document"
+    streamed = True
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides the documents, besides the revision."""
+        """See `Source`; without the revision, which the reader's state has."""
         how = {"--text_field": self.text_field, "--split": self.split, "--sample_by": self.sample_by}
         return {"hub dataset": self.name, **how}
 
-    @property
-    def identity(self) -> str:
-        """Two streams with equal identity give the same documents, at the same revision."""
-        return json.dumps(self.facts)
-
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """The documents from the start, or from where a reader's `state` was taken.
-
-        Args:
-            state: its `revision` is read; without one, today's.
-
-        Raises:
-            ValueError: there is no such dataset, it cannot be reached, or its files are of a kind that is not readable.
-        """
+        """See `Source`; reads the state's `revision`, or today's without one."""
         if state is None or state["revision"] is None:
             state = {**(state or {}), "revision": self._latest_revision()}
         files = self._find_files(state["revision"])
-        what = f"1 file of split {self.split}: {files[0]}"
-        if len(files) > 1:
-            what = f"{len(files):,} files of split {self.split}: {files[0]} to {files[-1]}"
-        print(f"--dataset {self.name}: {what}", flush=True)
-        return Reader(files, lambda file: documents_of(file, self.text_field, self.sample_by), state)
+        _log.info("--dataset %s: %s", self.name, describe(files, self.split))
+        return Reader(files, self.text_field, self.sample_by, state)
 
-    def _find_files(self, revision: str | None) -> tuple[str, ...]:
+    def _find_files(self, revision: str | None) -> list[str]:
         """Addresses of the split's files, in the order of their names."""
         import datasets  # heavy, and needed for the hub only
 
@@ -82,7 +70,7 @@ class HubStream:
                     f"{who}: {file} is none of {KINDS}; name a configuration or folder without such files as "
                     "owner/name:config or owner/name:folder/subfolder"
                 )
-        return tuple(chosen)
+        return chosen
 
     def _latest_revision(self) -> str | None:
         import huggingface_hub

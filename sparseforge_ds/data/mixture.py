@@ -1,37 +1,30 @@
-"""Several sources of text with weights: what `--dataset A=0.7 B=0.3` means.
-
-Weights are shares of the tokens that the run reads. They become whole numbers, the windows that each source has in a
-round of `sum(parts)` windows, so that shares are exact and nothing depends on rounding.
-"""
+"""The text of a run: what `--dataset A=0.7 B=0.3` names, as one source or several with their shares of the tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from sparseforge_ds.config.arguments import SampleBy
-from sparseforge_ds.data.documents import STREAM, Documents, Stream, find_documents
-from sparseforge_ds.data.formats import is_plain_text
-from sparseforge_ds.data.hub import HubStream
+from sparseforge_ds.config.arguments import EMBEDDED_TEXT, SampleBy
+from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable
+from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.splits import find_files
+from sparseforge_ds.data.stdlib_text import stdlib_file
+from sparseforge_ds.data.text_files import LocalText, Source
+from sparseforge_ds.data.turns import whole_parts
 
-_ROUND = 2**16
-"""Windows of a round, at most: shares are kept to one in so many."""
+STREAM = "stream:"
+"""Before a path: read it while the run goes on."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """At least two sources, and how many windows of a round each of them has."""
+    """The sources of a run, often a single one, and how many windows of a round each of them has."""
 
-    sources: tuple[Documents | Stream, ...]
+    sources: tuple[Source, ...]
     parts: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """What the banner calls it."""
-        return f"mixture of {len(self.sources)} sources"
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -41,8 +34,8 @@ class Mixture:
 
 def find_text(
     dataset: Sequence[str], text_field: str, split: str = "train", sample_by: SampleBy = "document"
-) -> Documents | Stream | Mixture:
-    """The text of a run: one source, or a mixture of several.
+) -> Mixture:
+    """The text of a run.
 
     Args:
         dataset: the values of `--dataset`, each a source or source=weight.
@@ -66,66 +59,66 @@ def find_text(
             "(without any, all have the same)"
         )
     parts = whole_parts(names, [Fraction(1) if weight is None else weight for _, weight in pairs])
-    sources = tuple(find_documents(name, text_field, split, sample_by) for name in names)
-    _check_files(sources)
-    if sample_by != "document" and not any(map(_may_have_plain_text, sources)):
+    sources = tuple(find_source(name, text_field, split, sample_by) for name in names)
+    owners: dict[Path, str] = {}
+    for path, name in ((path.resolve(), source.name) for source in sources for path in _paths(source)):
+        if owners.setdefault(path, name) != name:
+            raise ValueError(f"--dataset {owners[path]} and {name}: both read {path}; name it once, with one weight")
+    if sample_by != "document" and not any(
+        isinstance(source, HubText) or any(is_plain_text(path.name) for path in _paths(source)) for source in sources
+    ):
         raise ValueError(
             f"--sample_by {sample_by}: it divides .txt files, and --dataset {' '.join(names)} has none; leave it out"
         )
-    return sources[0] if len(sources) == 1 else Mixture(sources, parts)
+    return Mixture(sources, parts)
 
 
-def file_lines(source: Documents | Stream) -> list[str]:
-    """Which files a source reads, and what a .txt file is to it; nothing of one that has no files here."""
-    files = getattr(source, "files", None)
-    if files is None:
+def find_source(dataset: str, text_field: str, split: str = "train", sample_by: SampleBy = "document") -> Source:
+    """One source of `--dataset`.
+
+    Looks, but reads nothing except the first record of a file, whose field must exist.
+
+    Args:
+        dataset: a path, stream: and a path, a hub id, or stdlib.
+        text_field: field of a record that holds the text.
+        split: split of a folder or hub dataset, or several, joined by +.
+        sample_by: what is a document of a .txt file.
+
+    Raises:
+        ValueError: no such file, a folder without usable files or that split, an unknown kind of file, or a field that
+            is missing.
+    """
+    if dataset == EMBEDDED_TEXT:
+        if "train" not in split.split("+"):
+            raise ValueError(f"--split {split}: --dataset {EMBEDDED_TEXT} has train only; name another text")
+        return LocalText(dataset, find_files(stdlib_file("train")), "text")
+    path = Path(dataset.removeprefix(STREAM))
+    if path.exists():
+        source = LocalText(dataset, find_files(path, split), text_field, sample_by, dataset.startswith(STREAM))
+        for number in range(len(source.files.paths)):
+            next(source.read({"file": number}), None)
+        return source
+    is_hub_id = dataset.partition(":")[0].count("/") == 1 and not is_readable(dataset)
+    if not is_hub_id or dataset.startswith((".", "/", "~", STREAM)):
+        raise ValueError(
+            f"--dataset {dataset}: no such file or folder; give a file of {KINDS}, a folder of them, "
+            f"{STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}; in a mixture with =WEIGHT"
+        )
+    return HubText(dataset, text_field, split, sample_by)
+
+
+def file_lines(source: Source) -> list[str]:
+    """Which files a source reads, and what a .txt file is to it; nothing of one whose files the user did not name."""
+    if not isinstance(source, LocalText) or source.name == EMBEDDED_TEXT:
         return []
-    lines = [files.line()]
-    if source.facts["--sample_by"] == "document" and any(map(is_plain_text, files.names)):
+    lines = [source.files.line()]
+    if source.sample_by == "document" and any(map(is_plain_text, source.files.names)):
         lines.append("a .txt file is one document; --sample_by paragraph or line divides it")
     return lines
 
 
-def whole_parts(names: Sequence[str], weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Weights as the smallest whole numbers with the same ratios, or the nearest that add up to 65,536.
-
-    Raises:
-        ValueError: a source would get nothing.
-    """
-    scale = math.lcm(*(weight.denominator for weight in weights))
-    whole = [int(weight * scale) for weight in weights]
-    total = sum(whole) // math.gcd(*whole)
-    if total <= _ROUND:
-        return tuple(part // math.gcd(*whole) for part in whole)
-    exact = [Fraction(part, sum(whole)) * _ROUND for part in whole]
-    parts = [math.floor(share) for share in exact]
-    by_rest = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
-    for i in by_rest[: _ROUND - sum(parts)]:
-        parts[i] += 1
-    if 0 in parts:
-        i = parts.index(0)
-        raise ValueError(
-            f"--dataset {names[i]}={float(weights[i]):g}: less than one in {_ROUND:,} of all tokens; leave it out or "
-            "give it more"
-        )
-    return tuple(parts)
-
-
-def _check_files(sources: Sequence[Documents | Stream]) -> None:
-    owners: dict[Path, str] = {}
-    for source in sources:
-        files = getattr(source, "files", None)  # a hub dataset has none here
-        for path in {path.resolve() for path in files.paths} if files is not None else ():
-            if path in owners:
-                raise ValueError(
-                    f"--dataset {owners[path]} and {source.name}: both read {path}; name it once, with one weight"
-                )
-            owners[path] = source.name
-
-
-def _may_have_plain_text(source: Documents | Stream) -> bool:
-    files = getattr(source, "files", None)
-    return isinstance(source, HubStream) if files is None else any(map(is_plain_text, files.names))
+def _paths(source: Source) -> tuple[Path, ...]:
+    return source.files.paths if isinstance(source, LocalText) else ()
 
 
 def _split(value: str) -> tuple[str, Fraction | None]:

@@ -1,128 +1,26 @@
-"""Documents to tokens, and a text that is tokenised whole before training: one file of ids, mapped into memory.
-
-Text is framed by the tokenizer's BOS token, its EOS token or both (see `frame_tokens`), and a conversation by the chat
-template alone. A finished cache is two files: `<key>.bin`, the ids as uint16 or uint32, and `<key>.json`, its record,
-which appears last.
-"""
+"""Documents to tokens, framed by the tokenizer's BOS, its EOS or both; conversations by its chat template."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-import os
 import re
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
-from sparseforge_ds.data.documents import Documents, Stream
 from sparseforge_ds.data.formats import Conversation, Document, is_blank
+from sparseforge_ds.data.text_files import Source
 
 _DOCUMENTS_AT_A_TIME = 256
 _CHARACTERS_AT_A_TIME = 2**22
 """Documents are tokenised together up to one of these, so that a batch of books fits into memory."""
-_LEFTOVER_SECONDS = 600
-"""A temporary file that nobody has written to for so long belongs to a run that was killed."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A finished cache."""
-
-    path: str
-    key: str
-    dtype: str
-    tokens: int
-    documents: int
-    largest_id: int
-    skipped: int = 0
-    """Documents without any text."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the key stands for."""
-
-    def open(self) -> np.memmap:
-        """(tokens,) ids, read only; errors as `open_tokens`."""
-        return open_tokens(Path(self.path), self.dtype, self.tokens)
-
-    def summary(self, wanted: int) -> str:
-        """What a run of `wanted` tokens reads, for its banner."""
-        skipped = f" ({self.skipped:,} without text were skipped)" if self.skipped else ""
-        return (
-            f"{self.documents:,} documents{skipped}, {self.tokens:,} tokens; the run reads {wanted:,} "
-            f"({wanted / self.tokens:.2f} epochs)"
-        )
-
-
-def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
-    """(tokens,) ids of a file, read only.
-
-    Raises:
-        ValueError: this process cannot see the file.
-    """
-    try:
-        return np.memmap(path, dtype=dtype, mode="r", shape=(tokens,))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}: the token cache cannot be opened ({error}); --output_dir must be a folder that all "
-            "machines of the run share"
-        ) from error
-
-
-def pack(
-    documents: Documents, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto"
-) -> Packed:
-    """The token cache of a text, made if it is not there yet.
-
-    Args:
-        documents: the text.
-        tokenizer: its tokenizer.
-        folder: where caches lie.
-        frame: which of its tokens stand around every document.
-
-    Raises:
-        ValueError: the text cannot be read or is empty, or the tokenizer cannot frame documents so.
-        OSError: the disk is full.
-    """
-    key, known = cache_key(documents, tokenizer, frame), facts(documents, tokenizer, frame)
-    record, path = folder / f"{key}.json", folder / f"{key}.bin"
-    if record.exists():  # the folder may have moved, and the files may have other names now
-        return Packed(**{**json.loads(record.read_text()), "path": str(path), "facts": known})
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
-    # A name of its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
-    temporary = path.with_name(f"{key}.{uuid.uuid4().hex[:8]}.tmp")
-    dtype, tokens, count, largest, skipped = token_dtype(tokenizer), 0, 0, 0, 0
-    try:
-        with temporary.open("wb") as file:
-            for batch in tokenise(iter(documents), tokenizer, frame):
-                file.write(batch.token.tobytes())
-                tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
-                largest = max(largest, int(batch.token.max(initial=0)))
-        if not tokens:
-            raise without_text(documents.name, skipped)
-        packed = Packed(str(path), key, dtype, tokens, count, largest, skipped, known)
-        os.replace(temporary, path)
-        temporary.write_text(json.dumps(asdict(packed)))
-        os.replace(temporary, record)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return packed
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs were writing."""
-    for leftover in folder.glob("*.tmp"):
-        if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
-            leftover.unlink(missing_ok=True)
 
 
 def frame_tokens(
@@ -217,34 +115,35 @@ def without_text(name: str, skipped: int) -> ValueError:
     )
 
 
+def unsuitable(largest: int, vocabulary: int) -> ValueError:
+    """The error of a tokenizer that gives ids which the model does not know."""
+    return ValueError(
+        f"the tokenizer gives token {largest}, but the model knows {vocabulary}; tokenizer and weights do not belong "
+        "together"
+    )
+
+
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
     """The smallest of numpy's types that holds every id."""
     return "uint16" if len(tokenizer) <= 2**16 else "uint32"
 
 
 def cache_key(
-    documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame, *more: object
-) -> str:
-    """A name for the tokens of a text, of all that decides them.
+    source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto", *more: object
+) -> tuple[str, dict[str, Any]]:
+    """A name for the tokens of a text, of all that decides them; and what it stands for, by names that users know.
 
     Raises:
-        ValueError: the tokenizer cannot frame documents so.
+        ValueError: the tokenizer cannot frame documents so, or a file cannot be read.
     """
-    parts = [documents.identity, _of_tokenizer(tokenizer), frame_tokens(tokenizer, frame), *more]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def facts(
-    documents: Documents | Stream, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
-) -> dict[str, Any]:
-    """What a `cache_key` stands for, as JSON types by names that users know, to say what differs from another text."""
-    front, behind = (" ".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in frame_tokens(tokenizer, frame))
-    digest = hashlib.sha256(json.dumps(_of_tokenizer(tokenizer)).encode()).hexdigest()[:16]
-    named = f"{type(tokenizer).__name__}, hash {digest}"
-    return {**documents.facts, "--document_frame": f"{front} ... {behind}".strip(), "tokenizer": named}
-
-
-def _of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return [type(tokenizer).__name__, vocabulary, tokenizer.chat_template]
+    named = f"{type(tokenizer).__name__}, hash {_hash([vocabulary, tokenizer.chat_template])}"
+    ids = frame_tokens(tokenizer, frame)
+    front, behind = (" ".join(tokenizer.convert_ids_to_tokens(list(each))) for each in ids)
+    facts = {**source.facts, "--document_frame": f"{front} ... {behind}".strip(), "tokenizer": named}
+    return _hash([source.identity, named, ids, *more]), facts
+
+
+def _hash(parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

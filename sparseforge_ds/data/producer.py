@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,19 +27,20 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.chunks import Chunks, Record, Sizes
-from sparseforge_ds.data.documents import Stream
-from sparseforge_ds.data.packing import Batch, token_dtype, tokenise, without_text
+from sparseforge_ds.data.packing import Batch, token_dtype, tokenise, unsuitable, without_text
+from sparseforge_ds.data.text_files import Source
 
 AHEAD = 2
 """Chunks that are made before they are needed."""
 _PATIENCE_SECONDS = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
     """What makes the chunks of a stream; can be pickled."""
 
-    stream: Stream
+    source: Source
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     sizes: Sizes
@@ -79,7 +80,7 @@ class Maker:
         else:
             self._left = np.array(self.chunks.open(last, record["left"])[self.chunks.tokens(last) :])
         self._epoch, self._skipped = record["epoch"], record["skipped"]
-        self._reader = job.stream.read(record["reader"])
+        self._reader = job.source.read(record["reader"])
         self._batches = tokenise(self._reader, job.tokenizer, job.frame)
 
     def make(self) -> None:
@@ -97,10 +98,7 @@ class Maker:
             had += len(batch.token)
         token = np.concatenate(parts)
         if int(token.max()) >= self._job.vocabulary:
-            raise ValueError(
-                f"the tokenizer gives token {int(token.max())}, but the model knows {self._job.vocabulary}; "
-                "tokenizer and weights do not belong together"
-            )
+            raise unsuitable(int(token.max()), self._job.vocabulary)
         self.chunks.write(self.finished, token, self._reader.state(), self._epoch, self._skipped)
         self._left = token[wanted:]
         self.finished += 1
@@ -116,7 +114,7 @@ class Maker:
             self._reader.rewind()
             self._batches = tokenise(self._reader, self._job.tokenizer, self._job.frame)
             self._epoch, ends = self._epoch + 1, ends + 1
-        raise without_text(self._job.stream.name, skipped)
+        raise without_text(self._job.source.name, skipped)
 
 
 class Producer:
@@ -124,12 +122,10 @@ class Producer:
 
     Args:
         job: what it makes.
-        say: prints a line for people.
     """
 
-    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self._say = say
         self._wanted = -1
         self._failure: str | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -161,7 +157,9 @@ class Producer:
             if self._connection.poll(_PATIENCE_SECONDS):
                 self._listen()
             else:
-                self._say(f"waiting for text: --dataset {self.job.stream.name} comes more slowly than the run reads it")
+                _log.info(
+                    "waiting for text: --dataset %s comes more slowly than the run reads it", self.job.source.name
+                )
 
     def close(self) -> None:
         """End the process."""
@@ -193,7 +191,7 @@ class Producer:
         except (EOFError, ConnectionResetError):
             code = self.process.wait()
             self._failure = (
-                f"--dataset {self.job.stream.name}: the process that tokenises it ended "
+                f"--dataset {self.job.source.name}: the process that tokenises it ended "
                 f"({f'signal {-code}' if code < 0 else f'exit code {code}'}); its last words are further up; "
                 "continue with --resume"
             )
@@ -243,6 +241,7 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to the children of a rank too, which still trains
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     from sparseforge_ds.data import producer
 
     producer.serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -1,24 +1,21 @@
-"""Which files of a folder are the text: those of a split, by the names and records that `datasets` knows splits by."""
+"""Which files of a folder are the text: those of a split, by the names and cards that `datasets` knows splits by."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sparseforge_ds.data.formats import KINDS, is_readable, kind_of
 
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """What the hub calls the shards of a split (`datasets.data_files.SPLIT_PATTERN_SHARDED`)."""
-_NAMED = 6
-"""Files that are named on the screen."""
 _SAMPLES, _SAMPLE = 8, 2**15
 """A long file is hashed in so many samples of so many bytes: there may be thousands of files."""
 
@@ -37,17 +34,11 @@ class Files:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the files, below the folder: they stay when the folder moves."""
-        return tuple(
-            (path.relative_to(self.root).as_posix() if path != self.root else path.name) for path in self.paths
-        )
-
-    def bytes(self) -> int:
-        """Of all files."""
-        return sum(path.stat().st_size for path in self.paths)
+        return tuple(path.relative_to(self.root).as_posix() if path != self.root else path.name for path in self.paths)
 
     @cached_property
     def contents(self) -> dict[str, str]:
-        """What is in each file, by its name: size and a hash, of samples from beginning to end where it is long.
+        """Size, hash and kind of each file, by its name; of a long one, samples from beginning to end are hashed.
 
         Raises:
             ValueError: one cannot be read.
@@ -59,29 +50,28 @@ class Files:
                 f"--dataset {self.root}: not readable ({error}); repair the file or leave it out"
             ) from error
 
-    @property
-    def identity(self) -> list[tuple[str, str]]:
-        """Kind and content of each file: equal wherever it lies, whatever its name, whenever it was written."""
-        return [("".join(kind_of(name)), content) for name, content in self.contents.items()]
-
     def line(self) -> str:
         """For the screen: which files are read, and which are not."""
-        size = f"{self.bytes():,} bytes"
+        size = f"{sum(path.stat().st_size for path in self.paths):,} bytes"
         if self.paths == (self.root,):
             return f"{self.root.name}, {size}"
-        names = self.names if len(self.paths) <= _NAMED else (*self.names[: _NAMED - 2], "...", self.names[-1])
-        line = f"{len(self.paths)} of split {self.split}, {size}: {', '.join(names)}"
         rest = ", ".join(f"{count} {what}" for what, count in self.left_out)
-        return f"{line}; left out: {rest}" if rest else line
+        return f"{describe(self.names, self.split)}, {size}" + (f"; left out: {rest}" if rest else "")
+
+
+def describe(names: Sequence[str], split: str) -> str:
+    """For the screen: how many files of which split these are, and their names."""
+    count = "1 file" if len(names) == 1 else f"{len(names):,} files"
+    return f"{count} of split {split}: {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
 
 
 def find_files(path: Path, split: str = "train") -> Files:
     """The files of a split of a folder; a file that is named itself is read whatever its name says of splits.
 
-    A file is of the split that the folder's dataset card, `dataset_dict.json`, or a word like train, test, dev or
-    validation in the names of its folders or in its own assigns it to. What belongs to no split is of train, unless
-    other files are, beside those of further splits. Hidden files and folders, those that begin with two underscores,
-    and files that `datasets` left in a folder as caches or descriptions are no text.
+    A file is of the split that the folder's dataset card, or a word like train, test, dev or validation in the names of
+    its folders or in its own assigns it to. What belongs to no split is of train, unless other files are, beside those
+    of further splits. Hidden files and folders, those that begin with two underscores, and files that `datasets` left
+    in a folder as caches or descriptions are no text.
 
     Args:
         path: the file or folder.
@@ -94,14 +84,12 @@ def find_files(path: Path, split: str = "train") -> Files:
         if not is_readable(path.name):
             raise ValueError(f"--dataset {path}: unknown kind of file {path.suffix!r}; use one of {KINDS}")
         return Files(path, (path,), split)
-    names, saved, caches = _text_files(path)
+    names = sorted(file.relative_to(path).as_posix() for file in _text_files(path))
     if not names:
         raise ValueError(f"--dataset {path}: the folder holds no file of {KINDS}")
     card = _splits_of_card(path)
-    splits = {name: card.get(name) or saved.get(name) or split_of(name) for name in names}
+    splits = {name: card.get(name) or split_of(name) for name in names}
     chosen, left_out = choose(splits, split, f"--dataset {path}")
-    if caches:
-        left_out["cached by datasets"] = caches
     return Files(path, tuple(path / name for name in chosen), split, tuple(sorted(left_out.items())))
 
 
@@ -154,32 +142,9 @@ def _words() -> tuple[re.Pattern[str], dict[str, str]]:
     return re.compile(rf"(?:^|{between})({'|'.join(split_by_word)})(?={between}|$)", re.IGNORECASE), split_by_word
 
 
-def _text_files(root: Path) -> tuple[list[str], dict[str, frozenset[str]], int]:
-    """Names below a folder of files that may be text, the splits of those in saved datasets, and how many caches."""
+def _text_files(root: Path) -> Iterator[Path]:
+    """Files below a folder that may be text, also behind links, each folder once."""
     from datasets.data_files import FILES_TO_IGNORE
-
-    names, splits, caches = [], {}, 0
-    split_of_folder: dict[Path, str] = {}
-    for folder, files in _walk(root):
-        if "dataset_dict.json" in files:
-            found = _read_json(folder / "dataset_dict.json").get("splits")
-            split_of_folder |= {folder / split: split for split in (found if isinstance(found, list) else ())}
-        saved = _saved_files(folder) if {"state.json", "dataset_info.json"} <= set(files) else None
-        for path in map(folder.joinpath, files):
-            is_cache = path.name.startswith("cache-") and path.suffix == ".arrow"
-            if path.name not in saved if saved is not None else is_cache:
-                caches += is_cache
-            elif is_readable(path.name) and path.name not in FILES_TO_IGNORE:
-                if path.is_symlink() and not path.exists():
-                    raise ValueError(f"--dataset {root}: {path} is a link to nothing; bring its file back or remove it")
-                if path.is_file():
-                    names.append(path.relative_to(root).as_posix())
-                    splits[names[-1]] = frozenset(split_of_folder[up] for up in path.parents if up in split_of_folder)
-    return names, splits, caches
-
-
-def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Folders that are not hidden, also behind links, each once; and the names in them that are not hidden."""
 
     def unreadable(error: OSError) -> NoReturn:
         raise ValueError(f"--dataset {root}: cannot be listed ({error}); check its permissions") from error
@@ -192,19 +157,16 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
             continue
         seen.add(place)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith((".", "__")))
-        yield Path(folder), sorted(name for name in names if not name.startswith("."))
-
-
-def _saved_files(folder: Path) -> set[str] | None:
-    """The data files of a folder that `Dataset.save_to_disk` wrote; None if it did not."""
-    entries = _read_json(folder / "state.json").get("_data_files")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "filename" in entry for entry in entries):
-        return None
-    saved = {str(entry["filename"]) for entry in entries}
-    for name in sorted(saved):
-        if not (folder / name).is_file():
-            raise ValueError(f"--dataset {folder}: {name}, which its state.json names, is missing; bring it back")
-    return saved
+        for name in names:
+            path = Path(folder, name)
+            is_cache = name.startswith("cache-") and path.suffix == ".arrow"  # of `map` and `filter` of `datasets`
+            is_description = name in FILES_TO_IGNORE or name == "state.json"
+            if name.startswith(".") or is_cache or is_description or not is_readable(name):
+                continue
+            if path.is_symlink() and not path.exists():
+                raise ValueError(f"--dataset {root}: {path} is a link to nothing; bring its file back or remove it")
+            if path.is_file():
+                yield path
 
 
 def _splits_of_card(root: Path) -> dict[str, frozenset[str]]:
@@ -213,22 +175,19 @@ def _splits_of_card(root: Path) -> dict[str, frozenset[str]]:
     if not card.is_file() or not card.read_bytes().startswith(b"---"):
         return {}
     import datasets
-    import yaml  # type: ignore[import-untyped]
+    import yaml
     from datasets.data_files import resolve_pattern, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
 
     splits: dict[str, frozenset[str]] = {}
     try:
-        configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data)
-        for config in configs.values():
-            folder = str(root / config.get("data_dir", "."))
+        for config in MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data).values():
             patterns = sanitize_patterns(config["data_files"]) if config.get("data_files") else {}
-            for split, pattern in ((split, pattern) for split, own in patterns.items() for pattern in own):
-                if "://" in pattern:
-                    continue
+            here = ((split, one) for split, own in patterns.items() for one in own if "://" not in one)
+            for split, pattern in here:
                 try:
-                    files = resolve_pattern(pattern, folder)
+                    files = resolve_pattern(pattern, str(root / config.get("data_dir", ".")))
                 except FileNotFoundError:  # a part of the dataset that was not downloaded
                     continue
                 for file in files:
@@ -241,14 +200,6 @@ def _splits_of_card(root: Path) -> dict[str, frozenset[str]]:
     return splits
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--dataset {path}: not readable ({error}); repair it, or save the dataset again") from None
-    return content if isinstance(content, dict) else {}
-
-
 def _digest(path: Path) -> str:
     size = path.stat().st_size
     places = [0] if size <= _SAMPLES * _SAMPLE else [(size - _SAMPLE) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
@@ -257,4 +208,4 @@ def _digest(path: Path) -> str:
         for place in places:
             file.seek(place)
             digest.update(file.read(_SAMPLE if len(places) > 1 else size))
-    return f"{size:,} bytes, hash {digest.hexdigest()[:16]}"
+    return f"{size:,} bytes, hash {digest.hexdigest()[:16]}, {''.join(kind_of(path.name))}"

@@ -1,10 +1,11 @@
-"""Files of text that are read while the run goes on, and a reader that continues from any of their records."""
+"""Sources of text, a reader that continues from any of their documents, and local files as a source."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,45 +14,19 @@ from sparseforge_ds.data.formats import Document, documents_of
 from sparseforge_ds.data.splits import Files
 
 
-@dataclass(frozen=True)
-class FileStream:
-    """Local files that are read while the run goes on."""
-
-    name: str
-    files: Files
-    text_field: str
-    sample_by: SampleBy = "document"
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the identity stands for, with the files by name."""
-        return {"--text_field": self.text_field, "--sample_by": self.sample_by, "files": self.files.contents}
-
-    @property
-    def identity(self) -> str:
-        """Two streams with equal identity give the same documents."""
-        return json.dumps(["files", self.files.identity, self.text_field, self.sample_by])
-
-    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """The documents from the start, or from where a reader's `state` was taken."""
-        files = [str(path) for path in self.files.paths]
-        return Reader(files, lambda file: documents_of(file, self.text_field, self.sample_by), state or {})
-
-
 class Reader:
     """An iterator over the documents of files that knows where it is.
 
     Args:
         files: paths or addresses.
-        read: the documents of one of them, from its start.
+        text_field: field of a record that holds the text.
+        sample_by: what is a document of a .txt file.
         state: where to begin, as `state` gave it; without a file at the first document.
     """
 
-    def __init__(
-        self, files: Sequence[str], read: Callable[[str], Iterator[Document]], state: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, files: Sequence[str], text_field: str, sample_by: SampleBy, state: Mapping[str, Any]) -> None:
         self._files = files
-        self._read = read
+        self._how = text_field, sample_by
         self._pinned = {name: value for name, value in state.items() if name not in ("file", "record")}
         self._go_to(state.get("file", 0), state.get("record", 0))
 
@@ -77,5 +52,52 @@ class Reader:
 
     def _go_to(self, file: int, record: int) -> None:
         self._file, self._record = file, record
-        documents = self._read(self._files[file]) if file < len(self._files) else iter(())
+        documents = documents_of(self._files[file], *self._how) if file < len(self._files) else iter(())
         self._documents = itertools.islice(documents, record, None)
+
+
+class Source(ABC):
+    """One text that `--dataset` names."""
+
+    name: str
+    """What users call it."""
+    streamed: bool
+    """Whether it is tokenised while the run goes on, and not whole before it starts."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What decides the documents, by names that users know; `files` has the content of each file by its name."""
+
+    @abstractmethod
+    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
+        """The documents from the start, or from where a reader's `state` was taken.
+
+        Raises:
+            ValueError: they cannot be found or read.
+        """
+
+    @property
+    def identity(self) -> str:
+        """Sources with equal identity give the same documents, a hub dataset at the same revision."""
+        return json.dumps({**self.facts, "files": list(self.facts.get("files", {}).values())})
+
+
+@dataclass(frozen=True)
+class LocalText(Source):
+    """Files of this machine."""
+
+    name: str
+    files: Files
+    text_field: str
+    sample_by: SampleBy = "document"
+    streamed: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"--text_field": self.text_field, "--sample_by": self.sample_by, "files": self.files.contents}
+
+    def read(self, state: Mapping[str, Any] | None = None) -> Reader:
+        """See `Source`."""
+        return Reader([str(path) for path in self.files.paths], self.text_field, self.sample_by, state or {})

@@ -14,7 +14,7 @@ S < seq_length windows start every S tokens and score only what no earlier windo
 standard library and `wikitext2`, the test split whose rows are joined like documents.
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
-the document are scored, cut where the model's positions (or `--seq_length`) end. Default for .jsonl files.
+the document are scored, cut where the model's positions (or `--seq_length`) end. Default for files of records.
 
 Under torchrun or deepspeed every rank scores its share of the batches, with a whole copy of the model. The number does
 not depend on how many there are. To compare two models give both the same `--dtype`.
@@ -23,6 +23,7 @@ not depend on how many there are. To compare two models give both the same `--dt
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -30,7 +31,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -38,19 +38,20 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.data.formats import is_plain_text
 from sparseforge_ds.evaluate.passages import Passage, whole_documents, windows
 from sparseforge_ds.evaluate.pretrained import (
-    ADAPTER_HELP,
-    DTYPES,
     adapter_of,
+    add_model_flags,
     load_model,
     load_tokenizer,
     prune_by_magnitude,
+    write_result,
 )
-from sparseforge_ds.evaluate.shares import Shares
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.text import STDLIB, read_documents
 from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.ranks import Ranks, launched_ranks
 
 Protocol = Literal["documents", "windows"]
 LONGEST_DEFAULT = 4096
@@ -83,7 +84,7 @@ def measure(
     batch_size: int = 8,
     progress: bool = False,
     keep_tail: bool = False,
-    shares: Shares | None = None,
+    ranks: Ranks | None = None,
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
@@ -94,7 +95,7 @@ def measure(
         batch_size: passages of one forward.
         progress: show a bar.
         keep_tail: windows: also score what is left after the last full window, as a shorter one.
-        shares: the ranks that work on this together; collective then, and every rank gets the whole result.
+        ranks: those that work on this together; collective then, and every rank gets the whole result.
 
     Raises:
         ValueError: a length that the model or the text does not allow, or a loss that is not finite.
@@ -113,13 +114,12 @@ def measure(
         raise ValueError(f"{flag} belongs to --protocol windows; documents are scored whole")
     else:
         passages, total = whole_documents(tokenizer, documents, seq_length)
-    shares = shares or Shares.alone()
+    ranks = ranks or Ranks()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
     batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
-    mine = shares.mine(batches)
-    scored = [_score(model, batch) for batch in tqdm(mine, unit=" batches", disable=not progress, file=sys.stderr)]
-    # Every batch is the same at any number of ranks, and so is the order of the sum: the number is, to the last bit.
-    scores = shares.all(scored)
+    mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=not progress, file=sys.stderr)
+    # Batches do not depend on the number of ranks, and fsum rounds once: the number is the same to the last bit.
+    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch) for batch in mine])))
     nll, tokens = math.fsum(score for score, _ in scores), sum(count for _, count in scores)
     if not math.isfinite(nll):
         raise ValueError(f"the loss is {nll}: the model's weights or activations are not finite; try --dtype float32")
@@ -162,23 +162,19 @@ def parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").split("\n\n", 2)[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("model", help="folder or hub id of a Hugging Face model")
+    add_model_flags(result)
     result.add_argument(
         "--text",
         required=True,
-        help=".txt or .jsonl file, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or wikitext2:PATH (its rows)",
+        help="a file of any kind that training reads, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or "
+        "wikitext2:PATH (its rows)",
     )
-    result.add_argument("--field", default="text", help="field of a .jsonl line that holds the text (default: text)")
+    result.add_argument("--text_field", default="text", help="field of a record that holds the text (default: text)")
     result.add_argument("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
     result.add_argument("--seq_length", type=int, help="tokens of a window or of a document at most")
     result.add_argument("--stride", type=int, help="distance of window starts (default: seq_length, no overlap)")
     result.add_argument("--keep_tail", action="store_true", help="also score what does not fill the last window")
     result.add_argument("--limit", type=int, help="score only the first so many documents")
-    result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
-    result.add_argument("--adapter", metavar="FOLDER", help=ADAPTER_HELP)
-    result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
-    result.add_argument("--batch_size", type=int, default=8, help="passages of one forward (default: 8)")
-    result.add_argument("--json", metavar="FILE", help="also write the result to a file")
     result.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return result
 
@@ -187,8 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 with one line on stderr."""
     args = parser().parse_args(arguments)
     try:
-        with Shares.of_launcher() as shares:
-            result = _run(args, shares)
+        with launched_ranks() as ranks:
+            result = _run(args, ranks)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -198,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
+def _run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
     """The result, on the first rank; None on the others."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     adapter = adapter_of(args.model, args.adapter)
@@ -211,11 +207,11 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
             prune_by_magnitude(model, pattern)
         return documents, model, tokenizer
 
-    documents, model, tokenizer = shares.all_or_raise(load)
-    by_document = args.text.endswith(".jsonl") and not is_wikitext2(args.text)
-    protocol: Protocol = args.protocol or ("documents" if by_document else "windows")
+    documents, model, tokenizer = ranks.all_or_raise(load)
+    as_one = args.text in STDLIB or is_wikitext2(args.text) or is_plain_text(args.text)
+    protocol: Protocol = args.protocol or ("windows" if as_one else "documents")
     began = time.monotonic()
-    progress = shares.first and sys.stderr.isatty()
+    progress = ranks.first and sys.stderr.isatty()
     found = measure(
         model,
         tokenizer,
@@ -226,9 +222,9 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
         args.batch_size,
         progress,
         args.keep_tail,
-        shares,
+        ranks,
     )
-    if not shares.first:
+    if not ranks.first:
         return None
     seconds = round(time.monotonic() - began, 2)
     pruned = f", one-shot magnitude {pattern}" if pattern else ""
@@ -237,16 +233,12 @@ def _run(args: argparse.Namespace, shares: Shares) -> dict[str, object] | None:
     print(f"  {found.tokens} tokens of {found.documents} documents scored, {found.unscored} not")
     dtype = str(model.dtype).removeprefix("torch.")
     overlap = f", stride {args.stride}" if args.stride else ""
-    ranks = f", {shares.count} ranks" if shares.count > 1 else ""
-    print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{ranks}")
+    together = f", {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+    print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{together}")
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
     result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
-    result |= {"dtype": dtype, "seconds": seconds, "ranks": shares.count}
-    if args.json:
-        try:
-            Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+    result |= {"dtype": dtype, "seconds": seconds, "ranks": ranks.world_size}
+    write_result("json", args.json, json.dumps(result, indent=2))
     return result
 
 
@@ -255,7 +247,7 @@ def _read(args: argparse.Namespace) -> list[str]:
         if args.limit is not None:
             raise ValueError(f"--limit {args.limit}: {NAME} is scored whole; leave the flag out")
         return [read_wikitext2(args.text)]
-    return read_documents(args.text, args.field, args.limit)
+    return read_documents(args.text, args.text_field, args.limit)
 
 
 if __name__ == "__main__":

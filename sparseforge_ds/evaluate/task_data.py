@@ -56,35 +56,45 @@ def find_data(tasks: Sequence[str], data: Sequence[str]) -> dict[str, Rows]:
         place = next((place for place in places if place.exists()), None)
         if place is None:
             raise ValueError(f"--data: no data of {task}; looked for {', '.join(map(str, places)) or 'nothing'}")
-        place = _folder_of_rows(task, place) if place.is_dir() else place
         try:
-            found[task] = Rows(place, _read(place))
-        except (OSError, ValueError, TypeError, LookupError, DatasetsError) as error:
-            said = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"--data {place}: cannot be read ({said[:300]})") from None
+            found[task] = read_rows(place, _SPLITS.get(task, ("validation", "test")))
+        except ValueError as error:
+            raise ValueError(f"--data {error}") from None
     return found
 
 
-def _read(place: Path) -> Dataset:
-    if (place / "state.json").is_file():  # says which files are the rows, and whether some of them are chosen
-        return load_from_disk(str(place))
-    files = [place] if place.is_file() else _files(place)
-    if len({file.suffix for file in files}) != 1 or files[0].suffix not in _BUILDERS:
-        raise ValueError(f"give files of one kind, {', '.join(_BUILDERS)}")
-    return load_rows(_BUILDERS[files[0].suffix], data_files=[str(file.absolute()) for file in files], split="train")
+def read_rows(place: Path, splits: Sequence[str]) -> Rows:
+    """The rows of a file, of files of one kind in a folder, or of a folder of `save_to_disk`.
+
+    Args:
+        place: the file, the folder, or one above it.
+        splits: names of folders below `place` that are read, best first; without one of them, the only folder is.
+
+    Raises:
+        ValueError: there are none, or they cannot be read; the message begins with the place.
+    """
+    while place.is_dir() and not _files(place):
+        below = sorted(
+            entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith((".", "train"))
+        )
+        wanted = [place / split for split in splits if place / split in below]
+        if not wanted and len(below) != 1:
+            break
+        place = (wanted or below)[0]
+    files = _files(place) if place.is_dir() else [place]
+    kinds = {file.suffix for file in files}
+    try:
+        if (place / "state.json").is_file():  # says which files are the rows, and whether some of them are chosen
+            return Rows(place, load_from_disk(str(place)))
+        if len(kinds) != 1 or not kinds <= _BUILDERS.keys():
+            raise ValueError(f"give files of one kind, {', '.join(_BUILDERS)}")
+        data_files = [str(file.absolute()) for file in files]
+        return Rows(place, load_rows(_BUILDERS[kinds.pop()], data_files=data_files, split="train"))
+    except (OSError, ValueError, TypeError, LookupError, DatasetsError) as error:
+        said = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{place}: cannot be read ({said[:300]})") from None
 
 
 def _files(folder: Path) -> list[Path]:
     """Rows in a folder; `map` and `filter` of datasets leave their results beside them, as cache-*.arrow."""
     return sorted(f for f in folder.iterdir() if f.suffix in _BUILDERS and not f.name.startswith("cache-"))
-
-
-def _folder_of_rows(task: str, folder: Path) -> Path:
-    """The folder itself, or the only place below it that may be meant."""
-    while not _files(folder):
-        below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        wanted = [folder / split for split in _SPLITS.get(task, ("validation", "test")) if folder / split in below]
-        if not wanted and len(below) != 1:
-            break
-        folder = (wanted or below)[0]
-    return folder

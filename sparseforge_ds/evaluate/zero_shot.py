@@ -29,12 +29,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
 from sparseforge_ds.evaluate.harness import LoadedTasks, load_tasks
 from sparseforge_ds.evaluate.pretrained import (
-    ADAPTER_HELP,
-    DTYPES,
     adapter_of,
+    add_model_flags,
     load_model,
     load_tokenizer,
     prune_by_magnitude,
+    write_result,
 )
 from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES
 from sparseforge_ds.evaluate.task_data import find_data
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("model", help="folder or hub id of a Hugging Face model")
+    add_model_flags(result)
     which = result.add_mutually_exclusive_group(required=True)
     which.add_argument("--tasks", help="names of the harness, with commas between")
     which.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
@@ -102,11 +102,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--dense", metavar="MODEL", help="run the dense model too, in the same dtype")
     result.add_argument("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
     result.add_argument("--limit", type=int, help="items of each task")
-    result.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
-    result.add_argument("--adapter", metavar="FOLDER", help=ADAPTER_HELP)
-    result.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
-    result.add_argument("--batch_size", type=int, default=8)
-    result.add_argument("--json", metavar="FILE", help="also write the result to a file")
     result.add_argument("--markdown", metavar="FILE", help="also write the table to a file")
     return result
 
@@ -118,11 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result, table = _run(args)
         print(table)
         print(json.dumps(result))
-        for flag, path, text in (
-            ("json", args.json, json.dumps(result, indent=2)),
-            ("markdown", args.markdown, table),
-        ):
-            _write(flag, path, text)
+        write_result("json", args.json, json.dumps(result, indent=2))
+        write_result("markdown", args.markdown, table)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -165,15 +157,6 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _means(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     means = {suite: mean_accuracy(results, suite) for suite in MEANS}
     return {suite: mean for suite, mean in means.items() if mean is not None}
-
-
-def _write(flag: str, path: str | None, text: str) -> None:
-    if path is None:
-        return
-    try:
-        Path(path).write_text(text + "\n")
-    except OSError as error:
-        raise ValueError(f"--{flag} {path}: cannot be written ({error})") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter.
+"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter, and the model card that tells of it.
 
 Ours is y = x (w^T + P^T B^T) with P (in/k, in) a fixed sum over runs of k inputs; LoRA's is y = x w^T + s x A^T B^T. So
 lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1.
@@ -11,17 +11,42 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file
+from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import write_json, write_tensors
 
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+
+_CARD = """\
+# A {pattern} model in two parts
+
+This model is the weights in `model*.safetensors` **and** the low-rank branch (SLoRB, a PEFT LoRA adapter) in
+`adapter_model.safetensors`. {why} Nothing else warns whoever loads the weights alone.
+
+With peft installed, transformers loads both:
+
+```python
+import peft  # fails where it is missing; transformers itself would leave the adapter out and say nothing
+{packed}from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
+```
+
+An inference engine that is not told of the adapter computes with the weights alone: give it the adapter as its LoRA
+(rank {rank}), or do not use it for this model. Merging the adapter into the weights would fill what was pruned.
+
+`sparsity.json` says which weights are sparse and where they come from; `sparseforge verify` checks them and the
+adapter.
+"""
+_SHIFTED = (
+    "Before training, every run of weights gave up a part of itself to the branch: alone, the weights are useless."
+)
+_LEARNED = "Both were trained together: alone, the weights are a worse model."
 
 
 def require_adapter(folder: Path) -> None:
@@ -38,19 +63,11 @@ def block_sum(inputs: int, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.eye(rank, dtype=dtype).repeat_interleave(inputs // rank, dim=1)
 
 
-def adapter_record(source: Source, folder: Path) -> dict[str, Any]:
-    """What `sparsity.json` says of the adapter in `folder`: its file, and the hash of that."""
-    if not source.branches:
-        return {"adapter": None}
-    return {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
-
-
 def write_adapter(source: Source, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` of a source that has branches."""
     weights = {name: source.prunable[f"{name}.weight"] for name in source.branches}
     inputs = {name: weight.shape[weight.input_axis] for name, weight in weights.items()}
-    branches, dtype = source.branches, source.dtype
-    ranks = {name: shape[1] for name, shape in branches.items()}
+    ranks = {name: shape[1] for name, shape in source.branches.items()}
     usual = Counter(ranks.values()).most_common(1)[0][0]
     unusual = {name: rank for name, rank in ranks.items() if rank != usual}
     config = {
@@ -65,20 +82,31 @@ def write_adapter(source: Source, folder: Path) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": next(iter(weights.values())).input_axis == -2,  # GPT-2's Conv1D
-        "target_modules": sorted(branches),
+        "target_modules": sorted(source.branches),
         "use_rslora": False,
         "use_dora": False,
     }
     specs = {}
-    for name, shape in branches.items():
-        specs[f"base_model.model.{name}.lora_A.weight"] = TensorSpec((ranks[name], inputs[name]), dtype)
-        specs[f"base_model.model.{name}.lora_B.weight"] = TensorSpec(shape, dtype)
+    for name, shape in source.branches.items():
+        specs[f"base_model.model.{name}.lora_A.weight"] = TensorSpec((ranks[name], inputs[name]), source.dtype)
+        specs[f"base_model.model.{name}.lora_B.weight"] = TensorSpec(shape, source.dtype)
 
     def make(name: str) -> dict[str, Tensor]:
         return {
-            f"base_model.model.{name}.lora_A.weight": block_sum(inputs[name], ranks[name], dtype),
+            f"base_model.model.{name}.lora_A.weight": block_sum(inputs[name], ranks[name], source.dtype),
             f"base_model.model.{name}.lora_B.weight": source.read_branch(name),
         }
 
-    write_tensors(folder, "adapter_model", specs, make, list(branches))
+    write_tensors(folder, "adapter_model", specs, make, list(source.branches))
     write_json(folder / CONFIG, config)
+
+
+def write_card(source: Source, folder: Path, packed: bool) -> None:
+    """README.md of a model with branches, whose weights compute nonsense without the adapter beside them."""
+    text = _CARD.format(
+        pattern=source.pattern,
+        why=_SHIFTED if source.shifted else _LEARNED,
+        packed="import sparseforge_ds  # knows the packed24 format\n" if packed else "",
+        rank=max(shape[1] for shape in source.branches.values()),
+    )
+    (folder / "README.md").write_text(text)

@@ -5,11 +5,12 @@ faster than on floating-point values.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.pattern import NM, Pattern
+from sparseforge_ds.mask.pattern import Pattern
 
 CHUNK = 1 << 18
 """Elements that are looked at together."""
@@ -24,8 +25,6 @@ _NOT_FINITE = {
     torch.float8_e5m2: 0x7C,
     torch.float8_e4m3fn: 0x7F,
 }
-# Multiplying a row of bytes by ones, each byte 0 or 1, adds them up in the highest byte.
-_ROWS = {2: (torch.int16, 0x0101, 8), 4: (torch.int32, 0x01010101, 24), 8: (torch.int64, 0x0101010101010101, 56)}
 
 
 def chunk_size(span: int) -> int:
@@ -73,15 +72,30 @@ def members_left(left: Tensor, pattern: Pattern, shape: tuple[int, ...], input_a
         shape: of the full weight.
 
     Returns:
-        (G,) counts of some number dtype, in the order of `pattern.to_groups`.
+        (G,) counts, in the order of `pattern.to_groups`.
     """
-    if isinstance(pattern, NM) and pattern.span(shape, input_axis) == pattern.m and pattern.m in _ROWS:
-        dtype, ones, shift = _ROWS[pattern.m]
-        return (left.view(dtype) * ones) >> shift
-    if isinstance(pattern, NM) and pattern.m < 256 and pattern.span(shape, input_axis) != pattern.m:
-        rows = left.view(torch.uint8).view(-1, pattern.m, shape[-1])
-        total = rows[:, 0].clone()
-        for member in range(1, pattern.m):
-            total += rows[:, member]
-        return total.view(-1)
-    return pattern.to_groups(left.float(), shape, input_axis) @ torch.ones(pattern.members)
+    return pattern.to_groups(left.view(torch.uint8), shape, input_axis).sum(1)
+
+
+@dataclass
+class WeightReport:
+    """What was counted in one weight of a sparse model so far."""
+
+    name: str
+    shape: tuple[int, ...]
+    groups: int = 0
+    nonzeros: int = 0
+    violations: int = 0
+    """Groups with more than N members that are not zero."""
+    negative_zeros: int = 0
+    nonfinite: int = 0
+
+    def add(self, chunk: Tensor, pattern: Pattern, input_axis: int) -> None:
+        """Count (n,) consecutive elements, whole spans of the pattern, which fits the weight."""
+        left, negative_zeros = nonzero(chunk)
+        left_G = members_left(left, pattern, self.shape, input_axis)
+        self.groups += left_G.numel()
+        self.nonzeros += int(left_G.sum())
+        self.violations += int((left_G > pattern.kept).sum())
+        self.negative_zeros += negative_zeros
+        self.nonfinite += count_not_finite(chunk)

@@ -14,6 +14,7 @@ from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.source import (
     DTYPES,
+    HEAD,
     Source,
     check_config,
     choose_dtype,
@@ -24,7 +25,7 @@ from sparseforge_ds.export.stored import StoredWeights, is_packed, listed_weight
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
 from sparseforge_ds.permutation.record import Permutation
 
-_HEAD = ("format", "pattern", "finished", "step", "source", "dtype", "coverage", "permutation", "config")
+_KEYS = ("format", "dtype", *HEAD)
 
 
 class FolderSource(Source):
@@ -43,9 +44,9 @@ class FolderSource(Source):
         self.folder = Path(path)
         self.opened = (self.folder, None if model is None else Path(model), dtype)
         self._sparsity = read_json(self.folder / "sparsity.json")
-        if missing := [key for key in (*_HEAD, "weights", "dense") if key not in self._sparsity]:
+        if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
-        self.record = {key: self._sparsity[key] for key in _HEAD}
+        self.record = {key: self._sparsity[key] for key in _KEYS}
         self.permutation = Permutation.load(self.folder)
         self.check_permutation(self.record["permutation"], self.folder / "sparsity.json")
         self.pattern = parse_pattern(str(self.record["pattern"]))
@@ -78,10 +79,9 @@ class FolderSource(Source):
         where = str(self.folder / "sparsity.json")
         self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
         self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
-        self._adapter = None
         self.branches = {}
         if self._sparsity.get("adapter"):
-            self._adapter = self._open_adapter(self.folder)
+            self._open_adapter()
 
     @override
     def read(self, name: str) -> Tensor:
@@ -111,30 +111,26 @@ class FolderSource(Source):
 
     @override
     def read_branch(self, name: str) -> Tensor:
-        assert self._adapter is not None
         value = self._adapter.read(_branch_key(name)).to(self.dtype)
         require_finite(value, _branch_key(name), self.folder)
         return value
 
+    @override
     def check_bytes(self, workers: int = 1) -> None:
         """Compare the adapter with its hash; weights are checked whenever they are read."""
         expected = self._sparsity.get("adapter_sha256")
-        if expected is None:
-            return
-        path = self.folder / TENSORS
-        if hash_file(path) != expected:
-            raise ValueError(f"{path}: has not the sha256 that sparsity.json gives; export again")
+        if expected is not None and hash_file(self.folder / TENSORS) != expected:
+            raise ValueError(f"{self.folder / TENSORS}: has not the sha256 that sparsity.json gives; export again")
 
-    def _open_adapter(self, folder: Path) -> TensorFolder:
-        require_adapter(folder)
-        adapter = TensorFolder(folder, "adapter_model")
-        for key, spec in adapter.specs.items():
+    def _open_adapter(self) -> None:
+        require_adapter(self.folder)
+        self._adapter = TensorFolder(self.folder, "adapter_model")
+        for key, spec in self._adapter.specs.items():
             name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
             if key == _branch_key(name):
                 if f"{name}.weight" not in self.prunable or len(spec.shape) != 2:
-                    raise ValueError(f"{folder}: {key} belongs to no weight of sparsity.json; export again")
+                    raise ValueError(f"{self.folder}: {key} belongs to no weight of sparsity.json; export again")
                 self.branches[name] = (spec.shape[0], spec.shape[1])
-        return adapter
 
 
 def _branch_key(name: str) -> str:

@@ -4,8 +4,7 @@
 |---|---|---|
 | `hf` | an ordinary Hugging Face folder | plain transformers loads it, logits bit-equal |
 | `packed24` | the same, 2:4 weights in 0.5625 of their bf16 bytes | transformers with our package, logits bit-equal |
-| `mask` | the mask alone | it unpacks to the source's; applied to the dense model, bit-equal |
-| `adapter` | the low-rank branch as a PEFT LoRA adapter | peft loads it, logits are ours |
+| `mask` | the mask alone | it unpacks to the source's |
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.export.adapter import write_adapter
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
-from sparseforge_ds.export.model_folder import require_24, write_model
-from sparseforge_ds.export.proof import prove_adapter, prove_folder, require
+from sparseforge_ds.export.model_folder import write_model
+from sparseforge_ds.export.proof import prove_folder, require
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import parse_size, unfinished_folder, write_json
+from sparseforge_ds.mask.pattern import NM
 
-FORMATS = ("hf", "packed24", "mask", "adapter")
+FORMATS = ("hf", "packed24", "mask")
 
 
 def export(
@@ -30,7 +29,6 @@ def export(
     max_shard_size: str = "5GB",
     workers: int = 1,
     progress: bool = False,
-    base: str | Path | None = None,
     skip_proof: bool = False,
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
@@ -41,7 +39,6 @@ def export(
         max_shard_size: largest safetensors file of `hf` and `packed24`.
         workers: threads that read and write. Memory grows with them, the bytes that are written are always the same.
         progress: show bars on stderr.
-        base: for `mask`, the dense model: the proof applies the mask to it.
         skip_proof: for a machine that cannot hold the model; `proof` is then null in what is written.
 
     Returns:
@@ -53,10 +50,6 @@ def export(
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r}: use one of {', '.join(FORMATS)}")
-    if base is not None and format != "mask":
-        raise ValueError(f"--base is the dense model that a mask is proved on; --format {format} needs none")
-    if format == "adapter" and not source.branches:
-        raise ValueError(f"{source.opened[0]}: has no low-rank branch, so there is no adapter; use --format hf")
     if format == "mask" and source.shifted:
         # A mask that was chosen after a shift fits no weights of the dense model.
         raise ValueError(
@@ -70,21 +63,18 @@ def export(
             f"{source.opened[0]}: its channels were permuted before the run, and without the folder `permutation` of "
             "the run its mask fits no dense model; export from the run's own folder, or use --format hf"
         )
-    if format == "packed24":
-        require_24(source)
+    packed = format == "packed24"
+    if packed and source.pattern != NM(2, 4):
+        raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
     if format != "mask" and not skip_proof:
         require(source)
     shard_bytes = parse_size(max_shard_size)
     source.check_bytes(workers)
     with unfinished_folder(out) as folder:
-        if format == "adapter":
-            write_adapter(source, folder)
-            return {**source.record, "proof": None if skip_proof else prove_adapter(source, folder)}
         if format == "mask":
             file, record = folder / "mask.json", write_masks(source, folder, workers, progress)
-            proof = None if skip_proof else prove_masks(source, folder, base, progress)
+            proof = None if skip_proof else prove_masks(source, folder, progress)
         else:
-            packed = format == "packed24"
             file, record = folder / "sparsity.json", write_model(source, folder, packed, shard_bytes, workers, progress)
             proof = None if skip_proof else prove_folder(source, folder, plain=not packed)
         record["proof"] = proof

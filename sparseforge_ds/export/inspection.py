@@ -23,8 +23,8 @@ from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
-from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.export.run_source import read_masked
+from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import Pattern, top_n
 
 UNDECIDED = (0.05, 0.95)
@@ -168,7 +168,7 @@ def phase(config: SparseForgeConfig, step: int) -> str:
     """heating, hardening, frozen finetune or finished."""
     if step >= config.max_steps:
         return "finished"
-    name = config.resolved_schedule.dials(step).phase
+    name = config.resolved_schedule.phase(step)
     return "frozen finetune" if name == "frozen" else name
 
 
@@ -256,7 +256,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             "pattern": config.pattern,
             "max_steps": config.max_steps,
             "phase": phase(config, step),
-            "hardening": schedule.hardening,
+            "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),
         }
@@ -277,14 +277,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
 
 def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
     name, shape, axis = weight.name, weight.shape, weight.input_axis
-    states = checkpoint.states(name)
-    if released:
-        dense = (checkpoint.state(name, "dense") if "dense" in states else checkpoint.weight(name)).float().reshape(-1)
-        mask = is_kept(dense).float()
-    elif not {"mask", "dense"} <= set(states):
-        raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the first optimizer step")
-    else:
-        mask, dense = (values_of(checkpoint.state(name, key)).reshape(-1) for key in ("mask", "dense"))
+    mask, dense = read_masked(checkpoint, name, released, 0, math.prod(shape))
     return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
 
 

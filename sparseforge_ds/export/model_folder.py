@@ -12,29 +12,22 @@ is installed, and a README.md that says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_tensor
-from sparseforge_ds.export.adapter import adapter_record, write_adapter
-from sparseforge_ds.export.card import write_card
-from sparseforge_ds.export.model_files import copy_model_files
+from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
+from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter, write_card
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
-from sparseforge_ds.export.weight_report import WeightReport, check_weight
 from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
-from sparseforge_ds.mask.pattern import NM
 
-
-def require_24(source: Source) -> None:
-    """Raise for a pattern that `packed24` does not hold."""
-    if source.pattern != NM(2, 4):
-        raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
+_COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_WRITTEN = ("config.json", "sparsity.json", "mask.json", CONFIG)
 
 
 def write_model(
@@ -47,21 +40,20 @@ def write_model(
 ) -> dict[str, Any]:
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
-    Masks, masters and finiteness are checked as a weight is read, its groups and its hash on the very bytes that are
-    written.
+    Masks, masters and finiteness are checked as a weight is read; its hash is of the very bytes that are written, and
+    its groups are counted in what is read back.
 
     Args:
         folder: is there already.
         packed: store 2:4 weights as `packed24`.
 
     Returns:
-        What `sparsity.json` holds; its `proof` is null. The hashes are those of the weights in their dense shapes.
+        What `sparsity.json` is to hold; its `proof` is null. The hashes are those of the weights in their dense shapes.
 
     Raises:
         ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
     """
     rows: dict[str, dict[str, Any]] = {}
-    counted: dict[str, WeightReport] = {}
 
     def make(name: str) -> dict[str, Tensor]:
         value, weight = source.read(name), source.prunable.get(name)
@@ -70,8 +62,7 @@ def write_model(
         if name in source.fused_name:
             row["fused_name"] = source.fused_name[name]
         if weight is not None:
-            found = counted[name] = check_weight(value, name, source.pattern, weight.input_axis)
-            row |= {"input_axis": weight.input_axis, "groups": found.groups, "nonzeros": found.nonzeros}
+            row["input_axis"] = weight.input_axis
         rows[name] = row
         if weight is None or not packed:
             return {name: value}
@@ -82,27 +73,50 @@ def write_model(
     # The largest first, so that the workers end together; equal ones stay in the order of the files.
     items = sorted(source.specs, key=lambda name: -source.specs[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers, progress)
+    adapter: dict[str, Any] = {"adapter": None}
     if source.branches:
         write_adapter(source, folder)
         write_card(source, folder, packed)
+        adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
     if source.permutation is not None:
         source.permutation.save(folder)
     copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT} if packed else None)
     record = {
         **source.record,
-        **({"storage": _storage(source, specs)} if packed else {}),
-        **adapter_record(source, folder),
+        **adapter,
         "config_sha256": config_sha256(source.model_config),
         "weights": {name: rows[name] for name in source.specs if name in source.prunable},
         "dense": {name: rows[name] for name in source.specs if name not in source.prunable},
         "proof": None,
     }
     write_json(folder / "sparsity.json", record)
-    report = check_folder(folder, workers=workers, counted=counted)
+    report = check_folder(folder, workers=workers)
     if not report.ok:
         worst = next(iter([*report.notes, *report.missing, *report.changed]), "")
         raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {worst})")
+    for found in report.rows:
+        rows[found.name] |= {"groups": found.groups, "nonzeros": found.nonzeros}
     return record
+
+
+def copy_model_files(source: Source, folder: Path, quantization_config: dict[str, Any] | None = None) -> None:
+    """Config, tokenizer, licence: all that belongs to a model but its weights; config.json with the exported dtype."""
+    copy_other_files(source.model_folder, folder)
+    # auto_map names Python files, which are not copied
+    config = {key: value for key, value in source.model_config.items() if key not in ("torch_dtype", "auto_map")}
+    config["dtype"] = str(source.dtype).removeprefix("torch.")
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
+    write_json(folder / "config.json", config)
+
+
+def copy_other_files(model_folder: Path, folder: Path) -> None:
+    """Tokenizer, licence and the like: what is neither weights nor config.json, nor written by an export."""
+    for file in sorted(model_folder.iterdir()):
+        weights = ".safetensors" in file.name or ".bin" in file.name
+        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
+            shutil.copyfile(file, folder / file.name)
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:
@@ -114,14 +128,3 @@ def _packed_specs(source: Source) -> dict[str, TensorSpec]:
             specs[name] = TensorSpec(values, spec.dtype)
             specs[name + POSITIONS] = TensorSpec(positions, torch.uint8)
     return specs
-
-
-def _storage(source: Source, packed: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """How much smaller the packed weights are, and the whole model."""
-
-    def ratio(names: list[str]) -> dict[str, Any]:
-        dense = sum(source.specs[name].nbytes for name in names)
-        size = sum(packed[key].nbytes for name in names for key in (name, name + POSITIONS) if key in packed)
-        return {"bytes": size, "dense_bytes": dense, "ratio": size / dense}
-
-    return {"name": "packed24", "sparse_weights": ratio([*source.prunable]), "model": ratio([*source.specs])}

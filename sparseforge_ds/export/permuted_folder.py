@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG
-from sparseforge_ds.export.model_files import copy_other_files
+from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import read_model_config
 from sparseforge_ds.export.writer import parse_size, write_tensors

@@ -7,7 +7,7 @@ run of consecutive elements of one tensor of the model, so that it can be read f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparseforge_ds.model.families import FAMILIES
@@ -40,23 +40,15 @@ def published_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]])
     found: dict[str, PublishedTensor] = {}
     for name, shape in shapes.items():
         row = next((row for row in family.published if f".{name}".endswith(f".{row.name}")), None) if family else None
-        if row is None:
-            found[name] = PublishedTensor(name, 0, tuple(shape))
-        else:
-            found |= _divided(name, tuple(shape), name.removesuffix(row.name), row.parts)
+        before, parts = (name, ("",)) if row is None else (name.removesuffix(row.name), row.parts)
+        if "*" not in parts[0]:
+            found[before + parts[0]] = PublishedTensor(name, 0, tuple(shape))
+            continue
+        experts, rows, columns = shape
+        start = 0
+        for expert in range(experts):
+            for part in parts:
+                tensor = PublishedTensor(name, start, (rows // len(parts), columns))
+                found[before + part.replace("*", str(expert))] = tensor
+                start = tensor.stop
     return found
-
-
-def _divided(
-    name: str, shape: tuple[int, ...], before: str, parts: tuple[str, ...]
-) -> Iterator[tuple[str, PublishedTensor]]:
-    if "*" not in parts[0]:
-        yield before + parts[0], PublishedTensor(name, 0, shape)
-        return
-    experts, rows, columns = shape
-    start = 0
-    for expert in range(experts):
-        for part in parts:
-            tensor = PublishedTensor(name, start, (rows // len(parts), columns))
-            yield before + part.replace("*", str(expert)), tensor
-            start = tensor.stop

@@ -1,9 +1,9 @@
 """The logits that an export must have, from a model that is filled from the source and never saw the exported files.
 
-    python -m sparseforge_ds.export.reference REQUEST
+    python -m sparseforge_ds.export.reference TOKENS PATH DTYPE [MODEL]
 
-REQUEST is a JSON file that `proof` writes: where the source is, and where the logits go. The model is made from its
-config, and every one of its tensors is copied from the source, one at a time.
+`proof` runs it. PATH, DTYPE and MODEL are arguments of `open_source`. The model is made from its config, and every one
+of its tensors is copied from the source, one at a time; the logits go to reference.safetensors in the working folder.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
@@ -46,21 +44,17 @@ def filled_model(source: Source) -> Any:
     model.tie_weights()
     state = model.state_dict()
     filled: Counter[int] = Counter()
-    places = published_tensors(
-        source.model_config.get("model_type"), {name: tuple(value.shape) for name, value in state.items()}
-    )
-    ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    places = published_tensors(source.model_config.get("model_type"), shapes)
+    places |= {name: PublishedTensor(name, 0, shape) for name, shape in shapes.items()}
+    about = f"{source.model_folder}/config.json: its {type(model).__name__}"
     for name, spec in source.specs.items():
-        place = PublishedTensor(name, 0, tuple(state[name].shape)) if name in state else places.get(name)
-        if place is None:
-            if any(re.search(glob, name) for glob in ignored):
+        if (place := places.get(name)) is None:
+            if any(re.search(glob, name) for glob in model._keys_to_ignore_on_load_unexpected or ()):
                 continue
-            raise ValueError(f"{source.model_folder}/config.json: its {type(model).__name__} has no {name}")
+            raise ValueError(f"{about} has no {name}")
         if place.shape != spec.shape:
-            raise ValueError(
-                f"{source.model_folder}/config.json: its {type(model).__name__} has {name} of shape {place.shape}, "
-                f"the source {spec.shape}"
-            )
+            raise ValueError(f"{about} has {name} of shape {place.shape}, the source {spec.shape}")
         target = state[place.of]
         target.view(-1)[place.start : place.stop].view(spec.shape).copy_(source.read(name))
         filled[target.data_ptr()] += place.stop - place.start
@@ -76,8 +70,8 @@ def token_ids(model: Any, count: int) -> Tensor:
     return (torch.arange(count)[None] * 7919 + 3) % model.get_input_embeddings().weight.shape[0]
 
 
-def add_branches(model: nn.Module, source: Source) -> list[Any]:
-    """Our low-rank branch (design eq. 13) as forward hooks, in the model's dtype; what removes them."""
+def add_branches(model: nn.Module, source: Source) -> None:
+    """Our low-rank branch (design eq. 13) as forward hooks, in the model's dtype."""
 
     def hook(b_OK: Tensor) -> Any:
         def add(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -88,39 +82,26 @@ def add_branches(model: nn.Module, source: Source) -> list[Any]:
         return add
 
     dtype = next(model.parameters()).dtype
-    branches = {name: source.read_branch(name).to(dtype) for name in source.branches}
-    return [model.get_submodule(name).register_forward_hook(hook(b_OK)) for name, b_OK in branches.items()]
+    for name in source.branches:
+        model.get_submodule(name).register_forward_hook(hook(source.read_branch(name).to(dtype)))
 
 
 @torch.no_grad()
-def _answer(request: dict[str, Any]) -> dict[str, Tensor]:
-    source = open_source(request["path"], request["model"], request["dtype"])
+def _main(tokens: str, path: str, dtype: str, folder: str | None = None) -> None:
+    source = open_source(path, folder, dtype)
     model = filled_model(source)
-    ids = token_ids(model, request["tokens"])
-    answer = {"logits": model(ids).logits}
-    if not source.branches:
-        return answer
-    model.float()  # so that only the order of sums differs between the two ways to write the branch
-    answer["without"] = model(ids).logits
-    hooks = add_branches(model, source)
-    answer["ours"] = model(ids).logits
-    if request["adapter"] is None:
-        return answer
-    from peft import PeftModel
-
-    for each in hooks:
-        each.remove()
-    answer["peft"] = PeftModel.from_pretrained(model, request["adapter"]).eval()(ids).logits
-    return answer
-
-
-def _main(request: Path) -> None:
-    answer = {name: tensor.contiguous() for name, tensor in _answer(read_json(request)).items()}
-    save_file(answer, request.parent / "reference.safetensors")
+    answer = {"ids": token_ids(model, int(tokens))}
+    answer["logits"] = model(answer["ids"]).logits
+    if source.branches:
+        model.float()  # so that only the order of sums differs between the two ways to write the branch
+        answer["without"] = model(answer["ids"]).logits
+        add_branches(model, source)
+        answer["ours"] = model(answer["ids"]).logits
+    save_file({name: tensor.contiguous() for name, tensor in answer.items()}, "reference.safetensors")
 
 
 if __name__ == "__main__":
     try:
-        _main(Path(sys.argv[1]))
+        _main(*sys.argv[1:])
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,22 @@ from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.family_table import LOW_RANK, SCALE
 from sparseforge_ds.permutation.record import Permutation
+
+
+def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,).
+
+    Args:
+        released: masks are not stored any more; what is not zero is kept.
+    """
+    states = checkpoint.states(name)
+    if released:
+        dense = checkpoint.slice(name, "dense" if "dense" in states else None, start, stop).float()
+        return is_kept(dense).float(), dense
+    if not {"mask", "dense"} <= set(states):
+        raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the first optimizer step")
+    mask, dense = (values_of(checkpoint.slice(name, key, start, stop)) for key in ("mask", "dense"))
+    return mask, dense
 
 
 class RunSource(Source):
@@ -53,9 +68,8 @@ class RunSource(Source):
         self.released = self.step >= self.config.release_step
         """Whether masks are not stored any more: pruned weights are +0.0."""
         masked = {weight.name: weight for weight in saved.weights}
-        for name in () if self.released else masked:
-            if not {"mask", "dense"} <= set(checkpoint.states(name)):
-                raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; export after the first optimizer step")
+        for name in masked:
+            read_masked(checkpoint, name, self.released, 0, 0)
         if unlisted := [name for name in checkpoint.shapes if "mask" in checkpoint.states(name) and name not in masked]:
             raise ValueError(
                 f"{checkpoint.folder}: {unlisted[0]} has a mask, but its client state does not list it; it is damaged"
@@ -78,7 +92,8 @@ class RunSource(Source):
         self.specs, self.prunable = {}, {}
         for name, part in self._published.items():
             real = self._origin[part.of]
-            self.specs[name] = TensorSpec(part.shape, self._stored(real))
+            kept = checkpoint.trained_dtype(real) if real in checkpoint.buffers else self.dtype
+            self.specs[name] = TensorSpec(part.shape, kept)
             if real in masked:
                 self.prunable[name] = SparseWeight(name, part.shape, masked[real].input_axis)
                 if (why := self.pattern.misfit(part.shape, masked[real].input_axis)) is not None:
@@ -88,7 +103,7 @@ class RunSource(Source):
         schedule = self.config.resolved_schedule
         self.finished = self.step >= schedule.freeze_step
         measured = not self.config.keeps_curvature or saved.refreshes > 0
-        self.formed = self.config.method != "sparseforge" or (self.step >= schedule.update_every and measured)
+        self.formed = self.config.method.name != "sparseforge" or (self.step >= schedule.update_every and measured)
         """Whether masks have moved yet; while all are 1 they say nothing."""
         described = read_json(run / "sparseforge.json") if run else {}
         if model is None:
@@ -97,6 +112,7 @@ class RunSource(Source):
         self.check_permutation(described.get("permutation"), Path(run or path) / "sparseforge.json")
         self.record = {
             "format": 1,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "pattern": str(self.pattern),
             "finished": self.finished,
             "step": self.step,
@@ -105,13 +121,10 @@ class RunSource(Source):
                 "zero_stage": checkpoint.stage,
                 "ranks": checkpoint.world_size,
             },
-            "dtype": str(self.dtype).removeprefix("torch."),
             "coverage": described.get("coverage") or {},
             "permutation": self.permutation_sha256,
             "config": self.config.to_dict(),
         }
-        if (experts := _experts(checkpoint, state or {})) is not None:
-            self.record["experts"] = experts
 
     @override
     def read(self, name: str) -> Tensor:
@@ -122,8 +135,7 @@ class RunSource(Source):
             if weight is None:
                 flat[start:stop] = self._state(name, None, start, stop)
             else:
-                flat[start:stop] = self._sparse(weight, start, stop)
-                flat[start:stop] += 0.0  # small negative values may have become -0.0
+                flat[start:stop] = self._sparse(weight, start, stop).to(spec.dtype) + 0.0  # small ones became -0.0
         require_finite(flat, name, self.checkpoint.folder)
         return flat.view(spec.shape)
 
@@ -153,17 +165,9 @@ class RunSource(Source):
     def _kept(self, weight: SparseWeight, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
         pattern, shape, axis = self.pattern, weight.shape, weight.input_axis
-        if self.released:
-            key = "dense" if "dense" in self.checkpoint.states(self._origin[self._published[weight.name].of]) else None
-            trained = self._state(weight.name, key, start, stop).float()
-            kept = is_kept(trained)
-            if not bool((members_left(kept, pattern, shape, axis) == pattern.kept).all()):
-                raise ValueError(
-                    f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was frozen before "
-                    f"step {self.step}; the checkpoint is inconsistent, use another one"
-                )
-            return kept, trained
-        dense, mask = (values_of(self._state(weight.name, key, start, stop)) for key in ("dense", "mask"))
+        part = self._published[weight.name]
+        where = (self._origin[part.of], self.released, part.start + start, part.start + stop)
+        mask, dense = read_masked(self.checkpoint, *where)
         if not self.finished:
             value_GM = pattern.to_groups(mask if self.formed else dense.abs(), shape, axis)
             return pattern.from_groups(top_n(value_GM, pattern.kept), shape, axis), dense
@@ -171,7 +175,7 @@ class RunSource(Source):
         full = bool((members_left(kept, pattern, shape, axis) == pattern.kept).all())
         if not full or not torch.equal(kept.float(), mask):
             raise ValueError(
-                f"{self.checkpoint.folder}: the mask of {weight.name} is not binary and {pattern} although it was "
+                f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was "
                 f"frozen before step {self.step}; the checkpoint is inconsistent, use another one"
             )
         return kept, dense
@@ -200,27 +204,3 @@ class RunSource(Source):
         index, shape = torch.arange(part.start + start, part.start + stop), self.checkpoint.shapes[real]
         output = index // shape[-1] if weight.input_axis == -1 else index % shape[-1]
         return self.checkpoint.weight(scale).float()[output]
-
-    def _stored(self, name: str) -> torch.dtype:
-        """Parameters are stored in the exported dtype, buffers in their own."""
-        return self.checkpoint.trained_dtype(name) if name in self.checkpoint.buffers else self.dtype
-
-
-def _experts(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Tokens that every routed expert was measured on, 1 in `load` being its even share, and which had none."""
-    if "experts" not in state:
-        return None
-    try:
-        layers = {str(name): list(map(int, numbers["tokens"])) for name, numbers in state["experts"]["layers"].items()}
-        unseen = list(map(str, state["experts"]["unseen"]))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise ValueError(
-            f"{checkpoint.folder}: the token counts of the experts in its client state are damaged; use another one"
-        ) from None
-    return {
-        "unseen": unseen,
-        "layers": {
-            name: {"tokens": tokens, "load": [round(n * len(tokens) / max(1, sum(tokens)), 4) for n in tokens]}
-            for name, tokens in layers.items()
-        },
-    }

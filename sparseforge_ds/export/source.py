@@ -31,6 +31,9 @@ from sparseforge_ds.export.bits import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 
+HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config")
+"""What `sparsity.json` and `mask.json` both say of where a model comes from."""
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """What a model can be exported in, by the name that config.json uses."""
 
@@ -46,8 +49,7 @@ class Source(abc.ABC):
     """Those of them that are in the pattern."""
     pattern: Pattern
     record: dict[str, Any]
-    """The head of `sparsity.json`: format, pattern, finished, step, source, dtype, coverage, permutation (its sha256),
-    config. Plain JSON."""
+    """The head of `sparsity.json`: format, dtype and `HEAD`. Plain JSON."""
     dtype: torch.dtype
     """Of all parameters; buffers keep their own."""
     model_folder: Path
@@ -98,12 +100,11 @@ class Source(abc.ABC):
             ValueError: it is damaged or inconsistent.
         """
 
-    @abc.abstractmethod
     def read_branch(self, name: str) -> Tensor:
         """B of a module of `branches`, (out, in/k), in `dtype`."""
+        raise KeyError(name)
 
-    @abc.abstractmethod
-    def check_bytes(self, workers: int = 1) -> None:
+    def check_bytes(self, workers: int = 1) -> None:  # noqa: B027
         """Compare the checksums of the files that `read` does not check by itself."""
 
 

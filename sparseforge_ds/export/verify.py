@@ -1,4 +1,4 @@
-"""Is every group of every prunable weight of an exported model in its pattern? The last line of every recipe.
+"""Is every group of every prunable weight of a model folder in its pattern? The last line of every recipe.
 
     sparseforge verify OUT
 
@@ -7,14 +7,18 @@ Reads the safetensors of a Hugging Face folder and nothing else: no model is bui
 family, all matrices of numbered layers. A group is in order when at most N of its members are not zero. Also reported:
 -0.0, values that are not finite, missing weights, a missing adapter, bytes that are not the exported ones, and a
 quantization_config that makes other tools misread the folder. Every weight is read once, for its hash and its counts.
+
+Where nothing says what the pattern is, all of `PATTERNS` are counted along both axes in the same reading, and the
+report is of the strictest that all weights are in; of the one with the fewest violations, where there is none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +30,18 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
-from sparseforge_ds.export.bits import chunk_size
-from sparseforge_ds.export.patterns_found import layer_matrices
+from sparseforge_ds.export.bits import WeightReport, chunk_size
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
-from sparseforge_ds.export.weight_report import WeightReport
 from sparseforge_ds.export.workers import each
-from sparseforge_ds.mask.pattern import Pattern, parse_pattern
+from sparseforge_ds.mask.pattern import NM, Block, Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
 from sparseforge_ds.permutation.record import Permutation
+
+PATTERNS: tuple[Pattern, ...] = (NM(1, 8), NM(1, 4), NM(2, 8), NM(1, 2), NM(2, 4), NM(4, 8), Block(16))
+"""The strictest first."""
+
+_LAYER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -76,60 +83,55 @@ def check_folder(
     pattern: Pattern | None = None,
     progress: bool = False,
     workers: int = 1,
-    counted: Mapping[str, WeightReport] | None = None,
 ) -> FolderReport:
     """Check a Hugging Face folder, one weight at a time in each worker.
 
     Args:
-        pattern: by default the one in `sparsity.json`.
+        pattern: by default the one in `sparsity.json`, and without that file one of `PATTERNS`.
         progress: show a bar on stderr.
         workers: threads.
-        counted: what was counted in the bytes that `sparsity.json` has the hashes of, as they were written. It is not
-            counted again: bytes that are not those are reported as changed.
 
     Raises:
-        ValueError: the folder cannot be read, or nothing says what its pattern is.
+        ValueError: the folder cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give an exported model")
+        raise ValueError(f"{folder}: no such folder; give a model")
     config = read_json(folder / "config.json")
     sparsity = read_json(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
     tensors = StoredWeights(folder, config)
-    if pattern is None:
+    if pattern is None and sparsity:
         if not isinstance(sparsity.get("pattern"), str):
-            raise ValueError(f"{folder}: has no sparsity.json with a pattern; give one, like --pattern 2:4")
+            raise ValueError(f"{folder / 'sparsity.json'}: has no pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity["pattern"])
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
     sparse, dense = listed_weights(folder, sparsity)
     listed = sparse | dense
-    weights, misfits = _prunable(folder, config, sparsity, shapes, pattern)
+    weights, misfits = _prunable(folder, config, sparsity, shapes, PATTERNS if pattern is None else (pattern,))
     names = [name for name in tensors.specs if name in weights or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
 
     def check(name: str) -> tuple[list[WeightReport], bool]:
-        """The counts along each axis that may be the right one, and whether the bytes are the listed ones."""
-        shape, digest, expected = shapes[name], hashlib.sha256(), listed.get(name, {}).get("sha256")
-        known = counted.get(name) if counted is not None and name in listed else None
-        reports = {axis: WeightReport(name, shape) for axis in weights.get(name, ())}
-        span = math.lcm(1, *(pattern.span(shape, axis) for axis in weights.get(name, ())))
+        """The counts of every choice of pattern and axis, and whether the bytes are the listed ones."""
+        shape, digest, entry = shapes[name], hashlib.sha256(), listed.get(name, {})
+        reports = [(choice, WeightReport(name, shape)) for choice in weights.get(name, ())]
+        span = math.lcm(1, *(one.span(shape, axis) for (one, axis), _ in reports))
         for chunk in tensors.stream(name, chunk_size(span)):
             if name in listed:
                 digest.update(tensor_bytes(chunk))
-            for axis, report in reports.items() if known is None else ():
-                report.add(chunk, pattern, axis)
+            for (one, axis), report in reports:
+                report.add(chunk, one, axis)
         bar.update(tensors.specs[name].nbytes)
-        as_listed = name not in listed or digest.hexdigest() == expected
-        as_listed &= reads_as(tensors.specs[name], listed.get(name, {}))
-        return [*reports.values()] if known is None else [known], as_listed
+        as_listed = name not in listed or digest.hexdigest() == entry.get("sha256")
+        return [report for _, report in reports], as_listed and reads_as(tensors.specs[name], entry)
 
     with bar:
         results = dict(zip(names, each(check, names, workers), strict=True))
-    found = [results[name][0] for name in weights]
-    # Without a table the axis is the one along which the whole model does better.
-    choices = [list(rows) for rows in zip(*found, strict=True)]
-    rows = min(choices, key=lambda rows: sum(row.violations for row in rows), default=[])
+    # Where there is a choice it is one for the whole model.
+    choices = [list(rows) for rows in zip(*(results[name][0] for name in weights), strict=True)]
+    best = min(range(len(choices)), key=lambda i: sum(row.violations for row in choices[i]), default=0)
+    chosen = next((held[best][0] for held in weights.values()), pattern)
     missing = [name for name in listed if name not in tensors.specs]
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     notes = []
@@ -152,7 +154,9 @@ def check_folder(
         else:
             if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
                 changed.append(str(folder / TENSORS))
-    return FolderReport(str(pattern), rows, missing + misfits, changed, notes)
+    return FolderReport(
+        str(chosen or "no pattern"), choices[best] if choices else [], missing + misfits, changed, notes
+    )
 
 
 def _prunable(
@@ -160,34 +164,41 @@ def _prunable(
     config: dict[str, Any],
     sparsity: dict[str, Any],
     shapes: dict[str, tuple[int, ...]],
-    pattern: Pattern,
-) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """The weights to check, with the axes along which their groups may lie; and those that the pattern does not fit."""
-    found: dict[str, tuple[int, ...]] = {}
+    patterns: Sequence[Pattern],
+) -> tuple[dict[str, list[tuple[Pattern, int]]], list[str]]:
+    """The weights to check, with the patterns and axes of groups that they may have; and those that none fits."""
+    found: dict[str, list[tuple[Pattern, int]]] = {}
     sparse, dense = listed_weights(folder, sparsity)
     misfits: list[str] = []
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
-        block = {"pattern": str(pattern), **{key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}}
+        block = {key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}
         fused_name = {name: str(row["fused_name"]) for name, row in (sparse | dense).items() if "fused_name" in row}
-        try:
-            chosen = SparseForgeConfig.from_dict(block)
-            found = {w.name: (w.input_axis,) for w in prunable_names(config["model_type"], shapes, chosen, fused_name)}
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from None
+        problem = None
+        for pattern in patterns:
+            try:
+                chosen = SparseForgeConfig.from_dict({**block, "pattern": str(pattern)})
+                for weight in prunable_names(config["model_type"], shapes, chosen, fused_name):
+                    found.setdefault(weight.name, []).append((pattern, weight.input_axis))
+            except ValueError as error:  # it does not fit the shapes, as others may
+                problem = error
+        if problem is not None and not found:
+            raise ValueError(f"{folder}: {problem}")
     elif not sparsity:
-        matrices = layer_matrices(shapes)
-        axes = [axis for axis in (-1, -2) if not any(pattern.misfit(shapes[name], axis) for name in matrices)]
-        found = {name: tuple(axes) for name in matrices} if axes else {}
-        if not axes:
-            misfits = [f"{name} ({why})" for name in matrices if (why := pattern.misfit(shapes[name], -1)) is not None]
+        matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3) and _LAYER.search(name)]
+        choices = [(pattern, axis) for pattern in patterns for axis in (-1, -2)]
+        fitting = [c for c in choices if not any(c[0].misfit(shapes[name], c[1]) for name in matrices)]
+        found = dict.fromkeys(matrices, fitting) if fitting else {}
+        if not fitting:
+            last = patterns[-1]
+            misfits = [f"{name} ({why})" for name in matrices if (why := last.misfit(shapes[name], -1)) is not None]
     for name, entry in sparse.items():
         if name not in shapes or name in found:
             continue
-        if (why := pattern.misfit(shapes[name], entry["input_axis"])) is not None:
+        if (why := patterns[0].misfit(shapes[name], entry["input_axis"])) is not None:
             misfits.append(f"{name} ({why})")
         else:
-            found[name] = (entry["input_axis"],)
+            found[name] = [(patterns[0], entry["input_axis"])]
     return found, misfits

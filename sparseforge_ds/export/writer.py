@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from tqdm import tqdm
@@ -47,7 +47,8 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
     unfinished = out.parent / f"{name}{os.getpid()}.tmp"
     try:
         for left in out.parent.glob(f"{glob.escape(name)}*.tmp"):
-            if not _at_work(left.name.removeprefix(name).removesuffix(".tmp")):
+            process = left.name.removeprefix(name).removesuffix(".tmp")
+            if process.isdecimal() and (process == str(os.getpid()) or not psutil.pid_exists(int(process))):
                 shutil.rmtree(left)
         unfinished.mkdir(parents=True)
         yield unfinished
@@ -58,11 +59,6 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _at_work(process: str) -> bool:
-    """Whether a process, given by its id, may be writing: it lives, and is not this one."""
-    return not process.isdecimal() or (process != str(os.getpid()) and psutil.pid_exists(int(process)))
 
 
 def write_tensors(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 StepWindow = tuple[int, int]
 
 
@@ -27,15 +29,38 @@ class Dials:
     """alpha (eq. 9); 0 once frozen."""
     x: float
     """Share of the soft mask in the effective mask (eq. 10): 1 while heating, 0 once frozen."""
-    phase: str
-    """'heating', 'hardening' or 'frozen': for people, never for control flow."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Every annealed number, in optimizer steps."""
+class MaskSchedule:
+    """When the masks of a method move and freeze, in optimizer steps."""
 
     update_every: int
+    freeze_step: int
+    """The step at whose end masks are frozen; 0 means that they are fixed before training starts."""
+
+    def is_update(self, step: int) -> bool:
+        """Whether masks are updated, or looked at, after optimizer step `step` (the first step is 1)."""
+        return 0 < step < self.freeze_step and step % self.update_every == 0
+
+    def is_projection(self, step: int) -> bool:
+        """Whether masks are frozen after optimizer step `step` (0: before the first)."""
+        return step == self.freeze_step
+
+    def phases(self, max_steps: int) -> list[tuple[str, int, int]]:
+        """(name, step at which it begins, step at which it ends) of the phases of a run: for people, never for control
+        flow."""
+        return [("moving", 0, self.freeze_step), ("frozen", self.freeze_step, max_steps)]
+
+    def phase(self, step: int) -> str:
+        """Name of the phase that optimizer step `step` ends in."""
+        return next(name for name, start, _ in reversed(self.phases(step)) if step >= start)
+
+
+@dataclass(frozen=True)
+class Schedule(MaskSchedule):
+    """Of a soft mask: every annealed number too."""
+
     temperature: float
     temperature_min: float
     temperature_decay: float | None
@@ -44,13 +69,18 @@ class Schedule:
     mid_penalty_ramp: StepWindow
     penalty_rate: float
     mask_rate: float
-    hardening: StepWindow
+    hardening_start: int
     hard: bool = False
 
     @property
-    def freeze_step(self) -> int:
-        """The step at whose end the mask is projected; 0 means that it is fixed before training starts."""
-        return self.hardening[1]
+    def hardening(self) -> StepWindow:
+        """Masks are projected at its end."""
+        return self.hardening_start, self.freeze_step
+
+    @override
+    def phases(self, max_steps: int) -> list[tuple[str, int, int]]:
+        start, stop = self.hardening
+        return [("heating", 0, start), ("hardening", start, stop), ("frozen", stop, max_steps)]
 
     @property
     def decay(self) -> float:
@@ -60,26 +90,18 @@ class Schedule:
         updates = max(1, self.freeze_step // self.update_every)
         return float((self.temperature_min / self.temperature) ** (1.0 / updates))
 
-    def is_update(self, step: int) -> bool:
-        """Whether gates and masks are recomputed after optimizer step `step` (the first step is 1)."""
-        return 0 < step < self.freeze_step and step % self.update_every == 0
-
-    def is_projection(self, step: int) -> bool:
-        """Whether the mask is projected and frozen after optimizer step `step` (0: before the first)."""
-        return step == self.freeze_step
-
     def dials(self, step: int) -> Dials:
         """The annealed numbers after `step` optimizer steps."""
         frozen = step >= self.freeze_step
         x = 1.0 - progress(step, self.hardening)
+        u = progress(step, self.blend)
         return Dials(
             temperature=max(self.temperature_min, self.temperature * self.decay ** (step // self.update_every)),
-            beta=_smooth(progress(step, self.blend)),
+            beta=3 * u**2 - 2 * u**3,
             mid_penalty=self.mid_penalty * progress(step, self.mid_penalty_ramp),
             penalty_rate=self.penalty_rate,
             mask_rate=0.0 if frozen else self.mask_rate,
             x=0.0 if frozen or self.hard else x,
-            phase="frozen" if frozen else "hardening" if step >= self.hardening[0] else "heating",
         )
 
 
@@ -89,7 +111,3 @@ def progress(step: int, window: StepWindow) -> float:
     if step >= stop:
         return 1.0
     return 0.0 if step <= start else (step - start) / (stop - start)
-
-
-def _smooth(u: float) -> float:
-    return 3 * u**2 - 2 * u**3

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.mask.chunks import chunks
+from sparseforge_ds.mask.fusing import fused
 
 _GATHER = sum(1 << (56 - 7 * place) for place in range(8))
 """Times eight bytes of 0 or 1, read as one integer: byte i lands on bit 56 + i, and nothing is carried."""
@@ -16,10 +17,8 @@ _GATHER = sum(1 << (56 - 7 * place) for place in range(8))
 
 def pack(bit: Tensor) -> Tensor:
     """(n,) bool -> (ceil(n / 8),) uint8; what is left of the last byte is 0."""
-    rest = -bit.numel() % 8
-    packed = torch.empty(-(-bit.numel() // 8), dtype=torch.uint8, device=bit.device)
-    ones = F.pad(bit, (0, rest)) if rest or bit.storage_offset() % 8 else bit
-    octets = (ones.clone() if ones.storage_offset() % 8 else ones).contiguous().view(torch.int64)
+    octets = F.pad(bit, (0, -bit.numel() % 8)).view(torch.int64)  # a copy, aligned whatever `bit` is a view of
+    packed = torch.empty(len(octets), dtype=torch.uint8, device=bit.device)
     for chunk in chunks(octets):
         packed[chunk] = (octets[chunk] * _GATHER) >> 56
     return packed
@@ -37,11 +36,12 @@ def values_of_bits(packed: Tensor, count: int) -> Tensor:
     """`bits_of` as fp32 0 and 1."""
     if torch.compiler.is_compiling() or packed.device.type != "cpu":
         return bits_of(packed, count).float()
-    return F.embedding(packed.int(), _values_of_byte()).view(-1)[:count]
+    return F.embedding(packed.int(), _bits_of_byte(torch.float32)).view(-1)[:count]
 
 
+@fused(writes=("values",))
 def keep_in_place(values: Tensor, packed: Tensor) -> None:
-    """+0.0 in place where the bit is not set; a part of a fused function.
+    """+0.0 in place where the bit is not set.
 
     Args:
         values: (n,) of 16 or 32 bits each.
@@ -51,14 +51,14 @@ def keep_in_place(values: Tensor, packed: Tensor) -> None:
         values.copy_(torch.where(bits_of(packed, values.numel()), values, 0.0))
         return
     integers = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
-    ones = -_values_of_byte().to(integers.dtype)  # all bits of a value that is kept
-    integers &= ones[packed.int()].view(-1)[: len(integers)]
+    integers &= _bits_of_byte(integers.dtype)[packed.int()].view(-1)[: len(integers)]
 
 
 @cache
-def _values_of_byte() -> Tensor:
-    """(256, 8) fp32 the bits of every byte."""
-    return ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float()
+def _bits_of_byte(dtype: torch.dtype) -> Tensor:
+    """(256, 8) the bits of every byte: 1.0 or, of integers, all ones where they are set, else 0."""
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return bits.to(dtype) if dtype.is_floating_point else -bits.to(dtype)
 
 
 def bits_of(packed: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Element-wise work in runs: temporaries stay in a processor's caches, which is several times faster, and are small."""
+"""Element-wise work in chunks: temporaries are small, and stay in a processor's caches (several times faster)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from sparseforge_ds.mask.fusing import is_compiled
 
 ELEMENTS_PER_THREAD = 1 << 15
-"""Of a run on a processor."""
+"""Of a chunk on a processor."""
 CHUNK = 1 << 24
-"""Elements of a run on an accelerator or in compiled code, and of what is scored, gated and published at a time."""
+"""Elements of a chunk on an accelerator or in compiled code, and of what is scored, gated and published at a time."""
 ALIGNMENT = 64
-"""Rows that a run is a multiple of: its elements then fall into the same vector lanes as without runs, bit for bit."""
+"""Rows that a chunk is a multiple of: its elements then fall into the same vector lanes as without chunks."""
 
 
 def chunks(tensor: Tensor) -> Iterator[slice]:

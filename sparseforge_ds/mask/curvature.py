@@ -149,7 +149,7 @@ def add_fisher_sums(grad_TO: Tensor, input_TI: Tensor, factor: float, output_O: 
         input_I: (in,) fp64, added to.
     """
     stored = not is_compiled(grad_TO.device)
-    for rows in _token_runs(grad_TO, input_TI) if stored else (slice(None),):
+    for rows in _token_chunks(grad_TO, input_TI) if stored else (slice(None),):
         grad, given = grad_TO[rows], input_TI[rows]
         output_O.add_(sum_squares(grad, token_squares(given)), alpha=factor)
         input_I.add_(sum_squares(given, token_squares(grad)), alpha=factor)
@@ -185,7 +185,7 @@ def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacke
     experts, outputs, inputs = len(stop_E), grad_SO.shape[1], input_SI.shape[1]
     row_EO = grad_SO.new_zeros(experts, outputs, dtype=torch.float32)
     column_EHI = input_SI.new_zeros(experts, stacked, inputs, dtype=torch.float32)
-    for rows in _token_runs(grad_SO, input_SI):
+    for rows in _token_chunks(grad_SO, input_SI):
         grad, given = grad_SO[rows], input_SI[rows]
         last_E = stop_E.clamp(rows.start, rows.start + len(grad)) - rows.start
         length_E = torch.diff(last_E, prepend=last_E.new_zeros(1))
@@ -208,8 +208,8 @@ def _sums_by_expert(values_SN: Tensor, length_E: Tensor) -> Tensor:
     return torch.segment_reduce(values_SN, "sum", lengths=length_E.long(), axis=0, unsafe=True)
 
 
-def _token_runs(grad_TO: Tensor, input_TI: Tensor) -> Iterator[slice]:
-    """Runs of tokens whose fp32 squares take about `TOKEN_BYTES`."""
+def _token_chunks(grad_TO: Tensor, input_TI: Tensor) -> Iterator[slice]:
+    """Chunks of tokens whose fp32 squares take about `TOKEN_BYTES`."""
     length = max(1, TOKEN_BYTES // (4 * (grad_TO.shape[1] + input_TI.shape[1])))
     return (slice(start, start + length) for start in range(0, grad_TO.shape[0], length))
 

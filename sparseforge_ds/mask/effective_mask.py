@@ -32,15 +32,6 @@ def is_kept(weights: Tensor) -> Tensor:
     return (weights != 0) | weights.signbit()
 
 
-def disagreement(mask_GM: Tensor, hard_GM: Tensor, theta: float = 0.5) -> Tensor:
-    """Groups whose top N is not what the paper's own rule 1[m > theta] would keep.
-
-    Returns:
-        () fp64 count, left on the device.
-    """
-    return ((mask_GM > theta) != hard_GM).any(dim=1).sum(dtype=torch.float64)
-
-
 def soft_step(
     dense: Tensor, before: Tensor, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
 ) -> None:
@@ -81,7 +72,7 @@ def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
         kept: (ceil(n / 8),) packed bits.
     """
     for chunk in chunks(gradient):
-        _masked_gradient(gradient[chunk], kept[chunk.start // 8 : -(-chunk.stop // 8)])
+        keep_in_place(gradient[chunk], kept[chunk.start // 8 : -(-chunk.stop // 8)])
 
 
 @fused(writes=("dense", "out"))
@@ -107,8 +98,3 @@ def _soft_step(
 def _soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, late: bool, out: Tensor) -> None:
     share = between(values_of_bits(kept, mask.numel()), values_of(mask), x, late)
     out.copy_(without_sign(dense * share))
-
-
-@fused(writes=("gradient",))
-def _masked_gradient(gradient: Tensor, kept: Tensor) -> None:
-    keep_in_place(gradient, kept)

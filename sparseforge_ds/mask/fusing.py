@@ -112,15 +112,11 @@ def between(start: Tensor, end: Tensor, share: float, late: bool) -> Tensor:
 def moved(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
     """`between`, by a share of each element's own: (...) fp32, in [0, 1]."""
     gap, late = end - start, share >= 0.5
-    return _either(late, end - gap * (1 - share), start + gap * share)
-
-
-def _either(first: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """(...) fp32 `one` where `first`, else `other`."""
-    if torch.compiler.is_compiling() or first.device.type != "cpu":
-        return torch.where(first, one, other)
-    bits, others = one.view(torch.int32), other.view(torch.int32)  # several times faster, step by step
-    return (((bits ^ others) & first.to(torch.int32).neg_()) ^ others).view(torch.float32)
+    near_end, near_start = end - gap * (1 - share), start + gap * share
+    if torch.compiler.is_compiling() or start.device.type != "cpu":
+        return torch.where(late, near_end, near_start)
+    bits, others = near_end.view(torch.int32), near_start.view(torch.int32)  # several times faster, step by step
+    return (((bits ^ others) & late.to(torch.int32).neg_()) ^ others).view(torch.float32)
 
 
 def without_sign(values: Tensor) -> Tensor:

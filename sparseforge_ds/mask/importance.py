@@ -19,6 +19,9 @@ from sparseforge_ds.mask.fusing import fused
 STATS = 7
 """Columns of `score_stats`: count, H, H W^2, W^2, (H W^2)^2, H W^4, W^4."""
 
+STD_EPS = 1e-6
+"""eps of eq. 4, relative to the std of the matrix."""
+
 
 class RankOne(NamedTuple):
     """H of consecutive elements of an (R, C) matrix that is a product."""
@@ -83,13 +86,12 @@ def _sum_moments(
     return [one.sum() for one in (positive, obd, square, obd.square(), obd * square, square.square())]
 
 
-def scalings(moments: Tensor, damping: float, std_eps: float = 1e-6) -> Tensor:
+def scalings(moments: Tensor, damping: float) -> Tensor:
     """Reduced moments of all matrices -> their scalings, without a host sync.
 
     Args:
         moments: (matrices, 7) fp64, summed over all ranks.
         damping: eps of eq. 3, relative to the mean curvature of the matrix.
-        std_eps: eps of eq. 4, relative to the std of the matrix.
 
     Returns:
         (matrices, 3) fp64: absolute damping, mean and 1 / std of the score. A matrix of constant score gets
@@ -102,7 +104,7 @@ def scalings(moments: Tensor, damping: float, std_eps: float = 1e-6) -> Tensor:
     variance = (second - mean.square()).clamp_(min=0)
     # Below the rounding noise of the subtraction there is no spread to divide by.
     spread = variance > 1e-14 * second
-    inverse = torch.where(spread, variance.clamp(min=torch.finfo(torch.float64).tiny).rsqrt() / (1 + std_eps), 0.0)
+    inverse = torch.where(spread, variance.clamp(min=torch.finfo(torch.float64).tiny).rsqrt() / (1 + STD_EPS), 0.0)
     return torch.stack([absolute, mean, inverse], dim=1)
 
 
@@ -117,12 +119,12 @@ def standardized_score(dense: Tensor, curvature: Curvature, scaling: Tensor) -> 
     Returns:
         (n,) fp32.
     """
-    found = [_score_run(dense[chunk], *part_of(curvature, chunk), scaling) for chunk in chunks(dense)]
+    found = [_score_chunk(dense[chunk], *part_of(curvature, chunk), scaling) for chunk in chunks(dense)]
     return found[0] if len(found) == 1 else torch.cat([dense.new_empty(0), *found])
 
 
 @fused()
-def _score_run(
+def _score_chunk(
     dense: Tensor,
     elements: Tensor | None,
     share_R: Tensor | None,

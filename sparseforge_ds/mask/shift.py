@@ -1,18 +1,18 @@
-"""The shift of every run of weights that leaves an N:M pattern the least to remove.
+"""The shift of every segment of weights that leaves an N:M pattern the least to remove.
 
-SLoRB's branch adds one number b to all k weights of a run (design eq. 13). Written as w = (w - b) + b, a layer computes
-what it did before, and the pattern goes over w - b: of every group it then removes the weights that are nearest to b
-instead of those nearest to 0. b is chosen so that as little as possible is removed,
+SLoRB's branch adds one number b to all k weights of a segment (design eq. 13). Written as w = (w - b) + b, a layer
+computes what it did before, and the pattern goes over w - b: of every group it then removes the weights that are
+nearest to b instead of those nearest to 0. b is chosen so that as little as possible is removed,
 
-    min over b of  sum over the groups of the run of the M - N smallest (w - b)^2,
+    min over b of  sum over the groups of the segment of the M - N smallest (w - b)^2,
 
 which is k-means with one centre whose members are chosen group by group: given b, the nearest M - N of every group;
 given those, b is their mean. Both steps lower the sum. They start from several points, because the sum has many minima.
 
 Of normally distributed weights, 2:4 removes 0.10 of what it removes without a shift at k = 4, 0.43 at k = 8 and 0.67 at
-k = 16. The mean of what the mask removes over the whole run, SLoRB's published start, leaves 0.75, 0.87 and 0.94.
+k = 16. The mean of what the mask removes over the whole segment, SLoRB's published start, leaves 0.75, 0.87 and 0.94.
 
-Shape suffixes: R runs, K weights of a run, G groups of a run, M members of a group.
+Shape suffixes: R segments of rows, K weights of a segment, G groups of a segment, M members of a group.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ STEPS = 2
 """Improvements of each."""
 
 
-def best_shift(run_RK: Tensor, kept: int, members: int) -> Tensor:
-    """b of every run.
+def best_shift(segment_RK: Tensor, kept: int, members: int) -> Tensor:
+    """b of every segment.
 
     Args:
-        run_RK: (R, K) fp32 weights that share one b; K is a multiple of `members`.
+        segment_RK: (R, K) fp32 weights that share one b; K is a multiple of `members`.
         kept: N, weights of a group that the pattern keeps.
         members: M.
 
     Returns:
-        (R,) fp32; 0 where no other b removes less. It depends on nothing but the K weights of the run.
+        (R,) fp32; 0 where no other b removes less. It depends on nothing but the K weights of the segment.
     """
     removed = members - kept
-    best_R = torch.empty(run_RK.shape[0], device=run_RK.device)
-    for some in chunks(run_RK):
-        best_R[some] = _search(run_RK[some], removed, members)
+    best_R = torch.empty(segment_RK.shape[0], device=segment_RK.device)
+    for some in chunks(segment_RK):
+        best_R[some] = _search(segment_RK[some], removed, members)
     return best_R
 
 
-def removed_by(run_RK: Tensor, shift_R: Tensor, removed: int, members: int) -> tuple[Tensor, Tensor]:
-    """What the pattern removes from shifted runs.
+def removed_by(segment_RK: Tensor, shift_R: Tensor, removed: int, members: int) -> tuple[Tensor, Tensor]:
+    """What the pattern removes from shifted segments.
 
     Returns:
         (R,) sum of squares of the `removed` smallest |w - b| of every group, and (R,) mean of those w.
     """
-    rest_RGM = (run_RK - shift_R[:, None]).view(run_RK.shape[0], -1, members)
+    rest_RGM = (segment_RK - shift_R[:, None]).view(segment_RK.shape[0], -1, members)
     gone_RGM = rest_RGM.gather(2, rest_RGM.abs().topk(removed, dim=2, largest=False).indices)
     return gone_RGM.square().sum((1, 2)), shift_R + gone_RGM.mean((1, 2))
 
 
-def _search(run_RK: Tensor, removed: int, members: int) -> Tensor:
-    ordered_RK = run_RK.sort(dim=1).values
+def _search(segment_RK: Tensor, removed: int, members: int) -> Tensor:
+    ordered_RK = segment_RK.sort(dim=1).values
     # Between neighbours: for 2:4 and K = 4 the best b is among them.
     middle_R = (ordered_RK[:, 1:] + ordered_RK[:, :-1]) / 2
     places = torch.linspace(0, middle_R.shape[1] - 1, min(STARTS, middle_R.shape[1])).round().long().tolist()
     best_R = torch.zeros_like(middle_R[:, 0])
-    least_R, _ = removed_by(run_RK, best_R, removed, members)
+    least_R, _ = removed_by(segment_RK, best_R, removed, members)
     for place in places:
         shift_R = middle_R[:, place]
         for _ in range(STEPS):
-            _, shift_R = removed_by(run_RK, shift_R, removed, members)
-        sum_R, _ = removed_by(run_RK, shift_R, removed, members)
+            _, shift_R = removed_by(segment_RK, shift_R, removed, members)
+        sum_R, _ = removed_by(segment_RK, shift_R, removed, members)
         better_R = sum_R < least_R
         best_R, least_R = torch.where(better_R, shift_R, best_R), torch.where(better_R, sum_R, least_R)
     return best_R

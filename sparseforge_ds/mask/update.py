@@ -1,7 +1,7 @@
 """One mask update of whole groups in one pass: score, gate, target, the moved mask and its top N (eqs. 3 to 9).
 
 Legend of shape suffixes: S spans of consecutive elements, M members of a group, C groups that are interleaved in a span
-(1 where the input axis is last), n = S M C elements in flat order. Groups of up to `UNROLLED` members are worked on as
+(1 where the input axis is last), n = S M C elements in flat order. Groups of up to `SMALL` members are worked on as
 M tensors of (S, C), one a member, so that everything about a group is element-wise between them.
 """
 
@@ -22,10 +22,7 @@ from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.fusing import between, fused
 from sparseforge_ds.mask.importance import Curvature, part_of, score
-from sparseforge_ds.mask.pattern import NM, Pattern, rank_in_group
-
-UNROLLED = 16
-"""Members of a group at most whose places are found by comparing each with each; larger groups are sorted."""
+from sparseforge_ds.mask.pattern import NM, SMALL, Pattern, beaten_by, rank_in_group
 
 
 class Chosen(NamedTuple):
@@ -76,7 +73,7 @@ def move_groups(
             as the paper writes it, which holds that survivor at exactly 0.5 at every temperature.
     """
     span = pattern.span(shape, input_axis)
-    side_by_side = isinstance(pattern, NM) and pattern.members <= UNROLLED
+    side_by_side = isinstance(pattern, NM) and pattern.members <= SMALL
     interleaved = span // pattern.members if side_by_side else 1
     pull = dials.penalty_rate * dials.mid_penalty
     rates = (dials.temperature, dials.beta, dials.beta >= 0.5, pull, dials.mask_rate, dials.mask_rate >= 0.5)
@@ -193,26 +190,10 @@ def _in_order(member: list[Tensor], interleaved: int) -> Tensor:
 
 def _places(member: list[Tensor]) -> list[Tensor]:
     """How many members of its group beat each, as `rank_in_group` has it."""
-    if len(member) == 1:
-        one = member[0]
-        return [rank_in_group(one.t()).t().contiguous() if len(one) > UNROLLED else torch.stack(_beaten(one.unbind(0)))]
-    return _beaten(member)
-
-
-def _beaten(member: Sequence[Tensor]) -> list[Tensor]:
-    """By how many others each is beaten, of which every pair meets once; a tie goes to the earlier one."""
-    later_wins = {}
-    for i in range(len(member)):
-        for j in range(i + 1, len(member)):
-            wins = member[j] > member[i]
-            # Step by step, a conversion would cost as much as the comparison.
-            later_wins[i, j] = wins.to(torch.int8) if torch.compiler.is_compiling() else wins.view(torch.int8)
-    beaten = []
-    for i in range(len(member)):
-        of_later = [later_wins[i, j] for j in range(i + 1, len(member))]
-        of_earlier = [1 - later_wins[j, i] for j in range(i)]
-        beaten.append(functools.reduce(torch.add, of_later + of_earlier))
-    return beaten
+    if len(member) > 1:
+        return beaten_by(member)
+    one = member[0]
+    return [rank_in_group(one.t()).t().contiguous() if len(one) > SMALL else torch.stack(beaten_by(one.unbind(0)))]
 
 
 def _over_group(member: list[Tensor]) -> Tensor:
@@ -222,9 +203,9 @@ def _over_group(member: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, member)
 
 
-def _end_to_end(chunk: Sequence[Tensor]) -> Tensor:
-    """Results of all runs; those of a single one without a copy."""
-    return chunk[0] if len(chunk) == 1 else torch.cat(list(chunk))
+def _end_to_end(found: Sequence[Tensor]) -> Tensor:
+    """Results of all chunks; those of a single one without a copy."""
+    return found[0] if len(found) == 1 else torch.cat(list(found))
 
 
 @fused(kernels=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.methods.ast import Ast
 from sparseforge_ds.methods.cast import Cast
+from sparseforge_ds.methods.curvature_mean import CurvatureMean
 from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.maskllm import MaskLLM
 from sparseforge_ds.methods.method import MaskMethod
@@ -13,7 +14,7 @@ from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError, Sh
 from sparseforge_ds.methods.soft_mask import SoftMask
 from sparseforge_ds.methods.sr_ste import SrSte
 
-__all__ = ["DivergedError", "ForgeError", "MaskMethod", "Ranking", "ShardedWeights", "method_of"]
+__all__ = ["CurvatureMean", "DivergedError", "ForgeError", "MaskMethod", "Ranking", "ShardedWeights", "method_of"]
 
 
 _METHODS: dict[str, type[MaskMethod]] = {
@@ -30,5 +31,5 @@ _METHODS: dict[str, type[MaskMethod]] = {
 def method_of(config: SparseForgeConfig) -> type[MaskMethod]:
     """The class of the config's method."""
     # A soft mask that would be frozen before the first step is a fixed one.
-    fixed = config.method == "sparseforge" and not config.resolved_schedule.freeze_step
-    return FixedMask if fixed else _METHODS[config.method]
+    fixed = config.method.name == "sparseforge" and config.soft is None
+    return FixedMask if fixed else _METHODS[config.method.name]

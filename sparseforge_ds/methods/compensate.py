@@ -1,6 +1,6 @@
 """SLoRB at the moment it is switched on: where every B starts (design eq. 13).
 
-`shift_into_branches`, before the first step: from the shift of each run that leaves the pattern the least to remove
+`shift_into_branches`, before the first step: from the shift of each segment that leaves the pattern the least to remove
 (`mask/shift`); the network computes what it did. `switch_on_branches`, as published: from what a mask removes already.
 """
 
@@ -25,18 +25,18 @@ from sparseforge_ds.zero.shard import Layout, Shard
 
 @torch.no_grad()
 def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
-    """Set the master of every B to the mean of the weights that the mask removes over each run of inputs. Collective.
+    """Set the master of every B to the mean of the weights that the mask removes over each segment of inputs.
 
-    With R the removed part, the branch's error is R x - B P x, and (B P)_oi = B_oj for every input i of run j. Let the
-    inputs have variance s^2, correlation c >= 0 inside a run and none between runs. Then, with d_oi = R_oi - B_oj,
+    With R the removed part, the branch's error is R x - B P x, and (B P)_oi = B_oj for every input i of segment j. Let
+    the inputs have variance s^2, correlation c >= 0 inside a segment and none between them. With d_oi = R_oi - B_oj,
 
         E |R x - B P x|^2 = s^2 * sum over o, j of ( (1 - c) * sum_i d_oi^2 + c * (sum_i d_oi)^2 )
 
-    and both sums are least where sum_i d_oi = 0: B_oj = mean_i R_oi, whatever c is. At c = 1 (equal inputs in a run)
-    the error is then exactly zero.
+    and both sums are least where sum_i d_oi = 0: B_oj = mean_i R_oi, whatever c is. At c = 1, where inputs of a segment
+    are equal, the error is then exactly zero.
 
-    W and B are sharded differently, so each B is summed whole, one at a time: 1/k of its weight on the wire, once in a
-    run. `Layout.push` afterwards makes it visible.
+    Collective. W and B are sharded differently, so each B is summed whole, one at a time: 1/k of its weight on the
+    wire, once in a run. `Layout.push` afterwards makes it visible.
     """
     layout, weights, published = on.layout, on.weights, dict[int, Tensor]()
 
@@ -54,16 +54,16 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
     for name, branch in added.items():
         weight, shard = weights[name], layout.shards[name]
         inputs = weight.shape[weight.input_axis]
-        outputs, runs = weight.numel // inputs, inputs // branch.k
-        # Flat, a run is k neighbours; or, with the inputs first, the same place in each of k rows of outputs.
+        outputs, segments = weight.numel // inputs, inputs // branch.k
+        # Flat, a segment is k neighbours; or, with the inputs first, the same place in each of k rows of outputs.
         input_last = weight.input_axis == -1
         apart = 1 if input_last else outputs
         span = branch.k * apart
         widened = F.pad(removed(shard), (shard.start % span, -shard.stop % span))
         mean_RA = widened.view(-1, branch.k, apart).sum(dim=1).div_(branch.k).to(layout.device)
-        b = torch.zeros(outputs * runs, device=layout.device)
-        of_runs = b.view(-1, 1) if input_last else b.view(outputs, runs).t()
-        of_runs[shard.start // span :][: len(mean_RA)] = mean_RA
+        b = torch.zeros(outputs * segments, device=layout.device)
+        of_segments = b.view(-1, 1) if input_last else b.view(outputs, segments).t()
+        of_segments[shard.start // span :][: len(mean_RA)] = mean_RA
         layout.sum_shards(b)
         own, master = _master_of(layout, weight)
         master.copy_(b[own.start : own.stop])
@@ -72,9 +72,9 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
 
 @torch.no_grad()
 def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
-    """W <- W - b and B <- B + b with the best b of every run of k inputs, and the branches on. Collective.
+    """W <- W - b and B <- B + b with the best b of every segment of k inputs, and the branches on. Collective.
 
-    Runs lie along the inputs as groups do, so that shards are completed to runs as they are to groups: only what a
+    Segments lie along the inputs as groups do, so that shards are completed to segments as to groups: only what a
     boundary cuts travels, and B, as in `switch_on_branches`. The masters of W are not written here: publish them, and
     push, afterwards. W gives up what the forward will see B add, in its precision, also when B was not 0 before.
 
@@ -85,8 +85,8 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
     added, layout = branches(model), on.layout
     assert isinstance(on.pattern, NM)
     shards = {name: on.shards[name] for name in added}
-    run_of = {name: NM(1, branch.k) for name, branch in added.items()}
-    spans = {name: run_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
+    segment_of = {name: NM(1, branch.k) for name, branch in added.items()}
+    spans = {name: segment_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
     _forget_moments(layout, [on.weights[name] for name in added])
     edges = HaloExchange(layout, shards, spans)
     halo = edges.exchange(on.reader(on.dense))
@@ -101,14 +101,14 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         places = []
         for chunk in edges.chunks[name]:
             dense = edges.widen(chunk, on.dense(chunk), halo)
-            run_RK = run_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
+            segment_RK = segment_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
             first = chunk.start - chunk.start % spans[name]  # flat element that the first span of the chunk begins with
-            number = torch.arange(first // k, first // k + len(run_RK), device=layout.device)
-            # Runs in the order of `to_groups`: along the inputs of an output, or all outputs of k inputs after another.
+            number = torch.arange(first // k, first // k + len(segment_RK), device=layout.device)
+            # In the order of `to_groups`: along the inputs of an output, or all outputs of k inputs after another.
             place = number if input_last else number % outputs * (inputs // k) + number // outputs
             begins = number * k if input_last else number // outputs * (k * outputs) + number % outputs
-            mine = (begins >= chunk.start) & (begins < chunk.stop)  # a run that is cut counts where it begins
-            b[place] = torch.where(mine, best_shift(run_RK, on.pattern.kept, on.pattern.members), b[place])
+            mine = (begins >= chunk.start) & (begins < chunk.stop)  # a segment that is cut counts where it begins
+            b[place] = torch.where(mine, best_shift(segment_RK, on.pattern.kept, on.pattern.members), b[place])
             places.append(place)
         layout.sum_shards(b)
         layout.sum_shards(before)
@@ -119,7 +119,7 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         for chunk, place in zip(edges.chunks[name], places, strict=True):
             dense = on.dense(chunk)
             b_RK = b[place].to(dense.device)[:, None].expand(-1, k)
-            dense -= edges.own(chunk, run_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
+            dense -= edges.own(chunk, segment_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
         branch.enabled = True
 
 

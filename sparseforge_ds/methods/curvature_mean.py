@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class CurvatureMean:
             raise ForgeError(
                 f"the curvature of {names[0]} and {len(names) - 1} others was never refreshed by step {self.on.step}: "
                 "none was due, or every probe overflowed; use bf16, or lower fp16.initial_scale_power or "
-                "schedule.update_every"
+                "method.update_every"
             )
 
     # -- in the training step -----------------------------------------------------------------------------------------
@@ -193,6 +194,31 @@ class CurvatureMean:
                 average[inside].lerp_(sample[inside], rates[row])
             elif sample is None and not rates[row]:  # else 1: the first mean is the sample
                 average[inside].zero_()
+
+    # -- in a checkpoint ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is no state of an element; plain JSON types. Collective."""
+        experts = {"experts": self.on.load.state_dict()} if self.on.load.names else {}
+        return experts if self.running is None else {**experts, "curvature_sums": self.running.state_dict()}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Whether a saved state is of these weights.
+
+        Raises:
+            ValueError: it is not, or it is damaged.
+        """
+        if self.on.load.names:
+            self.on.load.check(state.get("experts"))
+        if self.running is not None:
+            self.running.check(state.get("curvature_sums"))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with a state that `check` found good."""
+        if self.on.load.names:
+            self.on.load.load_state_dict(state["experts"])
+        if self.running is not None:
+            self.running.load_state_dict(state["curvature_sums"])
 
     # -- what is known ------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class FixedMask(MaskMethod):
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
         reconstructed = weights.config.importance == "sparsegpt"
-        self._sparsegpt = SparseGPT(weights, ranking.probe) if reconstructed else None
+        self._sparsegpt = SparseGPT(weights, ranking.mean.probe) if reconstructed else None
 
     @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
@@ -43,8 +43,8 @@ class FixedMask(MaskMethod):
             self._sparsegpt.choose(batches_of(probe), on.config.curvature.first_probes, self.write_masters)
             on.account()
             return self.ranking.report()
-        self.ranking.refresh(probe, self.write_masters)
-        self.ranking.require_refreshed()
+        self.ranking.mean.refresh(probe, self.write_masters)
+        self.ranking.mean.require_refreshed()
         for shard, score_GM in self.ranking.scored():
             target = on.from_groups(shard, top_n(score_GM, on.pattern.kept))
             on.state.write_mask(shard, target)

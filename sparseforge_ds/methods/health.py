@@ -3,7 +3,7 @@
 mask/undecided            mean m (1 - m): what is neither kept nor pruned yet (the paper's L_mid)
 mask/kept                 mean m
 mask/flip_rate            share of weights whose place in the target changed since the last update
-mask/disagreement         share of groups whose top N is not the paper's 1[m > theta]
+mask/disagreement         share of groups whose top N is not the paper's 1[m > theta]; of soft masks
 curvature/mean            bias-corrected mean of H
 curvature/negative_share  share of weights with H < 0
 curvature/signal          cosine between the newest sample and the running mean before it: 0 is pure noise
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.chunks import chunks
-from sparseforge_ds.mask.effective_mask import disagreement
-from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.mask.update import tally
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.matrices import Matrices
@@ -69,63 +68,17 @@ class Health:
             self._add("average_square", old.square().sum(dtype=torch.float64))
 
     def add_update(
-        self,
-        weight: PrunableWeight,
-        shard: Shard,
-        mask: Tensor,
-        target: Tensor,
-        curvature: Tensor | None,
-        correction: float = 1.0,
+        self, shard: Shard, mask: Tensor, target: Tensor, kept: Tensor | None = None, kept_bits: Tensor | None = None
     ) -> None:
-        """Account for the new mask, target and curvature of a shard or a chunk of one, each (numel of it,).
-
-        `correction` is the bias correction by which its running mean is to be divided.
-        """
-        self._account(shard, mask, target, None, None)
-        self.add_curvature(curvature, correction)
-        span = self.pattern.span(weight.shape, weight.input_axis)
-        # Groups that a shard boundary cuts are left out: this rank does not have all of their masks at hand.
-        whole = mask[-shard.start % span : mask.numel() - shard.stop % span]
-        if shard.start // span < shard.stop // span and whole.numel():
-            group_GM = self.pattern.to_groups(whole, weight.shape, weight.input_axis)
-            if mask.dtype != torch.bool:  # what is binary is its own top N
-                for chunk in chunks(group_GM):
-                    self._add("disagreeing", disagreement(group_GM[chunk], top_n(group_GM[chunk], self.pattern.kept)))
-            self._counts["groups"] += group_GM.shape[0]
-
-    def add_moved(
-        self,
-        weight: PrunableWeight,
-        shard: Shard,
-        mask: Tensor,
-        target: Tensor,
-        kept: Tensor,
-        disagrees: Tensor,
-        kept_bits: Tensor | None,
-    ) -> None:
-        """Account for what an update made of a shard or a chunk of one.
+        """Account for the new mask of a shard or a chunk of one.
 
         Args:
-            weight: that it is of.
             shard: the chunk.
-            mask: (numel,) new mask, fp32 or codes.
-            target: (numel,) bool, see `Chosen`.
+            mask: (numel,) new mask, fp32, codes or bool.
+            target: (numel,) bool.
             kept: (numel,) bool, see `Chosen`.
-            disagrees: of all groups that the chunk has a member of, see `Chosen`.
             kept_bits: (ceil(numel / 8),) where to pack `kept`, if anywhere.
         """
-        self._account(shard, mask, target, kept, kept_bits)
-        # Groups that a shard boundary cuts are left out: two ranks have them.
-        span = self.pattern.span(weight.shape, weight.input_axis)
-        per_span = span // self.pattern.members
-        whole = disagrees.view(-1)[per_span * (shard.start % span > 0) :]
-        whole = whole[: max(0, shard.stop // span - -(-shard.start // span)) * per_span]
-        self._add("disagreeing", whole.sum(dtype=torch.float64))
-        self._counts["groups"] += whole.numel()
-
-    def _account(
-        self, shard: Shard, mask: Tensor, target: Tensor, kept: Tensor | None, kept_bits: Tensor | None
-    ) -> None:
         place = (shard.name, shard.start)
         before = self._targets.get(place)
         found = tally(mask, target, None if kept_bits is None else kept, before)
@@ -138,10 +91,20 @@ class Health:
         self._counts["count"] += shard.numel
         self._counts["compared"] += 0 if before is None else shard.numel
 
-    def add_curvature(self, curvature: Tensor | None, correction: float) -> None:
+    def add_disagreement(self, weight: PrunableWeight, shard: Shard, disagrees: Tensor) -> None:
+        """Account for the groups whose top N is not 1[m > theta]; `disagrees` is of all groups that the chunk has a
+        member of, see `Chosen`."""
+        # Groups that a shard boundary cuts are left out: two ranks have them.
+        span = self.pattern.span(weight.shape, weight.input_axis)
+        per_span = span // self.pattern.members
+        whole = disagrees.view(-1)[per_span * (shard.start % span > 0) :]
+        whole = whole[: max(0, shard.stop // span - -(-shard.start // span)) * per_span]
+        self._add("disagreeing", whole.sum(dtype=torch.float64))
+        self._counts["groups"] += whole.numel()
+
+    def add_curvature(self, curvature: Tensor, correction: float = 1.0) -> None:
         """Account for elements of the running mean of H, which is to be divided by `correction`."""
-        for chunk in chunks(curvature) if curvature is not None else ():
-            assert curvature is not None
+        for chunk in chunks(curvature):
             self._add("curvature", curvature[chunk].sum(dtype=torch.float64) / correction)
             self._add("negative", (curvature[chunk] < 0).sum(dtype=torch.float64))
 
@@ -151,7 +114,7 @@ class Health:
         table = torch.tensor([list(self._counts.values())], dtype=torch.float64).to(device)
         for name, parts in self._sums.items():
             table[0, _COLUMN[name]] += torch.stack(parts).sum().to(device)
-        sums = dict(zip(_SUMS, self.matrices.reduce(table)[0].tolist(), strict=True))
+        sums = dict(zip(_SUMS, self.matrices.layout.sum_shards(table)[0].tolist(), strict=True))
         self._sums.clear()
         self._counts = dict.fromkeys(_SUMS, 0.0)
         count = sums["count"]

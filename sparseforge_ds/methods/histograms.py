@@ -5,29 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.methods.curvature_mean import CurvatureMean
 
 CURVATURE_DECADES = (-20.0, 5.0)
 """Range of the curvature histograms, in log10 of |H|."""
 
 
-def histograms(on: ShardedWeights, ranking: Ranking, bins: int) -> dict[str, tuple[list[int], list[float]]]:
+def histograms(mean: CurvatureMean, bins: int) -> dict[str, tuple[list[int], list[float]]]:
     """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
+    on = mean.on
     table = torch.zeros(len(on.shards), 2 * bins, dtype=torch.float64, device=on.layout.device)
     row_of = {name: row for row, name in enumerate(on.shards)}
-    for chunk, curvature in ranking.curvatures():
+    for chunk, curvature in mean.chunks():
         corrected = None if curvature is None else curvature / on.correction(chunk.name)
         of_piece = histogram_counts(on.state.mask(chunk), corrected, bins)
         table[row_of[chunk.name]] += of_piece.to(table.device)
-    counts = on.matrices.reduce(table).long().tolist()
+    counts = on.layout.sum_shards(table).long().tolist()
     low, high = CURVATURE_DECADES
     mask_edges = [i / bins for i in range(bins + 1)]
     curvature_edges = [low + (high - low) * i / bins for i in range(bins + 1)]
     result = {}
     for name, row_counts in zip(on.shards, counts, strict=True):
         result[f"mask/{name}"] = (row_counts[:bins], mask_edges)
-        if ranking.measures:
+        if mean.measures:
             result[f"curvature_log10/{name}"] = (row_counts[bins:], curvature_edges)
     return result
 

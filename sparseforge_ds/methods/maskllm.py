@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.config.rules import logit_keys
+from sparseforge_ds.config.methods import logit_keys
 from sparseforge_ds.mask.anneal import progress
 from sparseforge_ds.mask.curvature import counter_key
 from sparseforge_ds.mask.effective_mask import publish
@@ -38,8 +38,8 @@ class MaskLLM(FixedMask):
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
         weights.require_adam("maskllm")
-        assert weights.config.sampling is not None and isinstance(weights.pattern, NM)
-        self.part = weights.config.sampling
+        assert weights.config.method.name == "maskllm" and isinstance(weights.pattern, NM)
+        self.part = weights.config.method
         self.moved = False
         self.kept, self.members = weights.pattern.n, weights.pattern.m
         self.patterns = math.comb(self.members, self.kept)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from sparseforge_ds.curvature import RunningSums
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.mask.factored import vanishes
 from sparseforge_ds.mask.importance import (
@@ -22,10 +20,9 @@ from sparseforge_ds.mask.importance import (
     standardized_score,
 )
 from sparseforge_ds.methods.curvature_mean import CurvatureMean
-from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError, ShardedWeights
+from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError
 from sparseforge_ds.zero.halo import Chunk
 from sparseforge_ds.zero.matrices import Matrices
-from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -61,57 +58,11 @@ class Scoring:
 class Ranking:
     """Scores by the running mean of the curvature, or by magnitude."""
 
-    @override
-    def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
-        self.on = weights
-        self.probe = probe
-        self.mean = CurvatureMean(weights, probe)
+    def __init__(self, mean: CurvatureMean) -> None:
+        self.on = mean.on
+        self.mean = mean
         self._metrics: dict[str, float] = {}
         """Of the sums that the newest scores are made of."""
-
-    # -- what a method and the forge ask of the mean ------------------------------------------------------------------
-
-    @property
-    def measures(self) -> bool:
-        """Whether scores need a curvature."""
-        return self.mean.measures
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is something to score by."""
-        return self.mean.ready
-
-    @property
-    def running(self) -> RunningSums | None:
-        """What is kept where scores are made of sums."""
-        return self.mean.running
-
-    @property
-    def lost_refreshes(self) -> int:
-        """Refreshes that overflowed in fp16 since this object was made."""
-        return self.mean.lost_refreshes
-
-    def listen(self) -> None:
-        """As `CurvatureMean.listen`."""
-        self.mean.listen()
-
-    def take_heard(self) -> None:
-        """As `CurvatureMean.take_heard`."""
-        self.mean.take_heard()
-
-    def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
-        """As `CurvatureMean.refresh`."""
-        self.mean.refresh(probe, write_masters)
-
-    def require_refreshed(self) -> None:
-        """As `CurvatureMean.require_refreshed`."""
-        self.mean.require_refreshed()
-
-    def curvatures(self) -> Iterator[tuple[Shard, Tensor | None]]:
-        """As `CurvatureMean.chunks`."""
-        return self.mean.chunks()
-
-    # -- scores -------------------------------------------------------------------------------------------------------
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
         """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first.
@@ -150,7 +101,7 @@ class Ranking:
             dense = on.dense(chunk)
             for inside, curvature, of_matrix in scoring.of(chunk, self._elements(chunk)):
                 of_matrix += score_stats(dense[inside], curvature)
-        moments = on.matrices.reduce(moments.to(on.layout.device))
+        moments = on.layout.sum_shards(moments.to(on.layout.device))
         scoring.by_magnitude = self._read(moments[:, 1], sums)
         if scoring.by_magnitude:
             rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
@@ -188,8 +139,8 @@ class Ranking:
         metrics = self.on.health.report(self.mean.estimator is not None) | self._metrics
         if self.on.load.names:
             metrics["experts/unseen"] = float(len(self.on.load.unseen))
-        if self.lost_refreshes:
-            metrics["curvature/lost_refreshes"] = float(self.lost_refreshes)
+        if self.mean.lost_refreshes:
+            metrics["curvature/lost_refreshes"] = float(self.mean.lost_refreshes)
         return metrics
 
     def _require_curvature(self, totals: list[float], heard: list[float], sums: AxisSums | None) -> set[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.mask.anneal import progress
 from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.methods.fixed import FixedMask
@@ -22,12 +23,12 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class RefreshedMask(FixedMask):
-    """Top N of |W| in every group, every `refresh.every` steps; before the first of them a starting mask."""
+    """Top N of |W| in every group, every `method.every` steps; before the first of them a starting mask."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
-        assert weights.config.refresh is not None
-        self.part = weights.config.refresh
+        assert isinstance(weights.config.method, RefreshedMaskConfig)
+        self.part = weights.config.method
         self.moved = False
         steps = [round(end * weights.config.max_steps) for end in self.part.ramp]
         self._ramp = (steps[0], steps[1])
@@ -52,7 +53,7 @@ class RefreshedMask(FixedMask):
         """
         state = self.on.state
         if state.released:
-            yield from ((chunk, (~kept).float()) for chunk, kept in state.kept_runs(index))
+            yield from ((chunk, (~kept).float()) for chunk, kept in state.kept_chunks(index))
             return
         mask = state.partition(index)["mask"].view(-1)
         yield from ((chunk, (~mask[chunk]).float()) for chunk in chunks(mask))

@@ -147,19 +147,18 @@ class ShardedWeights:
                 f"{self.pattern}: it was not written by a sparseforge run, or is damaged; use another one"
             )
 
-    def add_update(self, chunk: Shard, mask: Tensor, target: Tensor) -> None:
-        """Account for a chunk's new mask in the metrics."""
-        curvature = self.of(chunk, "curvature") if self.config.keeps_elements and not self.state.released else None
-        self.health.add_update(self.weights[chunk.name], chunk, mask, target, curvature, self.correction(chunk.name))
-
-    def add_moved(self, chunk: Shard, mask: Tensor, target: Tensor, kept: Tensor, disagrees: Tensor) -> None:
-        """Account for a chunk's new mask, and store what is `kept`. See `Health.add_moved`."""
-        if self.config.keeps_elements:
+    def add_update(
+        self, chunk: Shard, mask: Tensor, target: Tensor, kept: Tensor | None = None, disagrees: Tensor | None = None
+    ) -> None:
+        """Account for a chunk's new mask in the metrics, and store what is `kept` of a soft one. See `Health`."""
+        if self.config.keeps_elements and not self.state.released:
             self.health.add_curvature(self.of(chunk, "curvature"), self.correction(chunk.name))
-        bits = self.state.own_bytes(chunk)
-        self.health.add_moved(self.weights[chunk.name], chunk, mask, target, kept, disagrees, bits)
-        if bits is None:
+        bits = None if kept is None else self.state.own_bytes(chunk)
+        self.health.add_update(chunk, mask, target, kept, bits)
+        if kept is not None and bits is None:
             self.state.write_kept(chunk, kept)
+        if disagrees is not None:
+            self.health.add_disagreement(self.weights[chunk.name], chunk, disagrees)
 
     @torch.no_grad()
     def account(self) -> None:

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from sparseforge_ds.config.methods import SoftMaskConfig
 from sparseforge_ds.mask.codes import stored_as
 from sparseforge_ds.mask.effective_mask import soft_publish, soft_step
 from sparseforge_ds.mask.update import move_groups
 from sparseforge_ds.methods.method import MaskMethod
+from sparseforge_ds.methods.ranking import Ranking
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
@@ -21,12 +24,17 @@ class SoftMask(MaskMethod):
     Between two updates masks stand still, and so does their top N: steps read it from `ShardState.kept`.
     """
 
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        super().__init__(weights, ranking)
+        assert isinstance(weights.config.method, SoftMaskConfig)
+        self.part = weights.config.method
+        self.schedule = self.part.schedule(weights.config.max_steps)
+
     @property
     @override
     def remembers(self) -> bool:
         """A frozen mask leaves nothing to decide by the weights that it removed."""
-        schedule = self.on.config.schedule
-        return not schedule.straight_through and self._formed and self.on.step < self.on.schedule.freeze_step
+        return not self.part.straight_through and self._formed and self.on.step < self.schedule.freeze_step
 
     @property
     @override
@@ -40,15 +48,15 @@ class SoftMask(MaskMethod):
 
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        if self.on.schedule.is_update(step):
-            self.ranking.refresh(probe, self.write_masters)
-            return self.move() if self.ranking.ready else None
-        return self.project() if self.on.schedule.is_projection(step) else None
+        if self.schedule.is_update(step):
+            self.ranking.mean.refresh(probe, self.write_masters)
+            return self.move() if self.ranking.mean.ready else None
+        return self.project() if self.schedule.is_projection(step) else None
 
     @property
     def _formed(self) -> bool:
         """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
-        return self.on.step >= self.on.schedule.update_every and self.ranking.ready
+        return self.on.step >= self.schedule.update_every and self.ranking.mean.ready
 
     @override
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
@@ -61,7 +69,7 @@ class SoftMask(MaskMethod):
         if self.on.state.released or not self._formed:
             super().publish(index, dense, None, out, step)
             return
-        dials = self.on.schedule.dials
+        dials = self.schedule.dials
         self._publish(index, dense, before, out, dials(step - 1).x, dials(step).x)
 
     @override
@@ -85,7 +93,7 @@ class SoftMask(MaskMethod):
     def move(self) -> dict[str, float]:
         """Scores, gates and masks of all weights (eqs. 3 to 9)."""
         on = self.on
-        dials = on.schedule.dials(on.step)
+        dials = self.schedule.dials(on.step)
         scoring = self.ranking.scoring()
         by_elements = on.config.keeps_elements and not on.config.factored
         keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
@@ -98,21 +106,21 @@ class SoftMask(MaskMethod):
             wide = {key: on.edges.widen(chunk, mine[key], halo[key]) for key in keys}
             chosen = []
             for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
-                place = (on.pattern, weight.shape, weight.input_axis, on.config.threshold == "midpoint")
+                place = (on.pattern, weight.shape, weight.input_axis, self.part.threshold == "midpoint")
                 given = (wide["dense"][inside], wide["mask"][inside], curvature, scaling, dials)
                 chosen.append(move_groups(*given, *place))
             target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
             if wide["mask"] is not mine["mask"]:
                 mine["mask"].copy_(on.edges.own(chunk, wide["mask"]))
             target, kept = on.edges.own(chunk, target), on.edges.own(chunk, kept)
-            on.add_moved(chunk, mine["mask"], target, kept, disagrees)
+            on.add_update(chunk, mine["mask"], target, kept, disagrees)
         return self.ranking.report() | on.load.metrics()
 
     @torch.no_grad()
     def project(self) -> dict[str, float]:
         """m <- hard(m), eq. 11."""
         on = self.on
-        self.ranking.require_refreshed()
+        self.ranking.mean.require_refreshed()
         for chunk in on.chunks():
             kept = on.state.kept_of(chunk)
             on.state.write_mask(chunk, kept)

@@ -47,7 +47,7 @@ class Coverage:
             for pattern, count in self.dense.items()
             if pattern not in but
         ]
-        return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more patterns"] if len(lines) > _SHOWN else [])
+        return shortened(lines)
 
 
 def said(masked: int, linear: int, total: int) -> str:
@@ -59,3 +59,8 @@ def said(masked: int, linear: int, total: int) -> str:
 def percent(part: int, whole: int) -> str:
     """A share to one decimal, rounded down: 100.0% is all."""
     return f"{1000 * part // whole / 10:.1f}%"
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """The first lines about patterns of names, and how many more there are."""
+    return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more patterns"] if len(lines) > _SHOWN else [])

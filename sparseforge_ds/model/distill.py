@@ -28,11 +28,13 @@ class DistillationLoss(NamedTuple):
     """Scalars in fp32, each the mean over the tokens that are not ignored."""
 
     total: Tensor
-    """task_weight * cross_entropy + weight * kl; the only one with a gradient."""
+    """task_weight * cross_entropy + weight * kl + hidden.weight * hidden; the only one with a gradient."""
     cross_entropy: Tensor
     """Next-token cross-entropy, for the log."""
     kl: Tensor
     """KL from the teacher, times the squared temperature, for the log."""
+    hidden: Tensor
+    """Mean relative squared distance of the hidden states (`model.hidden`), for the log; 0 where none are compared."""
 
 
 def distillation_loss(
@@ -51,9 +53,15 @@ def distillation_loss(
         config: weights, temperature and the tokens of a block.
 
     Raises:
-        ValueError: shapes that do not belong together, above all two different vocabularies.
+        ValueError: shapes that do not belong together, above all two different vocabularies; a config that distils
+            hidden states, which logits do not tell.
     """
     B, S, V = student_logits_BSV.shape
+    if config.hidden is not None:
+        raise ValueError(
+            "distillation.hidden is set, but distillation_loss sees logits alone; use loss_in_head with the targets of "
+            "a Teacher, which compares hidden states too, or set it to null"
+        )
     same_vocabulary(V, teacher_logits_BSV.shape[-1])
     if teacher_logits_BSV.shape != (B, S, V) or labels_BS.shape != (B, S):
         raise ValueError(
@@ -92,7 +100,8 @@ def next_labels(labels_BS: Tensor) -> Tensor:
 
 def parts_of(losses: Tensor) -> DistillationLoss:
     """(3,) total, cross-entropy and KL, of which the first alone keeps its graph."""
-    return DistillationLoss(losses[0], losses[1].detach(), losses[2].detach())
+    total, cross_entropy, kl = losses
+    return DistillationLoss(total, cross_entropy.detach(), kl.detach(), torch.zeros_like(kl.detach()))
 
 
 def same_vocabulary(student: int, teacher: int) -> None:

@@ -21,7 +21,7 @@ _JOINS = "joins_expert_gradients"
 
 
 def leaf_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that ZeRO-3 must gather as one (`zero.leaves`).
+    """Names of the modules that ZeRO-3 must gather as one, its leaves.
 
     Which experts run differs between ranks. DeepSpeed gathers parameters as their modules are called, so ranks that
     call different ones wait for each other forever, or mix up their tensors. Empty for dense models. In a family that

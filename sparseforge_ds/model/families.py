@@ -11,24 +11,24 @@ ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full sha
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.coverage import Coverage
-from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Family, Row
+from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Row
 from sparseforge_ds.model.rules import (
     Rule,
     by_modules,
     by_table,
-    check_chosen,
+    check_globs,
+    embeddings_and_head,
     linear_layers,
     matches,
-    matches_any,
     model_type_of,
     name_pattern,
 )
@@ -94,9 +94,7 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
     Raises:
         ValueError: as `prunable_names`, or a layer whose orientation is not the one in the table.
     """
-    model_type, shapes = model_type_of(model), _shapes(model)
-    found = _sort_out(_rule(model, config.include), shapes)
-    weights = _chosen(model_type, found, shapes, config, choosable=_choosable(model))
+    weights = _matrices_of(model, config).chosen(config)
     for weight in weights:
         _check_orientation(weight, model.get_submodule(weight.module))
     return weights
@@ -121,19 +119,22 @@ def prunable_names(
         ValueError: unknown family; too much that the family does not name (`model.uncovered`); a glob that matches
             nothing; a shape that the pattern does not fit; nothing left to prune.
     """
-    return _chosen(model_type, _sort_out(by_table(_family(model_type)), shapes), shapes, config, fused_name or {})
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {model_type!r} has no row in the family table; known families: {', '.join(FAMILIES)}"
+        )
+    return _Matrices(model_type, shapes, by_table(FAMILIES[model_type]), fused_name=fused_name).chosen(config)
 
 
 def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
     """What neither the table nor the user has decided about. `prunable_weights` raises where it is too much."""
-    prunable, unnamed = _sort_out(_rule(model, config.include), _shapes(model))
-    return _uncovered(model_type_of(model), prunable, unnamed, config, {}, _choosable(model))
+    return _matrices_of(model, config).uncovered(config)
 
 
 def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
     """Count how much of `model` the masked `weights` are; full sizes under ZeRO-3."""
     numel = {weight.name: weight.numel for weight in weights}
-    shapes, aside = _shapes(model), _embeddings_and_head(model)
+    shapes, aside = _shapes(model), embeddings_and_head(model)
     dense: dict[str, int] = {}
     for name, shape in shapes.items():
         bias = name.endswith("bias")  # of all experts of a layer, and so in two dimensions
@@ -149,147 +150,135 @@ def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
     )
 
 
-def _family(model_type: str) -> Family:
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type {model_type!r} has no row in the family table; known families: {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[model_type]
-
-
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: full_shape(parameter) for name, parameter in model.named_parameters()}
 
 
-def _embeddings_and_head(model: Any) -> set[str]:
-    """Names of their parameters."""
-    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    modules = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
-    aside = {id(parameter) for module in modules for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in aside}
-
-
-def _rule(model: nn.Module, include: tuple[str, ...]) -> Rule:
+def _matrices_of(model: nn.Module, config: SparseForgeConfig) -> _Matrices:
     model_type = model_type_of(model)
-    return by_table(FAMILIES[model_type]) if model_type in FAMILIES else by_modules(model, include)
+    if model_type in FAMILIES:
+        return _Matrices(model_type, _shapes(model), by_table(FAMILIES[model_type]))
+    return _Matrices(model_type, _shapes(model), by_modules(model, config.include), linear_layers(model))
 
 
-def _choosable(model: nn.Module) -> dict[str, int] | None:
-    """The weights that `include` decides about, with the axis that each contracts; None for all."""
-    return None if model_type_of(model) in FAMILIES else linear_layers(model)
+class _Matrices:
+    """The matrices of a model, by what is known of them."""
 
+    def __init__(
+        self,
+        model_type: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        rule: Rule,
+        linear: Mapping[str, int] | None = None,
+        fused_name: Mapping[str, str] | None = None,
+    ) -> None:
+        """Sort them out.
 
-def _sort_out(
-    rule: Rule, shapes: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, PrunableWeight], dict[str, tuple[int, ...]]]:
-    """All prunable weights by name, before include and exclude; and the matrices of which nothing is known."""
-    prunable, unnamed = {}, {}
-    for name, shape in shapes.items():
-        if len(shape) < 2:
-            continue
-        row = rule(name)
-        if isinstance(row, Row):
-            experts = shape[0] if len(shape) == 3 else int(row.experts)
-            module = name.rpartition(".")[0]
-            prunable[name] = PrunableWeight(name, tuple(shape), row.input_axis, module, experts, row.stacked)
-        elif not row:
-            unnamed[name] = tuple(shape)
-    return prunable, unnamed
+        Args:
+            model_type: of the model.
+            shapes: full shape of every parameter by name.
+            rule: what is known of a matrix.
+            linear: in a family without rows, the weights that `include` decides about, and the axis of each.
+            fused_name: the name that a user's globs mean where it is another one.
+        """
+        self.model_type = model_type
+        self.shapes = shapes
+        self.linear = linear
+        self.known = {name: (fused_name or {}).get(name, name) for name in shapes}
+        """The names that a user's globs are matched with."""
+        self.prunable: dict[str, PrunableWeight] = {}
+        """Before include and exclude."""
+        self.unnamed: dict[str, tuple[int, ...]] = {}
+        """Those of which nothing is known."""
+        for name, shape in shapes.items():
+            row = rule(name) if len(shape) > 1 else True
+            if isinstance(row, Row):
+                experts = shape[0] if len(shape) == 3 else int(row.experts)
+                module = name.rpartition(".")[0]
+                self.prunable[name] = PrunableWeight(name, tuple(shape), row.input_axis, module, experts, row.stacked)
+            elif not row:
+                self.unnamed[name] = tuple(shape)
 
+    def chosen(self, config: SparseForgeConfig) -> list[PrunableWeight]:
+        """The weights that go under a mask; see `prunable_names` for what it raises."""
+        self._check_globs(config)
+        self.uncovered(config).check()
+        chosen = [
+            weight
+            for name, weight in self.prunable.items()
+            if (not config.include or matches(self.known[name], config.include))
+            and not matches(self.known[name], config.exclude)
+        ]
+        if not chosen:
+            cure = "widen include or narrow exclude"
+            if not self.prunable and self.linear is not None:
+                example = name_pattern(next(iter(self.unnamed), "model.layers.0.mlp.up_proj.weight"))
+                cure = f'in a family without rows include names what is pruned, like "include": ["{example}"]'
+            raise ValueError(
+                f"no weight of this {self.model_type} model is left to prune ({len(self.prunable)} prunable weights, "
+                f"include = {list(config.include)}, exclude = {list(config.exclude)}); {cure}"
+            )
+        pattern = config.parsed_pattern
+        misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.matrix, w.input_axis)) is not None}
+        if misfits:
+            name, why = next(iter(misfits.items()))
+            more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
+            raise ValueError(
+                f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {why}; choose another pattern, or "
+                f'keep such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
+            )
+        return chosen
 
-def _chosen(
-    model_type: str,
-    found: tuple[dict[str, PrunableWeight], dict[str, tuple[int, ...]]],
-    shapes: dict[str, tuple[int, ...]],
-    config: SparseForgeConfig,
-    fused_name: Mapping[str, str] | None = None,
-    choosable: Mapping[str, int] | None = None,
-) -> list[PrunableWeight]:
-    prunable, unnamed = found
-    known = fused_name or {}
-    check_chosen(config, shapes, prunable, unnamed, known, choosable)
-    _uncovered(model_type, prunable, unnamed, config, known, choosable).check()
-    chosen = [
-        weight
-        for name, weight in prunable.items()
-        if (not config.include or matches(known.get(name, name), config.include))
-        and not matches(known.get(name, name), config.exclude)
-    ]
-    if not chosen:
-        cure = "widen include or narrow exclude"
-        if not prunable and model_type not in FAMILIES:
-            example = name_pattern(next(iter(unnamed), "model.layers.0.mlp.up_proj.weight"))
-            cure = f'in a family without rows include names what is pruned, like "include": ["{example}"]'
-        raise ValueError(
-            f"no weight of this {model_type} model is left to prune ({len(prunable)} prunable weights, "
-            f"include = {list(config.include)}, exclude = {list(config.exclude)}); {cure}"
+    def uncovered(self, config: SparseForgeConfig) -> Uncovered:
+        """What nobody has decided about."""
+        unnamed, prunable = ([self.known[name] for name in some] for some in (self.unnamed, self.prunable))
+        unneeded = {}
+        for glob in config.allow_dense:
+            if not fnmatch.filter(unnamed, glob):
+                masked = fnmatch.filter(prunable, glob)
+                cure = ", and what it does match goes under a mask (exclude would keep that dense)" if masked else ""
+                unneeded[glob] = f"{glob}: not needed, it matches no weight that is undecided{cure}"
+
+        def is_decided(name: str) -> bool:
+            known, chosen_from = self.known[name], bool(config.include) and (self.linear is None or name in self.linear)
+            left_out = chosen_from and not matches(known, config.include)
+            return left_out or matches(known, (*config.exclude, *config.allow_dense))
+
+        linear, misfit = self.linear or {}, config.parsed_pattern.misfit
+        fitting = [name for name, shape in self.unnamed.items() if name in linear and not misfit(shape, linear[name])]
+        return Uncovered(
+            model_type=self.model_type,
+            shapes={name: shape for name, shape in self.unnamed.items() if not is_decided(name)},
+            linear=sum(weight.numel for weight in self.prunable.values()) + sum(map(math.prod, self.unnamed.values())),
+            layers=None if self.linear is None else fitting,
+            include=config.include,
+            allow_dense=tuple(glob for glob in config.allow_dense if glob not in unneeded),
+            unneeded=tuple(unneeded.values()),
         )
-    pattern = config.parsed_pattern
-    misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.matrix, w.input_axis)) is not None}
-    if misfits:
-        name, why = next(iter(misfits.items()))
-        raise ValueError(
-            f"{_listed(misfits)} of shape {shapes[name]} cannot be {pattern}: {why}; choose another pattern, or keep "
-            f'such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
-        )
-    return chosen
 
+    def _check_globs(self, config: SparseForgeConfig) -> None:
+        def why(name: str) -> str:
+            real = next(real for real, known in self.known.items() if known == name)
+            if len(self.shapes[real]) < 2:
+                return "which is a vector: only matrices are pruned"
+            if real not in self.unnamed:
+                return "which stays dense, as embeddings, heads and routers do"
+            if self.linear is None:
+                return "which no row of the family table names"
+            return "which is no linear layer, so that the axis which it contracts is not known"
 
-def _uncovered(
-    model_type: str,
-    prunable: dict[str, PrunableWeight],
-    unnamed: dict[str, tuple[int, ...]],
-    config: SparseForgeConfig,
-    fused_name: Mapping[str, str],
-    choosable: Mapping[str, int] | None,
-) -> Uncovered:
-    names = {name: fused_name.get(name, name) for name in unnamed}
-    needed, unneeded = [], []
-    for glob in config.allow_dense:
-        if matches_any(names.values(), glob):
-            needed.append(glob)
-        else:
-            masked = matches_any([fused_name.get(name, name) for name in prunable], glob)
-            cure = ", and what it does match goes under a mask (exclude would keep that dense)" if masked else ""
-            unneeded.append(f"{glob}: not needed, it matches no weight that is undecided{cure}")
-    decided = (*config.exclude, *config.allow_dense)
-
-    def left_out(name: str) -> bool:
-        chosen_from = bool(config.include) and (choosable is None or name in choosable)
-        return chosen_from and not matches(names[name], config.include)
-
-    return Uncovered(
-        model_type=model_type,
-        shapes={
-            name: shape for name, shape in unnamed.items() if not matches(names[name], decided) and not left_out(name)
-        },
-        linear=sum(weight.numel for weight in prunable.values()) + sum(map(math.prod, unnamed.values())),
-        layers=None
-        if choosable is None
-        else [
-            name
-            for name, shape in unnamed.items()
-            if name in choosable and config.parsed_pattern.misfit(shape, choosable[name]) is None
-        ],
-        include=config.include,
-        allow_dense=tuple(needed),
-        unneeded=tuple(unneeded),
-    )
+        included = [self.known[name] for name in self.prunable] if self.linear is None else list(self.linear)
+        matrices = [self.known[name] for name, shape in self.shapes.items() if len(shape) > 1]
+        check_globs("include", config.include, included, self.known.values(), why)
+        check_globs("exclude", config.exclude, matrices, self.known.values(), why)
 
 
 def _check_orientation(weight: PrunableWeight, module: nn.Module) -> None:
     """nn.Linear holds (out, in); experts say themselves whether they are transposed; Conv1D is neither."""
-    if isinstance(module, nn.Linear):
-        actual = -1
-    else:
-        actual = -2 if len(weight.shape) == 2 or getattr(module, "is_transposed", False) else -1
+    as_it_is = len(weight.shape) == 3 and not getattr(module, "is_transposed", False)
+    actual = -1 if isinstance(module, nn.Linear) or as_it_is else -2
     if actual != weight.input_axis:
         raise ValueError(
             f"{weight.name}: the family table has its input axis at {weight.input_axis}, but {type(module).__name__} "
             f'has it at {actual}; keep it dense with "exclude": ["{weight.name}"], or correct the table'
         )
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

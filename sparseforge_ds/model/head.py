@@ -30,6 +30,7 @@ from sparseforge_ds.model.distill import (
     same_vocabulary,
     task_only,
 )
+from sparseforge_ds.model.hidden import compared
 
 PASS_TOKENS = 2**14
 """Tokens of a rank that a teacher's pass may have: its activations are those of one block, without a graph."""
@@ -63,6 +64,8 @@ class Target(NamedTuple):
     hidden_BSH: Tensor
     """Final hidden states, of whatever width."""
     head: Head
+    states: list[Tensor] | None = None
+    """(B, S, H) of each layer that is compared, with `distillation.hidden`."""
 
 
 def micro_batches_at_once(tokens: int) -> int:
@@ -141,7 +144,8 @@ def loss_in_head(
         engine: a DeepSpeed engine, or the model itself.
         labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         config: weights, temperature and the tokens of a block; None for the task loss alone.
-        target: what the teacher says of these inputs (`Teacher.targets`); None for the task loss alone.
+        target: what the teacher says of these inputs (`Teacher.targets`); None for the task loss alone. Its states are
+            let go of in the backward pass.
         **inputs: of the forward pass, `input_ids` above all.
 
     Returns:
@@ -169,8 +173,9 @@ def loss_in_head(
         )
         return found
 
-    output = computed_in_head(model, lambda: engine(use_cache=False, **inputs), losses)
-    return parts_of(output.logits), output
+    with compared(model, target.states if target else None, next_T, config) as distance:
+        output = computed_in_head(model, lambda: engine(use_cache=False, **inputs), losses)
+    return distance.added_to(parts_of(output.logits)), output
 
 
 def _computing(hidden: Tensor) -> torch.dtype:

@@ -56,9 +56,6 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     """For a model's own conversions, like the merge of experts; see `get_load_operations`."""
     _leaves = ("weight",)
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed beyond torch."""
-
     def get_load_operations(self) -> dict[str, Any]:
         """Before a model's own conversions: unpacking comes first."""
         return {"dequantize": _operation}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from sparseforge_ds.mask.packing import POSITIONS, unpack24
-from sparseforge_ds.model.semi_structured import semi_structured
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
@@ -52,7 +51,7 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         (tensors,) = result.values()
         (weight,) = tensors
         layer = model.get_submodule(full_layer_name.rpartition(".")[0]) if model is not None else None
-        sparse = semi_structured(weight, layer) if self.semi_structured and len(input_dict) == 2 else None
+        sparse = _semi_structured(weight, layer) if self.semi_structured and len(input_dict) == 2 else None
         return {full_layer_name: weight if sparse is None else nn.Parameter(sparse, requires_grad=False)}
 
     @property
@@ -67,3 +66,24 @@ def _is_positions(pattern: str) -> bool:
 
 def _belongs(positions: str, values: str) -> bool:
     return positions.removesuffix("$") == values.removesuffix("$") + POSITIONS
+
+
+def _semi_structured(weight: Tensor, layer: object) -> Tensor | None:
+    """A dense 2:4 weight as torch's semi-structured tensor, or None where torch has no kernel for it."""
+    if not isinstance(layer, nn.Linear) or weight.device.type != "cuda" or weight.ndim != 2:
+        return None
+    from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUSPARSELT
+    from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
+
+    capability = torch.cuda.get_device_capability(weight.device)
+    cutlass = SparseSemiStructuredTensor._FORCE_CUTLASS or not torch.backends.cusparselt.is_available()
+    if capability < (8, 0) or (cutlass and capability >= (9, 0)):  # its CUTLASS kernels are for 8.x
+        return None
+    kind = Cutlass if cutlass else SparseSemiStructuredTensorCUSPARSELT
+    limits = kind._DTYPE_SHAPE_CONSTRAINTS.get(weight.dtype)
+    if weight.dtype not in (torch.float16, torch.bfloat16) or limits is None:
+        return None
+    if weight.shape[0] % limits.sparse_min_rows or weight.shape[1] % limits.sparse_min_cols:
+        return None
+    sparse: Tensor = kind.from_dense(weight)
+    return sparse

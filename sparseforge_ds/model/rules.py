@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.family_table import LOW_RANK, Family, Row
 
 Rule = Callable[[str], Row | bool]
@@ -32,16 +32,23 @@ def by_table(family: Family) -> Rule:
 
 def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
     """For a model of any other family: linear layers that `include` names; embeddings and the head stay dense."""
-    linear = linear_layers(model)
-    dense = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    dense |= {f"{name}.weight" for name, module in model.named_modules() if module is _head(model)}
+    linear, aside = linear_layers(model), embeddings_and_head(model)
 
     def rule(name: str) -> Row | bool:
         if name in linear and matches(name, include):
             return Row(name, linear[name], experts=_EXPERT.search(name) is not None)
-        return name in dense or name.rpartition(".")[2] == LOW_RANK
+        return name in aside or name.rpartition(".")[2] == LOW_RANK
 
     return rule
+
+
+def embeddings_and_head(model: Any) -> set[str]:
+    """Names of their parameters."""
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if (head := _head(model)) is not None:
+        modules.append(head)
+    aside = {id(parameter) for module in modules for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in aside}
 
 
 def linear_layers(model: Any) -> dict[str, int]:
@@ -63,67 +70,41 @@ def matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def matches_any(names: Iterable[str], glob: str) -> bool:
-    """Whether a user's glob matches one of the names."""
-    return any(fnmatchcase(name, glob) for name in names)
-
-
-def check_chosen(
-    config: SparseForgeConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    prunable: Collection[str],
-    unnamed: Collection[str],
-    fused_name: Mapping[str, str],
-    choosable: Collection[str] | None,
+def check_globs(
+    key: str, globs: Iterable[str], names: Collection[str], others: Iterable[str], why: Callable[[str], str]
 ) -> None:
-    """Refuse a glob of `include` or `exclude` that matches nothing that it can decide about.
+    """Refuse a glob that matches nothing that it can decide about.
 
     Args:
-        config: has the globs.
-        shapes: of every parameter.
-        prunable: the weights that may go under a mask.
-        unnamed: matrices of which nothing is known.
-        fused_name: the name that the globs mean where it is another one.
-        choosable: the weights that `include` decides about, in a family without rows; None: the prunable ones.
+        key: of the `sparseforge` block, `include` or `exclude`.
+        globs: what it has.
+        names: the weights that it can decide about.
+        others: all other parameters.
+        why: of one of the others, why it cannot be chosen.
 
     Raises:
         ValueError: what the glob does match and why that does not count, or a glob that does match.
     """
-
-    def why(name: str) -> str:
-        if len(shapes[name]) < 2:
-            return "which is a vector: only matrices are pruned"
-        if name not in unnamed:
-            return "which stays dense, as embeddings, heads and routers do"
-        if choosable is None:
-            return "which no row of the family table names"
-        return "which is no linear layer, so that the axis which it contracts is not known"
-
-    candidates = prunable if choosable is None else choosable
-    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
-    for key, globs, chosen_from in (("include", config.include, candidates), ("exclude", config.exclude, matrices)):
-        names = [fused_name.get(name, name) for name in chosen_from]
-        for glob in globs:
-            if matches_any(names, glob):
-                continue
-            hit = [name for name in shapes if fnmatchcase(fused_name.get(name, name), glob)]
-            if hit:
-                more = f" (and {len(hit) - 1} more)" if len(hit) > 1 else ""
-                raise ValueError(
-                    f"sparseforge.{key}: {glob!r} matches no weight that can be pruned, only {hit[0]}{more}, "
-                    f"{why(hit[0])}; {key} chooses from names such as {next(iter(names), 'none')}"
-                )
-            example = f", for example {_near(glob, names)!r}" if names else ", and this model has none to choose from"
+    for glob in globs:
+        if fnmatch.filter(names, glob):
+            continue
+        if hit := fnmatch.filter(others, glob):
+            more = f" (and {len(hit) - 1} more)" if len(hit) > 1 else ""
             raise ValueError(
-                f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names{example}"
+                f"sparseforge.{key}: {glob!r} matches no weight that can be pruned, only {hit[0]}{more}, "
+                f"{why(hit[0])}; {key} chooses from names such as {next(iter(names), 'none')}"
             )
+        example = f", for example {_near(glob, names)!r}" if names else ", and this model has none to choose from"
+        raise ValueError(
+            f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names{example}"
+        )
 
 
 def _near(glob: str, names: Collection[str]) -> str:
     """A glob that matches, most like one that does not."""
     core = glob.strip("*.")
     tried = (f"*.{core}.*", f"*.{core}", f"{core}.*", f"*{core}*") if core else ()
-    found = next((each for each in tried if matches_any(names, each)), None)
+    found = next((each for each in tried if fnmatch.filter(names, each)), None)
     if found is not None:
         return found
     words = [word for word in re.split(r"[.*]+", core.lower()) if word not in ("weight", "")]

@@ -11,12 +11,11 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from sparseforge_ds.model.coverage import shortened
 from sparseforge_ds.model.rules import name_pattern
 
 TOLERANCE = 0.02
 """Share of the elements of linear weights that may be uncovered."""
-
-_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,9 @@ class Uncovered:
 
     def _no_row(self) -> str:
         lines = self.lines()
-        more = f"; and {len(lines) - _SHOWN} more patterns" if len(lines) > _SHOWN else ""
         patterns = [line.partition(" (")[0] for line in lines]
         return (
-            f"the family table has no row for {'; '.join(lines[:_SHOWN])}{more}. To keep them dense, write into the "
+            f"the family table has no row for {'; '.join(shortened(lines))}. To keep them dense, write into the "
             f"sparseforge block: {self._allowing(patterns)} (or give --allow_dense); to prune them, add rows to "
             "sparseforge_ds/model/family_table.py"
         )

@@ -13,7 +13,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import Permutation
-from sparseforge_ds.zero.expert_hooks import expert_inputs, unhookable
+from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 
 
@@ -63,7 +63,7 @@ def input_squares(
 
     training = model.training
     model.eval()
-    with layer_inputs(modules, on_layer), expert_inputs(fused, on_experts) if fused else nullcontext():
+    with layer_inputs(modules, on_layer), expert_tokens(fused, on_experts, gradients=False) if fused else nullcontext():
         for batch_BS in batches:
             model(input_ids=batch_BS.to(device), use_cache=False)
     model.train(training)

@@ -1,22 +1,23 @@
 """Memory of a forward and backward pass, by running them on the meta device: shapes without numbers.
 
 Every storage that the pass creates is followed from its birth to its end, so the estimate knows the model's real
-graph, whatever its family. Attention is a fused kernel (`planning.attention`).
+graph, whatever its family. Attention has the memory of a fused kernel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.distill import block_tokens, distillation_loss, task_loss, task_only
+from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
+from sparseforge_ds.model.distill import block_tokens, distillation_loss, next_labels, task_only
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
-from sparseforge_ds.planning.architecture import bare_model, empty_model, looks_at_numbers
+from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
+from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
 from sparseforge_ds.planning.live import Live
 
 
@@ -36,6 +37,8 @@ class Activations:
     gradients of activations, and the gradient of one weight before it is reduced."""
     teacher: int = 0
     """The most that exists while a teacher runs over the micro-batch, final hidden states included."""
+    states: int = 0
+    """The teacher's hidden states behind the layers that are compared."""
 
     @property
     def peak(self) -> int:
@@ -62,7 +65,7 @@ def trace(
         micro_batch: sequences.
         seq_length: tokens of a sequence.
         checkpointing: whether the activations of every block are recomputed in the backward pass.
-        teacher: of the model whose logits the loss compares with; None for the task loss of a probe.
+        teacher: of the model whose logits the loss compares with; None for the task loss alone.
 
     Raises:
         ValueError: the forward pass of this model looks at numbers, so it cannot be run without.
@@ -72,29 +75,39 @@ def trace(
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     token_BS = torch.zeros(micro_batch, seq_length, dtype=torch.long, device="meta")
-    try:
-        return _trace(model, token_BS, forge, None if teacher is None else _Teacher(teacher, dtype, token_BS))
-    except (RuntimeError, AttributeError, LookupError, TypeError) as error:
-        raise looks_at_numbers(config, error) from error
+    with without_numbers(config):
+        told = None if teacher is None else _Teacher(teacher, dtype, token_BS, forge.distillation)
+        return _trace(model, token_BS, forge, told)
 
 
 class _Teacher:
     """What a teacher says, and the bytes that it takes to say it. Without a target it says whole logits."""
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, token_BS: Tensor) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        token_BS: Tensor,
+        distillation: DistillationConfig | None,
+    ) -> None:
         model = bare_model(config, dtype).eval()
+        hidden = distillation.hidden if distillation else None
         live = Live([*model.parameters(), *model.buffers(), token_BS])
         self.target: Target | None = None
         self.tensors: list[Tensor] = []
-        with live, torch.no_grad():
+        layers = chosen_layers(model, hidden) if hidden else []
+        with live, torch.no_grad(), captured_states(layers) as states:
             try:
                 hidden_BSH = hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False))
                 layer = head_of(model)
-                self.target = Target(hidden_BSH, Head(layer.weight, layer.bias))
+                self.target = Target(hidden_BSH, Head(layer.weight, layer.bias), states)
                 self.tensors = [hidden_BSH, *layer.parameters()]
             except WholeLogits:
                 model(input_ids=token_BS, use_cache=False)
-        self.bytes = live.peak
+        self.states = states[-len(layers) :] if layers else None
+        self.states_bytes = sum(state.numel() * state.element_size() for state in self.states or ())
+        self.tensors += self.states or ()
+        self.bytes = live.peak - self.states_bytes
 
 
 def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, teacher: _Teacher | None) -> Activations:
@@ -117,17 +130,16 @@ def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, t
     head.register_forward_pre_hook(loss_begins)
     config = (forge.distillation if teacher else None) or task_only()
     target = teacher.target if teacher else None
-    # Labels of a probe are drawn from whole logits.
-    whole = target is None if teacher else forge.importance == "gauss_newton"
+    whole = teacher is not None and target is None
     with live:
         if not whole:
             loss = loss_in_head(model, token_BS, config, target, input_ids=token_BS)[0].total
         else:
-            logits_BSV = model(input_ids=token_BS, use_cache=False).logits
-            if teacher:
-                loss = distillation_loss(logits_BSV, torch.empty_like(logits_BSV), token_BS, config).total
-            else:
-                loss = task_loss(logits_BSV, token_BS)
+            assert teacher is not None
+            with compared(model, teacher.states, next_labels(token_BS), config) as distance:
+                logits_BSV = model(input_ids=token_BS, use_cache=False).logits
+            losses = distillation_loss(logits_BSV, torch.empty_like(logits_BSV), token_BS, replace(config, hidden=None))
+            loss = distance.added_to(losses).total
             del logits_BSV  # as in the training loop: the loss holds it until it has its gradient
         loss.backward()
     tokens = token_BS.numel() if whole else min(token_BS.numel(), block_tokens(config, head.out_features))
@@ -137,6 +149,7 @@ def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, t
         loss=peak_of_loss - saved,
         backward=live.peak,
         teacher=teacher.bytes if teacher else 0,
+        states=teacher.states_bytes if teacher else 0,
     )
 
 

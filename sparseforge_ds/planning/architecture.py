@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.coverage import Coverage
-from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.low_rank import branches, prepare
-from sparseforge_ds.planning.attention import NAME
-from sparseforge_ds.planning.live import Live
 
+_ATTENTION = "sparseforge_planned"
+"""As `attn_implementation` of a transformers model."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -31,13 +32,27 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How large a model is, in elements."""
+class Architecture:
+    """A model as the planner sees it. Numbers are elements unless something else is said."""
 
     parameters: tuple[Parameter, ...]
     """In `named_parameters` order; tied ones once."""
+    matrices: tuple[tuple[int, int, int], ...]
+    """(experts or 1, outputs, inputs) of every weight under a mask."""
     rows_and_columns: int
-    """Of all matrices that are scored by themselves."""
+    """Of all matrices that are scored by themselves: gate and up of an expert apart."""
+    input_first: bool
+    """Whether some of them are stored as (in, out)."""
+    largest_module: int
+    """What ZeRO-3 must gather at once at the very least."""
+    active: int
+    """Parameters that one token uses: all, less the experts that it is not routed to."""
+    multiplied: int
+    """Elements of the matrices that one token is multiplied with, the head included and the embedding not."""
+    attended: int
+    """Elements of a query and a value of one position, over all layers and heads."""
+    hidden: int
+    vocabulary: int
 
     @property
     def total(self) -> int:
@@ -55,28 +70,31 @@ class Sizes:
         return max(parameter.numel for parameter in self.parameters)
 
 
-@dataclass(frozen=True)
-class Architecture(Sizes):
-    """A model as the planner sees it. Numbers are elements unless something else is said."""
+class _Attention(torch.autograd.Function):
+    """The shapes and the memory of a fused kernel (flash attention), and no result.
 
-    model_type: str
-    largest_module: int
-    """What ZeRO-3 must gather at once at the very least."""
-    coverage: Coverage
-    uncovered: tuple[str, ...]
-    """Linear weights that nobody has decided about, as lines for people."""
-    matrices: tuple[tuple[int, int, int], ...]
-    """(experts or 1, outputs, inputs) of every weight under a mask."""
-    input_first: bool
-    """Whether some of them are stored as (in, out)."""
-    active: int
-    """Parameters that one token uses: all, less the experts that it is not routed to."""
-    multiplied: int
-    """Elements of the matrices that one token is multiplied with, the head included and the embedding not."""
-    attended: int
-    """Elements of a query and a value of one position, over all layers and heads."""
-    hidden: int
-    vocabulary: int
+    It keeps q, k, v, its output and one fp32 number a token and head for the backward pass, never a square of the
+    sequence length. A model on the meta device that runs with it looks at no numbers, which transformers' masks would.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        B, H, S, _ = query.shape
+        output_BSHD = value.new_empty(B, S, H, value.shape[-1])
+        ctx.save_for_backward(query, key, value, output_BSHD, query.new_empty(B, H, S, dtype=torch.float32))
+        return output_BSHD
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _output, _sums = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attention(_module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return _Attention.apply(query, key, value), None  # type: ignore[no-untyped-call]
+
+
+AttentionInterface.register(_ATTENTION, _attention)
 
 
 def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -90,10 +108,10 @@ def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> Pr
     with torch.device("meta"):
         try:  # transformers writes the chosen attention into the config, so it gets a copy
             return AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), **chosen, attn_implementation=NAME, trust_remote_code=False
+                copy.deepcopy(config), **chosen, attn_implementation=_ATTENTION, trust_remote_code=False
             )
         except KeyError as error:
-            if error.args != (NAME,):  # a family that keeps its attention classes in a table of its own
+            if error.args != (_ATTENTION,):  # a family that keeps its attention classes in a table of its own
                 raise
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, trust_remote_code=False)
 
@@ -111,64 +129,52 @@ def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch
     return model
 
 
-def forward_without_numbers(model: PreTrainedModel) -> None:
-    """Send a few tokens through a model on the meta device, for the hooks on its modules.
+@contextmanager
+def without_numbers(config: PretrainedConfig) -> Iterator[None]:
+    """Where a model of this config runs on the meta device.
 
     Raises:
-        ValueError: the forward pass of this model looks at numbers.
+        ValueError: its forward pass looks at numbers.
     """
     try:
-        with torch.no_grad(), Live():
-            model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
+        yield
     except (RuntimeError, AttributeError, LookupError, TypeError) as error:
-        raise looks_at_numbers(model.config, error) from error
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"a {config.model_type} model cannot be run on the meta device, where the planner measures activations: "
+            f"{why}; plan with a model of similar shape, or measure a few steps on a GPU"
+        ) from error
 
 
-def looks_at_numbers(config: PretrainedConfig, error: Exception) -> ValueError:
-    """What to raise when a pass on the meta device ended in `error`."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(
-        f"a {config.model_type} model cannot be run on the meta device, where the planner measures activations: "
-        f"{reason}; plan with a model of similar shape, or measure a few steps on a GPU"
-    )
-
-
-def sizes(model: nn.Module, weights: Iterable[PrunableWeight]) -> Sizes:
-    """Of a model whose `weights` are under a mask; it may have no weights."""
-    weights = list(weights)
-    masked = {weight.name for weight in weights}
-    return Sizes(
-        parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),
-        rows_and_columns=sum(weight.matrices * sum(weight.matrix) for weight in weights),
-    )
-
-
-def describe(model: PreTrainedModel, forge: SparseForgeConfig, leaf_suffixes: tuple[str, ...] = ()) -> Architecture:
+def describe(
+    model: PreTrainedModel, weights: Collection[PrunableWeight], leaf_suffixes: Collection[str] = ()
+) -> Architecture:
     """Take the sizes of a model, which may have no weights.
 
     Args:
-        model: from `empty_model`.
-        forge: decides what is under a mask.
+        model: the student as it is trained, low-rank branches included, or a teacher.
+        weights: those under a mask.
         leaf_suffixes: names of modules that ZeRO-3 gathers as a whole (`leaf_module.name_suffixes`).
     """
     config = model.config.get_text_config()
-    weights = prunable_weights(model, forge)
+    masked = {weight.name for weight in weights}
     share = _expert_share(config)
     used = {n: int(p.numel() * (share if ".experts." in f".{n}" else 1)) for n, p in model.named_parameters()}
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     head = model.get_output_embeddings()
     tied = head.weight.numel() if head is not None and id(head.weight) in embeddings else 0
     return Architecture(
-        model_type=str(model.config.model_type),
-        **vars(sizes(model, weights)),
-        largest_module=_largest_module(model, leaf_suffixes),
-        coverage=coverage(model, weights),
-        uncovered=tuple(uncovered_weights(model, forge).lines()),
+        parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),
         matrices=tuple(_matrices(weight) for weight in weights),
+        rows_and_columns=sum(weight.matrices * sum(weight.matrix) for weight in weights),
         input_first=any(weight.input_axis == -2 for weight in weights),
+        largest_module=max(
+            sum(p.numel() for p in module.parameters(recurse=any(name.endswith(leaf) for leaf in leaf_suffixes)))
+            for name, module in model.named_modules()
+        ),
         active=sum(used.values()),
         multiplied=tied + sum(used[n] for n, p in model.named_parameters() if p.dim() > 1 and id(p) not in embeddings),
-        attended=int(config.num_hidden_layers) * _attention_width(config),
+        attended=getattr(config, "num_hidden_layers", 0) * _attention_width(config),
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
     )
@@ -178,14 +184,6 @@ def _matrices(weight: PrunableWeight) -> tuple[int, int, int]:
     """An entry of `Architecture.matrices`."""
     outputs, inputs = weight.shape[-2:] if weight.input_axis == -1 else weight.shape[:-3:-1]
     return weight.numel // (outputs * inputs), outputs, inputs
-
-
-def _largest_module(model: nn.Module, leaf_suffixes: tuple[str, ...]) -> int:
-    """Elements of the module with most parameters of its own; a leaf module's are all below it."""
-    return max(
-        sum(p.numel() for p in module.parameters(recurse=any(name.endswith(leaf) for leaf in leaf_suffixes)))
-        for name, module in model.named_modules()
-    )
 
 
 def _expert_share(config: PretrainedConfig) -> float:

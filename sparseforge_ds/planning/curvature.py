@@ -37,8 +37,10 @@ def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
         else:
             kinds["Fisher matrix"] = max(_fisher(model, settings, *shape) for shape in set(model.matrices))
     if forge.importance == "gauss_newton":
-        # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once.
-        kinds["sampled labels"] = 3 * 4 * settings.micro_batch * settings.seq_length * model.vocabulary
+        # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once; a pass of
+        # training has blocks of logits only.
+        bytes_of_logits = 3 * 4 + 2 * settings.low
+        kinds["sampled labels"] = bytes_of_logits * settings.micro_batch * settings.seq_length * model.vocabulary
     if forge.factored:
         kinds["row and column sums"] = 8 * model.rows_and_columns
     if forge.importance == "hutchinson" and forge.curvature.per_token:

@@ -64,7 +64,7 @@ def _probes(settings: Settings) -> float:
     """Operations of the probes of an average step, as a multiple of a forward pass over its batch."""
     forge = settings.forge
     # Of other methods, only a starting mask is measured.
-    if forge.method != "sparseforge" or forge.listens or not forge.keeps_curvature or not forge.max_steps:
+    if forge.method.name != "sparseforge" or forge.listens or not forge.keeps_curvature or not forge.max_steps:
         return 0.0
     schedule, sequences = forge.resolved_schedule, forge.curvature.sequences
     moving = schedule.freeze_step / forge.max_steps / max(1, schedule.update_every)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,7 +20,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.estimator_support import refuse_unmeasurable
 from sparseforge_ds.model.families import PrunableWeight, full_shape, prunable_weights
 from sparseforge_ds.model.rules import matches, model_type_of, name_pattern
-from sparseforge_ds.planning.architecture import forward_without_numbers
+from sparseforge_ds.planning.architecture import without_numbers
+from sparseforge_ds.planning.live import Live
 
 
 def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
@@ -89,7 +91,8 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
         for name in calls
     ]
     try:
-        forward_without_numbers(model)
+        with without_numbers(model.config), torch.no_grad(), Live():
+            model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
     except ValueError:
         return {}
     finally:

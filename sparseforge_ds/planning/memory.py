@@ -1,6 +1,6 @@
-"""Memory of one rank, by kind and by moment of a step. Bytes throughout.
+"""Memory of one rank, by kind and by phase of a step. Bytes throughout.
 
-Some tensors are there all the time. Others come and go, so that the peak is that of the worst moment: a micro-batch's
+Some tensors are there all the time. Others come and go, so that the peak is that of the worst phase: a micro-batch's
 forward and backward pass, the optimizer's step, or a mask update with its probe.
 """
 
@@ -24,8 +24,8 @@ _MASK_SCRATCH = 32
 _WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
 """What is offloaded with the optimizer."""
 
-Trace = Callable[[int, bool, bool], Activations]
-"""`trace(micro_batch, checkpointing, teacher)` of the model at hand."""
+Trace = Callable[[int, bool], Activations]
+"""`trace(micro_batch, checkpointing)` of the model at hand."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Memory:
     """On the device, all the time."""
     host: Kinds
     """In the host's memory, for this rank."""
-    moments: dict[str, Kinds]
+    phases: dict[str, Kinds]
     """On the device besides, while this happens."""
     reserve: int
     """For the driver's context, communication buffers and fragmentation; assumed, not derived."""
@@ -45,13 +45,13 @@ class Memory:
 
     @property
     def worst(self) -> str:
-        """The moment with the peak."""
-        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+        """The phase with the peak."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
         """The most that the device must hold."""
-        return sum(self.resident.values()) + sum(self.moments[self.worst].values()) + self.reserve
+        return sum(self.resident.values()) + sum(self.phases[self.worst].values()) + self.reserve
 
     @property
     def host_total(self) -> int:
@@ -76,12 +76,12 @@ def memory(
         teacher: the teacher, when it is another model than the student; ignored without distillation.
         reserve: bytes that are not to be planned with.
     """
-    frozen = _phase(model, settings, trace, teacher or model, reserve, frozen=True)
-    found = frozen if settings.always_frozen else _phase(model, settings, trace, teacher or model, reserve, False)
+    frozen = _memory(model, settings, trace, teacher or model, reserve, frozen=True)
+    found = frozen if settings.always_frozen else _memory(model, settings, trace, teacher or model, reserve, False)
     return dataclasses.replace(found, frozen_peak=frozen.peak)
 
 
-def _phase(
+def _memory(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, reserve: int, frozen: bool
 ) -> Memory:
     low, zero3 = settings.low, settings.stage == 3
@@ -102,8 +102,8 @@ def _phase(
         if not zero3:
             device["gradient staging"] = model.largest * low
             host["weights to copy"] = local(model, settings, 1) * low
-    moments = _moments(model, settings, trace, teacher, frozen)
-    return Memory(positive(device), positive(host), {n: positive(k) for n, k in moments.items()}, reserve, 0)
+    phases = _phases(model, settings, trace, teacher, frozen)
+    return Memory(positive(device), positive(host), {n: positive(k) for n, k in phases.items()}, reserve, 0)
 
 
 def gathered_weights(model: Architecture, settings: Settings, backward: bool = True) -> int:
@@ -136,27 +136,29 @@ def _persistent(model: Architecture, settings: Settings) -> int:
     return settings.low * sum(p.numel for p in model.parameters if p.numel <= settings.persistence)
 
 
-def _moments(
+def _phases(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, frozen: bool
 ) -> dict[str, Kinds]:
-    passing, scratch = _passing(model, settings), _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
-    activations = trace(settings.micro_batch, settings.checkpointing, True)
-    moments: dict[str, Kinds] = {}
+    scratch = _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
+    activations = trace(settings.micro_batch, settings.checkpointing)
+    phases: dict[str, Kinds] = {}
     told: Kinds = {}
     if settings.teacher:
         tokens = settings.micro_batch * settings.seq_length
-        together = min(settings.accumulation, micro_batches_at_once(tokens))
-        told["teacher's hidden states"] = settings.accumulation * tokens * teacher.hidden * settings.low
+        held = 1 if activations.states else settings.accumulation
+        together = min(held, micro_batches_at_once(tokens))
+        told["teacher's hidden states"] = held * tokens * teacher.hidden * settings.low + activations.states
         gathering = _gathering(teacher, settings, backward=False) if settings.divided_teacher else {}
-        moments["teacher"] = {**gathering, "activations": together * activations.teacher, **told}
+        phases["teacher"] = {**gathering, "activations": together * activations.teacher, **told}
         if settings.divided_teacher:  # the head is gathered once more, for the losses of a step
             told["teacher's head"] = teacher.vocabulary * teacher.hidden * settings.low
     listening = heard(model, settings) if settings.forge.listens and not frozen else {}
-    moments["forward and backward"] = {**passing, **_of_pass(activations), **told, **listening}
-    moments["optimizer step"] = _step(model, settings, scratch, frozen)
+    of_pass = {**_passing(model, settings), **_activations(activations)}
+    phases["forward and backward"] = {**of_pass, **told, **listening}
+    phases["optimizer step"] = _step(model, settings, scratch, frozen)
     if not frozen or settings.always_frozen:
-        moments["mask update"] = _update(model, settings, trace, passing, scratch)
-    return moments
+        phases["mask update"] = _update(model, settings, of_pass, scratch)
+    return phases
 
 
 def _passing(model: Architecture, settings: Settings) -> Kinds:
@@ -172,7 +174,7 @@ def _passing(model: Architecture, settings: Settings) -> Kinds:
     return passing
 
 
-def _of_pass(activations: Activations) -> Kinds:
+def _activations(activations: Activations) -> Kinds:
     """Split a peak into what causes it."""
     if activations.saved + activations.loss < activations.backward:
         return {"activations": activations.backward}
@@ -196,9 +198,9 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
     # With bf16 states DeepSpeed hands over gradients in bf16, which are cast for the dense weights.
     of_gradient = 0 if settings.stage == 0 and settings.low == 4 else 6 if settings.bf16_states else 4
     forge = settings.forge
-    follows = forge.method == "sparseforge" and not forge.schedule.straight_through
+    follows = forge.soft is not None and not forge.soft.straight_through
     # A master in bf16 has no room for the fp32 weights that a step began from.
-    before = settings.of_master == 2 and follows and forge.resolved_schedule.freeze_step > 0 and not frozen
+    before = settings.of_master == 2 and follows and not frozen
     return {
         "gradients": 0 if settings.stage == 3 else kept_gradients(model, settings),
         "fp32 gradients": of_gradient * group,
@@ -209,15 +211,14 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
     }
 
 
-def _update(model: Architecture, settings: Settings, trace: Trace, passing: Kinds, scratch: int) -> Kinds:
-    """A mask update; scores and gates come after the passes of a probe, where there is one."""
+def _update(model: Architecture, settings: Settings, of_pass: Kinds, scratch: int) -> Kinds:
+    """A mask update; scores and gates come after the passes of a probe, where there is one: like those of training."""
     if settings.forge.listens:
         # What was heard and its fp32 copy, the numbers that each matrix's are divided and averaged by, and the mean.
         return {"row and column sums": 20 * model.rows_and_columns, "mask's temporaries": scratch}
     if not settings.forge.keeps_curvature:
         return {"mask's temporaries": scratch}
-    alone = trace(settings.micro_batch, settings.checkpointing, False)
-    return {**passing, **_of_pass(alone), **probe(model, settings, _largest_shard(model, settings))}
+    return {**of_pass, **probe(model, settings, _largest_shard(model, settings))}
 
 
 def _largest_shard(model: Architecture, settings: Settings) -> int:

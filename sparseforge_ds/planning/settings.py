@@ -17,8 +17,6 @@ _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16
 class Settings:
     """How one run is laid out over the ranks. Sizes are in elements, as in DeepSpeed."""
 
-    name: str
-    """What the configuration is called in reports."""
     forge: SparseForgeConfig
     stage: int
     ranks: int
@@ -51,8 +49,6 @@ class Settings:
     """bf16_master_weights_and_grads and bf16_optimizer_states: only what is ours is in fp32."""
     sequential: bool
     """stage3_allgather_sequential: each weight is gathered where it stays."""
-    leaves: tuple[str, ...]
-    """leaf_module.name_suffixes."""
 
     @property
     def low(self) -> int:
@@ -104,7 +100,6 @@ def settings(
     resolved: dict[str, Any],
     forge: SparseForgeConfig,
     *,
-    name: str,
     ranks: int,
     seq_length: int,
     checkpointing: bool,
@@ -124,7 +119,6 @@ def settings(
     accumulated = (resolved.get("data_types") or {}).get("grad_accum_dtype")
     params = resolved.get("optimizer", {}).get("params", {})
     return Settings(
-        name=name,
         forge=forge,
         stage=stage,
         ranks=ranks,
@@ -149,5 +143,9 @@ def settings(
         sub_group=int(zero.get("sub_group_size", 1e9)),
         bf16_states=bool((resolved.get("bf16") or {}).get("bf16_optimizer_states")),
         sequential=bool(zero.get("stage3_allgather_sequential", False)),
-        leaves=tuple((zero.get("leaf_module") or {}).get("name_suffixes", ())),
     )
+
+
+def leaf_suffixes(resolved: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the modules that ZeRO-3 gathers as a whole."""
+    return tuple((resolved.get("zero_optimization", {}).get("leaf_module") or {}).get("name_suffixes", ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sparseforge_ds.planning.architecture import Sizes
+from sparseforge_ds.planning.architecture import Architecture
 from sparseforge_ds.planning.settings import Settings
 
 Kinds = dict[str, int]
@@ -13,7 +13,7 @@ Kinds = dict[str, int]
 _MASK_BYTES = {"uint16": 2, "bool": 1, "float32": 4}
 
 
-def model_states(model: Sizes, settings: Settings, frozen: bool | None = None) -> Kinds:
+def model_states(model: Architecture, settings: Settings, frozen: bool | None = None) -> Kinds:
     """What lasts from step to step and belongs to the student, wherever it lies, without gradients.
 
     Args:
@@ -29,7 +29,7 @@ def model_states(model: Sizes, settings: Settings, frozen: bool | None = None) -
     return {
         "weights": settings.low * local(model, settings, 3),
         "master": settings.of_master * states,
-        "moments": 0 if forge.method == "maskllm" else moments,
+        "moments": 0 if forge.method.name == "maskllm" else moments,
         "dense": 0 if frozen and settings.of_master == 4 else 4 * masked,
         "mask": 0 if frozen else _MASK_BYTES[forge.mask_storage] * masked,
         "curvature": 4 * masked if forge.keeps_elements and not frozen else 0,
@@ -40,28 +40,28 @@ def model_states(model: Sizes, settings: Settings, frozen: bool | None = None) -
     }
 
 
-def lasting(model: Sizes, settings: Settings, teacher: Sizes | None = None) -> Kinds:
+def lasting(model: Architecture, settings: Settings, teacher: Architecture | None = None) -> Kinds:
     """What one rank holds from step to step, wherever it lies: states, gradients and the teacher; no activations."""
     gradients = settings.low * model.total if settings.stage < 2 else kept_gradients(model, settings)
     held = teacher_weights(teacher or model, settings) if settings.teacher else 0
     return positive({**model_states(model, settings), "gradients": gradients, "teacher": held})
 
 
-def kept_gradients(model: Sizes, settings: Settings) -> int:
+def kept_gradients(model: Architecture, settings: Settings) -> int:
     """Bytes of reduced gradients between the backward pass and the step."""
     if settings.stage == 0:
         return settings.low * model.total
     return settings.gradient_bytes * local(model, settings, 1)
 
 
-def teacher_weights(teacher: Sizes, settings: Settings) -> int:
+def teacher_weights(teacher: Architecture, settings: Settings) -> int:
     """Bytes of a rank's part of a teacher."""
     if not settings.divided_teacher:
         return settings.low * teacher.total
     return settings.low * sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
 
 
-def checkpoint_bytes(model: Sizes, settings: Settings, frozen: bool = False) -> int:
+def checkpoint_bytes(model: Architecture, settings: Settings, frozen: bool = False) -> int:
     """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them.
 
     Args:
@@ -76,7 +76,7 @@ def checkpoint_bytes(model: Sizes, settings: Settings, frozen: bool = False) -> 
     return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)
 
 
-def local(model: Sizes, settings: Settings, from_stage: int, only_masked: bool = False) -> int:
+def local(model: Architecture, settings: Settings, from_stage: int, only_masked: bool = False) -> int:
     """Elements of this rank, padding included, of what ZeRO divides from `from_stage` on."""
     sizes = [parameter.numel for parameter in model.parameters if parameter.masked or not only_masked]
     if settings.stage < from_stage:

@@ -5,65 +5,55 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.data.mixed_windows import Mixed
-from sparseforge_ds.data.mixture import Mixture, file_lines
-from sparseforge_ds.data.packing import Packed, frame_tokens
-from sparseforge_ds.data.streaming import Streamed
+from sparseforge_ds.config.methods import RefreshedMaskConfig
+from sparseforge_ds.data.mixture import file_lines
+from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.planning.states import lasting
-from sparseforge_ds.train.plan import Plan, RunSpec
+from sparseforge_ds.train.spec import RunSpec
 
 Row = tuple[str, str]
 
 
-def banner(plan: Plan, text: Packed | Streamed | Mixed) -> str:
-    """The start banner."""
-    read = plan.config.max_steps * plan.tokens_per_step
-    rows = spec_rows(plan)
-    rows.insert(-1, ("text", f"{plan.documents.name}: {text.summary(read)}"))
-    texts = plan.documents.sources if isinstance(plan.documents, Mixture) else (plan.documents,)
-    whose = {source.name: "" if len(texts) == 1 else f"{source.name}: " for source in texts}
-    if lines := [whose[source.name] + line for source in texts for line in file_lines(source)]:
+def banner(spec: RunSpec, text: str) -> str:
+    """The start banner; `text` says what the run reads."""
+    rows = spec_rows(spec)
+    rows.insert(-1, ("text", text))
+    sources = spec.text.sources
+    if lines := [
+        f"{source.name}: {line}" if len(sources) > 1 else line for source in sources for line in file_lines(source)
+    ]:
         rows.insert(-1, ("files", "\n".join(lines)))
     front, behind = (
-        plan.tokenizer.convert_ids_to_tokens(list(ids))
-        for ids in frame_tokens(plan.tokenizer, plan.arguments.document_frame)
+        spec.model.tokenizer.convert_ids_to_tokens(list(ids))
+        for ids in frame_tokens(spec.model.tokenizer, spec.arguments.document_frame)
     )
     rows.insert(-1, ("documents", f"each as {' '.join([*front, '...', *behind])}"))
     return table(rows)
 
 
-def spec_rows(plan: RunSpec) -> list[Row]:
+def spec_rows(spec: RunSpec) -> list[Row]:
     """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
-    config, arguments, coverage = plan.config, plan.arguments, plan.coverage
+    config, arguments, coverage = spec.config, spec.arguments, spec.coverage
     steps, schedule = config.max_steps, config.resolved_schedule
-    hardening = schedule.hardening
-    batch = plan.deepspeed
-    rate = plan.learning_rate
+    batch = spec.deepspeed
+    rate = spec.learning_rate
     return [
-        ("model", f"{plan.model.name} ({plan.model.config.model_type}, {coverage.total:,} parameters)"),
-        ("teacher", plan.teacher.name if plan.teacher else "none"),
+        ("model", f"{spec.model.name} ({spec.model.config.model_type}, {coverage.total:,} parameters)"),
+        ("teacher", spec.teacher.name if spec.teacher else "none"),
         (
             "pruned",
             f"{config.pattern} in {coverage.weights} weights: {coverage}",
         ),
-        *(("left dense", line) for line in coverage.lines(but={line.partition(" (")[0] for line in plan.uncovered})),
-        *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in plan.uncovered),
-        *(("allow_dense", line) for line in plan.unneeded),
-        ("mask", _mask_line(plan)),
+        *(("left dense", line) for line in coverage.lines(but={line.partition(" (")[0] for line in spec.uncovered})),
+        *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in spec.uncovered),
+        *(("allow_dense", line) for line in spec.unneeded),
+        ("mask", _mask_line(spec)),
         (
             "schedule",
-            ", ".join(
-                f"{name} {start}-{stop}"
-                for name, start, stop in (
-                    ("heating", 0, hardening[0]),
-                    ("hardening", *hardening),
-                    ("frozen", hardening[1], steps),
-                )
-                if stop > start
-            ),
+            ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(steps) if stop > start),
         ),
         *_permute_line(config),
-        *_low_rank_line(plan),
+        *_low_rank_line(spec),
         (
             "rate",
             f"{rate.peak:g} after {round(rate.warmup * steps)} warm-up steps, cosine to {rate.peak * rate.floor:g}",
@@ -71,11 +61,11 @@ def spec_rows(plan: RunSpec) -> list[Row]:
         (
             "batch",
             f"{batch['train_batch_size']} x {arguments.seq_length} tokens = {batch['train_micro_batch_size_per_gpu']}"
-            f" a rank x {batch['gradient_accumulation_steps']} accumulated x {plan.world_size} ranks",
+            f" a rank x {batch['gradient_accumulation_steps']} accumulated x {spec.world_size} ranks",
         ),
-        ("deepspeed", f"ZeRO-{plan.stage}, {str(plan.dtype).removeprefix('torch.')}"),
-        ("memory", _memory_line(memory_per_rank(plan))),
-        ("output", str(plan.folder)),
+        ("deepspeed", f"ZeRO-{spec.stage}, {str(spec.dtype).removeprefix('torch.')}"),
+        ("memory", _memory_line(memory_per_rank(spec))),
+        ("output", str(spec.folder)),
     ]
 
 
@@ -87,13 +77,14 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
 
 
-def _mask_line(plan: RunSpec) -> str:
-    config = plan.config
-    if config.method == "sparseforge":
+def _mask_line(spec: RunSpec) -> str:
+    config = spec.config
+    method = config.method
+    if method.name == "sparseforge":
         return f"importance {config.importance}, an update every {config.resolved_schedule.update_every} steps"
-    line = f"method {config.method}, starting mask by {config.importance}"
-    if config.refresh is not None:
-        line += f", chosen anew every {config.refresh.every} steps, decay {config.refresh.decay:g}"
+    line = f"method {method.name}, starting mask by {config.importance}"
+    if isinstance(method, RefreshedMaskConfig):
+        line += f", chosen anew every {method.every} steps, decay {method.decay:g}"
     return line
 
 
@@ -103,20 +94,20 @@ def _permute_line(config: SparseForgeConfig) -> list[Row]:
     return [("permuted", f"{config.permute.dimensions}, by {config.permute.score}: the student before the first step")]
 
 
-def _low_rank_line(plan: RunSpec) -> list[Row]:
-    if plan.config.low_rank is None:
+def _low_rank_line(spec: RunSpec) -> list[Row]:
+    if spec.config.low_rank is None:
         return []
-    parameters, flops = plan.low_rank_share
+    parameters, flops = spec.low_rank_share
     cost = f"{parameters:.1%} more parameters, {flops:.1%} more FLOPs in the pruned layers"
-    return [("low rank", f"SLoRB over runs of {plan.config.low_rank.k} inputs: {cost}")]
+    return [("low rank", f"SLoRB over runs of {spec.config.low_rank.k} inputs: {cost}")]
 
 
-def memory_per_rank(plan: RunSpec) -> dict[str, int]:
+def memory_per_rank(spec: RunSpec) -> dict[str, int]:
     """Bytes that one rank holds from step to step, as the planner counts them: no activations and gathered weights.
 
     What an offload option moves to the host is counted all the same: it is the host's memory of that rank then.
     """
-    return lasting(plan.sizes, plan.layout, plan.teacher_sizes)
+    return lasting(spec.sizes, spec.layout, spec.teacher_sizes)
 
 
 def readable_bytes(size: float) -> str:

@@ -8,23 +8,23 @@ complete checkpoint in place, and whatever has a final name is whole.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sparseforge_ds.checkpoint.disk import sync
 from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
+from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.random_state import random_file, random_state
-from sparseforge_ds.train.ranks import AgreedError, Ranks
 from sparseforge_ds.train.run_folder import write_json
 
-T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
@@ -72,12 +72,10 @@ class Checkpoints:
         temporary = self.folder / f"{tag}.tmp"
         generators = random_state()
         try:
-            engine.save_checkpoint(str(self.folder), tag=temporary.name, client_state=client_state, save_latest=False)
-        except (OSError, RuntimeError) as error:
-            # The other ranks wait inside DeepSpeed and end with this process: nothing can be agreed with them.
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(self._unwritable(tag, error)) from error
-        try:
+            try:
+                engine.save_checkpoint(str(self.folder), temporary.name, client_state, save_latest=False)
+            except RuntimeError as error:  # torch's writer of files; anywhere else it would be a rank that is gone
+                raise OSError(str(error)) from error
             self.ranks.all_or_raise(
                 lambda: write_json(temporary / random_file(self.ranks.rank), generators, indent=None)
             )
@@ -93,10 +91,16 @@ class Checkpoints:
                 fingerprints={name: print for name, (_, print) in found.items()},
             )
             self.ranks.on_first(lambda: self._publish(tag, manifest))
-        except AgreedError as error:
-            if self.ranks.first:
+        except (AgreedError, OSError) as error:
+            # After an error of DeepSpeed's the others wait inside it and end with this process: nothing can be agreed.
+            agreed = isinstance(error, AgreedError)
+            if self.ranks.first or not agreed:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise AgreedError(self._unwritable(tag, error)) from error
+            free = shutil.disk_usage(self.folder.parent).free / 2**30
+            raise (AgreedError if agreed else OSError)(
+                f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
+                "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
+            ) from error
         self.ranks.on_first(lambda: self._tidy(tag))
         size = sum(manifest.files.values())
         return Saved(self.folder / tag, size, time.perf_counter() - began, checking)
@@ -112,7 +116,8 @@ class Checkpoints:
         saved = list_checkpoints(self.folder)
         if not saved:
             raise ValueError(f"--resume: no checkpoint in {self.folder}; start the run without --resume")
-        return self._blaming(saved[-1], lambda: self._manifest(saved[-1]))
+        with self._blaming(saved[-1]):
+            return self._manifest(saved[-1])
 
     def check(self, manifest: Manifest) -> None:
         """Read this rank's share of the files of a checkpoint; together the ranks read all. Does not communicate.
@@ -120,8 +125,9 @@ class Checkpoints:
         Raises:
             ValueError: a file is damaged, of another step, or holds what no checkpoint holds; nothing was executed.
         """
-        for name in _by_size(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
-            self._blaming(manifest.folder, lambda name=name: manifest.check_file(name))  # type: ignore[misc]
+        with self._blaming(manifest.folder):
+            for name in _by_size(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
+                manifest.check_file(name)
 
     def _manifest(self, folder: Path) -> Manifest:
         manifest = Manifest.read(folder)
@@ -135,9 +141,10 @@ class Checkpoints:
             raise ValueError(f"{folder} is incomplete: {odd[0]} {state} {NAME}")
         return manifest
 
-    def _blaming(self, folder: Path, work: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _blaming(self, folder: Path) -> Iterator[None]:
         try:
-            return work()
+            yield
         except ValueError as error:
             others = [other.name for other in list_checkpoints(self.folder) if other != folder and self._whole(other)]
             found = f"complete: {', '.join(others)}" if others else "no other one is complete"
@@ -178,6 +185,7 @@ class Checkpoints:
         sync(manifest.folder)
         os.replace(manifest.folder, self.folder / tag)
         sync(self.folder)
+        sync(self.folder.parent)  # the first save has made the folder
 
     def _tidy(self, tag: str) -> None:
         """Remove all but the newest `keep` whole checkpoints, and tell DeepSpeed's own tools the newest."""
@@ -204,13 +212,6 @@ class Checkpoints:
             shutil.rmtree(grave)
         os.replace(folder, grave)
         _sweep(grave)
-
-    def _unwritable(self, tag: str, error: Exception) -> str:
-        free = shutil.disk_usage(self.folder).free / 2**30
-        return (
-            f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
-            "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
-        )
 
 
 def _by_size(files: dict[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From a plan to a DeepSpeed engine with a forge on it, a teacher and a stream of batches."""
+"""From the resolved settings to a DeepSpeed engine with a forge on it, a teacher and a stream of batches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from transformers import set_seed
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.permutation.apply import permute_model
+from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.permuting import settle_permutation
-from sparseforge_ds.train.plan import Plan
 from sparseforge_ds.train.pretrained import load_model
-from sparseforge_ds.train.random_state import seed_everything
-from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.train.spec import RunSpec
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 
 
@@ -25,7 +25,7 @@ from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 class TrainContext:
     """What the loop works with."""
 
-    plan: Plan
+    spec: RunSpec
     ranks: Ranks
     engine: Any
     forge: sf.SparseForge
@@ -34,45 +34,42 @@ class TrainContext:
     device: torch.device
 
 
-def build(plan: Plan, ranks: Ranks, batches: Batches) -> TrainContext:
+def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     """Load the models and start DeepSpeed and the forge.
 
     Raises:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
-    permutation = settle_permutation(plan, ranks, batches)
-    seed_everything(plan.arguments.seed + ranks.rank)  # ranks differ, so that dropout does
-    loaded = load_model(plan.model, plan.dtype, plan.deepspeed if plan.stage == 3 else None)
-    ranks.all_or_raise(loaded.check)
-    model = loaded.model
+    permutation = settle_permutation(spec, ranks, batches)
+    set_seed((spec.arguments.seed + ranks.rank) % 2**32)  # ranks differ, so that dropout does
+    partition = spec.deepspeed if spec.stage == 3 else None
+    model = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, partition)
     if permutation is not None:
         permute_model(model, permutation)
-    if plan.arguments.activation_checkpointing:
+    if spec.arguments.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = sf.prepare(model, plan.config)
+    model = sf.prepare(model, spec.config)
     model.train()
-    weight_decay = plan.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
+    weight_decay = spec.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=sf.param_groups(model, plan.config, weight_decay=weight_decay),
-        config=plan.deepspeed,
+        model_parameters=sf.param_groups(model, spec.config, weight_decay=weight_decay),
+        config=spec.deepspeed,
     )
-    forge = sf.SparseForge(engine, plan.config)
+    forge = sf.SparseForge(engine, spec.config)
+    teacher, distillation = None, spec.config.distillation
+    if spec.teacher is not None and distillation is not None:
+        partition = teacher_ds_config(spec.deepspeed) if distillation.hold == "zero3" else None
+        loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition)
+        if permutation is not None and distillation.hidden is not None:  # their states are compared channel by channel
+            permute_model(loaded, permutation)
+        teacher = Teacher(loaded, distillation, spec.deepspeed)
     return TrainContext(
-        plan=plan,
+        spec=spec,
         ranks=ranks,
         engine=engine,
         forge=forge,
-        objective=Objective(engine, _teacher(plan, ranks), plan.config),
+        objective=Objective(engine, teacher, spec.config),
         batches=batches,
         device=torch.device(get_accelerator().current_device_name()),
     )
-
-
-def _teacher(plan: Plan, ranks: Ranks) -> Teacher | None:
-    if plan.teacher is None or plan.config.distillation is None:
-        return None
-    partitioned = plan.config.distillation.hold == "zero3"
-    loaded = load_model(plan.teacher, plan.dtype, teacher_ds_config(plan.deepspeed) if partitioned else None)
-    ranks.all_or_raise(loaded.check)
-    return Teacher(loaded.model, plan.config.distillation, plan.deepspeed)

@@ -6,6 +6,7 @@ updates the mask when an update is due. The teacher stays on to the last step of
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from contextlib import ExitStack
@@ -17,15 +18,16 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.methods import DivergedError
+from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import TrainContext
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
 from sparseforge_ds.train.preemption import Preemption, Stopped
-from sparseforge_ds.train.ranks import AgreedError
 from sparseforge_ds.zero.probe import Closure
 
+_LOG = logging.getLogger(__name__)
 PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
 
@@ -47,14 +49,14 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
         ValueError: a weight was pruned without ever having been measured.
         OSError: a checkpoint cannot be written.
     """
-    plan, engine, forge, batches = context.plan, context.engine, context.forge, context.batches
-    max_steps, rate = plan.config.max_steps, plan.learning_rate
+    spec, engine, forge, batches = context.spec, context.engine, context.forge, context.batches
+    max_steps, rate = spec.config.max_steps, spec.learning_rate
     began, first_step = time.perf_counter(), forge.step_count
     scalars: dict[str, float] = {}
     whole = context.objective.decide(batches.at(batches.position)[:1, :1].to(context.device))
     if whole:
-        monitor.say(f"whole logits of both models, which take more memory than blocks of them: {whole}")
-    saved, failures = first_step if plan.arguments.resume else None, 0
+        _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {whole}")
+    saved, failures = first_step if spec.arguments.resume else None, 0
     if first_step == 0:
         forge.start(probe=ProbeText(context, 0, 1))
 
@@ -71,10 +73,13 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
         losses = torch.zeros(len(LOSSES), device=context.device)
         micro_batches = [token_BS.to(context.device, non_blocking=True) for token_BS in batches.step()]
         with ExitStack() as teaching:
-            targets = teaching.enter_context(context.objective.targets(micro_batches))
             for number, token_BS in enumerate(micro_batches, 1):
                 next(batches)
-                loss, parts = context.objective.loss(token_BS, targets[number - 1])
+                if number == 1 or context.objective.one_at_a_time:
+                    teaching.close()
+                    together = [token_BS] if context.objective.one_at_a_time else micro_batches
+                    targets = iter(teaching.enter_context(context.objective.targets(together)))
+                loss, parts = context.objective.loss(token_BS, next(targets))
                 engine.backward(loss)
                 if number == len(micro_batches):
                     teaching.close()
@@ -103,21 +108,21 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
             raise _diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before))
         if step > before:  # loss scaling did not skip the step
             absent = {"kl"} if context.objective.teacher is None else set()
-            absent |= {"balance"} if not mean["balance"] else set()
+            absent |= {name for name in ("hidden", "balance") if not mean[name]}
             scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
             scalars["train/learning_rate"] = rate(before)
             norm = engine.get_global_grad_norm()
             if norm is not None:  # stage 0 in fp32 without clipping computes none
                 scalars["train/grad_norm"] = float(norm)
             scalars |= batches.scalars()
-            monitor.step(step, scalars, forge.dials)
+            monitor.step(step, scalars, forge.phase, forge.dials)
             for line in batches.news():
-                monitor.say(line)
+                _LOG.info(line)
             if updated:
                 monitor.write(step, forge.metrics)
             _look_closer(context, monitor, step)
         stop = asked > 0 and not failures and step < max_steps
-        due = plan.arguments.save_every and step % plan.arguments.save_every == 0
+        due = spec.arguments.save_every and step % spec.arguments.save_every == 0
         if (due or stop) and not failures and saved != step and step:
             save(context, checkpoints, monitor, step)
             saved = step
@@ -132,7 +137,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
         save(context, checkpoints, monitor, max_steps)
     return {
         "steps": forge.step_count,
-        "tokens": forge.step_count * plan.tokens_per_step,
+        "tokens": forge.step_count * spec.tokens_per_step,
         "seconds": round(time.perf_counter() - began, 1),
         "steps_of_this_start": forge.step_count - first_step,
         "last_step": scalars,
@@ -143,11 +148,11 @@ def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, step
     """Save everything that a resumed run needs."""
     state = {
         "sparseforge": context.forge.state_dict(),
-        "train": {"step": step, "tokens": step * context.plan.tokens_per_step, "data": context.batches.state_dict()},
+        "train": {"step": step, "tokens": step * context.spec.tokens_per_step, "data": context.batches.state_dict()},
     }
     done = checkpoints.save(context.engine, step, state)
     monitor.write(step, {"checkpoint/seconds": done.seconds, "checkpoint/gib": done.bytes / 2**30})
-    monitor.say(
+    _LOG.info(
         f"saved {done.path.name}: {readable_bytes(done.bytes)} in {done.seconds:.1f} s, "
         f"of which {done.seconds_checking:.1f} s reading it back"
     )
@@ -170,7 +175,7 @@ class ProbeText:
     def passes(self, batch: int) -> list[Closure]:
         """This rank's micro-batches of a probe batch."""
         layout = self.context.batches.layout
-        size = self.context.plan.config.curvature.sequences or layout.global_batch
+        size = self.context.spec.config.curvature.sequences or layout.global_batch
         first = max(0, self.position + size * (batch if self.direction > 0 else -1 - batch))
         stride = layout.micro_batch * layout.world_size
         return [partial(self._loss, position) for position in range(first, first + size, stride)]
@@ -181,7 +186,7 @@ class ProbeText:
 
 def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
     """The log entries that cost something, at their own intervals. Every rank takes part."""
-    every = context.plan.config.monitor
+    every = context.spec.config.monitor
     if every.histograms_every and step % every.histograms_every == 0:
         monitor.histograms(step, context.forge.histograms())
     if every.gap_every and step % every.gap_every == 0:

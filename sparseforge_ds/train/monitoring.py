@@ -1,7 +1,8 @@
-"""What a run says while it runs: progress bar or log lines on rank 0, and TensorBoard."""
+"""What a run says of its steps: progress bar or log lines on rank 0, and TensorBoard."""
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
@@ -16,6 +17,8 @@ from tqdm import tqdm
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.train.banner import readable_bytes
 
+_LOG = logging.getLogger(__name__)
+
 
 class Monitor:
     """Progress and metrics of rank 0; a silent object on every other rank.
@@ -29,49 +32,47 @@ class Monitor:
     """
 
     def __init__(self, folder: Path | None, start: int, max_steps: int, tokens_per_step: int, every: int) -> None:
-        self.active = folder is not None
         self.tokens_per_step = tokens_per_step
         self.every = every
         self.max_steps = max_steps
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1) if folder is not None else None
         self._bar = None
-        if self.active and sys.stderr.isatty():
+        if folder is not None and sys.stderr.isatty():
             self._bar = tqdm(total=max_steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
         self._clock = time.perf_counter()
         self._clock_step = start
         self._rate = 0.0
 
-    def step(self, step: int, scalars: Mapping[str, float], dials: Dials) -> None:
+    def step(self, step: int, scalars: Mapping[str, float], phase: str, dials: Dials | None) -> None:
         """Show and log one finished optimizer step; `scalars` are already reduced over ranks and tagged."""
-        if not self.active:
+        if self._writer is None:
             return
-        assert self._writer is not None
         due = step % self.every == 0 or step == self.max_steps
         if due:
             now = time.perf_counter()
             self._rate = (step - self._clock_step) * self.tokens_per_step / max(now - self._clock, 1e-9)
             self._clock, self._clock_step = now, step
-            annealed = {
-                "dials/temperature": dials.temperature,
-                "dials/beta": dials.beta,
-                "dials/lambda_mid": dials.mid_penalty,
-                "dials/x": dials.x,
-                "train/tokens_per_second": self._rate,
-                "train/memory_gib": memory_in_use() / 2**30,
-            }
-            self.write(step, {**scalars, **annealed})
+            more = {"train/tokens_per_second": self._rate, "train/memory_gib": memory_in_use() / 2**30}
+            if dials is not None:
+                more |= {
+                    "dials/temperature": dials.temperature,
+                    "dials/beta": dials.beta,
+                    "dials/lambda_mid": dials.mid_penalty,
+                    "dials/x": dials.x,
+                }
+            self.write(step, {**scalars, **more})
         loss = f"loss {scalars['loss/total']:.4f}"
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
-            self._bar.set_description(dials.phase)
+            self._bar.set_description(phase)
             self._bar.set_postfix_str(f"{loss}, {self._rate:,.0f} tokens/s")
         elif due:
             parts = [loss]
             if "loss/kl" in scalars:
                 parts += [f"ce {scalars['loss/cross_entropy']:.4f}", f"kl {scalars['loss/kl']:.4f}"]
-            parts += [f"lr {scalars['train/learning_rate']:.2e}", f"{self._rate:,.0f} tokens/s", dials.phase]
+            parts += [f"lr {scalars['train/learning_rate']:.2e}", f"{self._rate:,.0f} tokens/s", phase]
             parts += [readable_bytes(memory_in_use())]
-            self.say(f"step {step}/{self.max_steps}  " + "  ".join(parts))
+            _LOG.info(f"step {step}/{self.max_steps}  " + "  ".join(parts))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log scalars that belong to one step."""
@@ -97,13 +98,6 @@ class Monitor:
                 bucket_counts=count.tolist(),
                 global_step=step,
             )
-
-    def say(self, text: str) -> None:
-        """Print on rank 0, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.write(text)
-        elif self.active:
-            print(text, flush=True)
 
     def close(self) -> None:
         """Write everything out."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, task_loss
+from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
+from sparseforge_ds.model.hidden import compared
 from sparseforge_ds.train.teacher import Teacher
 
-LOSSES = ("total", "cross_entropy", "kl", "balance")
+LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
 """What the log says of a loss, as `loss/...`."""
 
 
@@ -35,6 +37,10 @@ class Objective:
         """Whether probes of the curvature watch the logits."""
         self.whole: str | None = None
         """Why logits are made whole; None where blocks of them do."""
+        self.one_at_a_time = (
+            self.teacher is not None and config.distillation is not None and bool(config.distillation.hidden)
+        )
+        """Whether `targets` takes one micro-batch: hidden states of all would be as large as activations of all."""
 
     def decide(self, token_BS: Tensor) -> str | None:
         """Run both models over a few tokens, to see whether logits are made by their heads alone; collective.
@@ -78,7 +84,8 @@ class Objective:
             losses, output = loss_in_head(self.engine, token_BS, self.config, target, input_ids=token_BS)
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
-        parts = [total, losses.cross_entropy, losses.kl, torch.zeros_like(total) if balance is None else balance]
+        uneven = torch.zeros_like(total) if balance is None else balance
+        parts = [total, losses.cross_entropy, losses.kl, losses.hidden, uneven]
         return total, torch.stack([part.detach().float() for part in parts])
 
     def cross_entropy(self, token_BS: Tensor) -> Tensor:
@@ -91,10 +98,14 @@ class Objective:
         if self.teacher is None or self.config is None:
             output = self._run(token_BS)
             total = task_loss(output.logits, token_BS)
-            return DistillationLoss(total, total.detach(), torch.zeros_like(total)), output
-        teacher_BSV = self.teacher(token_BS)
-        output = self._run(token_BS)
-        return distillation_loss(output.logits, teacher_BSV, token_BS, self.config), output
+            nothing = torch.zeros_like(total)
+            return DistillationLoss(total, total.detach(), nothing, nothing), output
+        with self.teacher.captured() as states:
+            teacher_BSV = self.teacher(token_BS)
+        with compared(self.engine.module, states, next_labels(token_BS), self.config) as distance:
+            output = self._run(token_BS)
+        losses = distillation_loss(output.logits, teacher_BSV, token_BS, replace(self.config, hidden=None))
+        return distance.added_to(losses), output
 
     def _run(self, token_BS: Tensor) -> Any:
         return self.engine(input_ids=token_BS, use_cache=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, RunArguments
-from sparseforge_ds.data.documents import STREAM
+from sparseforge_ds.data.mixture import STREAM
 
 _OWN = ("model", "data", "checkpoints", "tensorboard")
 """What a run replaces or clears in its folder."""

@@ -32,6 +32,8 @@ _ECHO = 2.0
 """Seconds in which another SIGINT is the first one, passed on by a launcher."""
 _LOOK = 1.0
 """Seconds between looks whether the launcher lives."""
+_SHELL = 128
+"""The exit code of a process that a signal ended is this and the signal's number, as shells have it."""
 
 
 class Stopped(Exception):
@@ -44,16 +46,11 @@ class Stopped(Exception):
 
     def __init__(self, number: int, where: str) -> None:
         super().__init__(f"{signal.Signals(number).name} {where}")
-        self.exit_code = exit_code(number)
+        self.exit_code = _SHELL + number
 
 
 class _AtOnce(SystemExit):
     """The signal came before training: on the way out, what is half-written is removed."""
-
-
-def exit_code(number: int) -> int:
-    """Of a process that the signal ended, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + number
 
 
 class Preemption(AbstractContextManager["Preemption"]):
@@ -64,8 +61,10 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._training = False
         self._parents = _launchers()
         self._before: dict[int, Any] = {}
+        self._unraisable = sys.unraisablehook
 
     def __enter__(self) -> Preemption:
+        sys.unraisablehook = self._handle_unraisable
         # The interpreter runs handlers between two bytecodes of the main thread, which may be waiting for another rank
         # in C for hours; the byte that arrives here wakes a thread of its own at once.
         self._reader, self._writer = socket.socketpair()
@@ -82,13 +81,12 @@ class Preemption(AbstractContextManager["Preemption"]):
             # What went wrong may be that another rank has noticed the signal sooner and is gone.
             self._noted = self._noted or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
             if self._noted:
-                with contextlib.suppress(OSError):
-                    sys.stdout.flush()
                 self._end(self._noted)  # closing connections properly would wait for the other ranks
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             # What a launcher sends again now must not change the exit code.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
+        sys.unraisablehook = self._unraisable
         self._writer.close()
 
     def begin_training(self) -> None:
@@ -103,10 +101,18 @@ class Preemption(AbstractContextManager["Preemption"]):
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         first, self._noted = not self._noted, self._noted or number
         if not self._training and first:
-            raise _AtOnce(exit_code(number))
+            raise _AtOnce(_SHELL + number)
+
+    def _handle_unraisable(self, unraisable: Any) -> None:
+        # Python ran the handler inside a finalizer or a weakref's callback, from which no exception gets out.
+        if isinstance(unraisable.exc_value, _AtOnce):
+            self._end(self._noted)
+        self._unraisable(unraisable)
 
     def _watch(self) -> None:
         first, since, pressed = 0, 0.0, 0.0
+        # torchrun turns the second Ctrl-C into SIGTERM.
+        again = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
         while True:
             if select.select([self._reader], [], [], _LOOK)[0]:
                 received = self._reader.recv(1)
@@ -119,7 +125,7 @@ class Preemption(AbstractContextManager["Preemption"]):
                         first, since = number, now
                         if self._training and number == signal.SIGINT:
                             _tell("SIGINT: the run saves at the end of this step; Ctrl-C again ends it without")
-                    elif pressed and now - pressed > _ECHO and _pressed_again(number):
+                    elif pressed and now - pressed > _ECHO and number in again:
                         self._end(signal.SIGINT)
                     if number == signal.SIGINT and not pressed:
                         pressed = now
@@ -138,7 +144,7 @@ class Preemption(AbstractContextManager["Preemption"]):
             _tell(f"ended at once by {name}; --resume continues from the newest checkpoint")
         else:
             _tell(f"stopped by {name} before training: there is nothing to save")
-        os._exit(exit_code(number))
+        os._exit(_SHELL + number)
 
 
 def _tell(line: str) -> None:
@@ -146,11 +152,6 @@ def _tell(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(1, f"{line}\n".encode())
-
-
-def _pressed_again(number: int) -> bool:
-    """Whether a signal after Ctrl-C is another one; torchrun turns the second into SIGTERM."""
-    return number == signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _launchers() -> list[tuple[int, int]]:

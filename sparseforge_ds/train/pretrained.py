@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,14 +18,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import deepspeed as hf_deepspeed
 
 import sparseforge_ds
+from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.planning.architecture import bare_model
 from sparseforge_ds.planning.model_config import require_causal
+from sparseforge_ds.ranks import AgreedError
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -44,6 +46,20 @@ class Pretrained:
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return int(self.config.get_text_config().hidden_size)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer in the folder.
+
+        Raises:
+            ValueError: there is none, it cannot be read, or it has tokens that the model has no embedding for.
+        """
+        try:
+            tokenizer = load_tokenizer(self.folder)
+            check_vocabulary(tokenizer, self.config)
+        except ValueError as error:
+            raise ValueError(f"--model {self.name}: {error}") from None
+        return tokenizer
 
 
 def find_model(name: str, flag: str) -> Pretrained:
@@ -70,22 +86,16 @@ def find_model(name: str, flag: str) -> Pretrained:
             f"{flag} {name}: has a PEFT adapter beside its weights (adapter_config.json), which transformers would "
             "load as further layers; merge it into the weights (merge_and_unload of peft), or take the file away"
         )
-    _check_weights(folder, f"{flag} {name}")
-    return Pretrained(name, folder, config)
-
-
-def read_tokenizer(model: Pretrained) -> PreTrainedTokenizerBase:
-    """The tokenizer in the model's folder.
-
-    Raises:
-        ValueError: there is none, it cannot be read, or it has tokens that the model has no embedding for.
-    """
+    if not any((folder / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json")):
+        raise ValueError(
+            f"{flag} {name}: no model.safetensors in {folder}; weights are read from safetensors files "
+            "(save_pretrained of transformers writes them)"
+        )
     try:
-        tokenizer = load_tokenizer(model.folder)
-        check_vocabulary(tokenizer, model.config)
+        TensorFolder(folder)  # for its errors
     except ValueError as error:
-        raise ValueError(f"--model {model.name}: {error}") from None
-    return tokenizer
+        raise ValueError(f"{flag} {name}: {error}; copy or download it again") from None
+    return Pretrained(name, folder, config)
 
 
 def empty_model(model: Pretrained) -> PreTrainedModel:
@@ -93,52 +103,55 @@ def empty_model(model: Pretrained) -> PreTrainedModel:
     return bare_model(model.config)
 
 
-def load_model(model: Pretrained, dtype: torch.dtype, partition: dict[str, Any] | None) -> Loaded:
-    """The model with its weights; collective when they are partitioned.
+def load_model(
+    folder: str | Path, who: str, dtype: torch.dtype, partition: dict[str, Any] | None, **more: Any
+) -> PreTrainedModel:
+    """A model with its weights; collective when they are partitioned.
+
+    An `HfDeepSpeedConfig` that is alive has no effect on it, and keeps the one on later loads.
 
     Args:
-        model: what `find_model` gave.
+        folder: where it is, or its hub id.
+        who: its name in messages.
         dtype: of every weight.
         partition: a DeepSpeed configuration with ZeRO stage 3, to divide every weight over the ranks as it is loaded;
             None to load all of it here.
+        **more: for `from_pretrained`.
+
+    Raises:
+        AgreedError: it cannot be loaded, or weights are missing in the files; every rank has read the same.
     """
-    with _partitioned(partition):
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            model.folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
-        )
-    return Loaded(model.name, loaded, sorted(report["missing_keys"]))
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model after loading."""
-
-    name: str
-    model: PreTrainedModel
-    missing: list[str]
-    """Weights that the files do not hold; they are random now."""
-
-    def check(self) -> None:
-        """Refuse a model that is partly random.
-
-        Raises:
-            ValueError: weights are missing in the files.
-        """
-        if self.missing:
-            raise ValueError(
-                f"{self.name}: the files hold no {', '.join(self.missing[:3])}{' and others' * (len(self.missing) > 3)}"
-                "; config.json and weights do not belong together"
+    try:
+        with _loading_as(partition):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **more
             )
+    except ValueError as error:
+        raise AgreedError(f"{who}: cannot be loaded ({reason(error)})") from None
+    if missing := sorted(report["missing_keys"]):  # they are random now
+        raise AgreedError(
+            f"{who}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
+            "config.json and weights do not belong together"
+        )
+    return cast(PreTrainedModel, model)
 
 
 @contextlib.contextmanager
-def _partitioned(config: dict[str, Any] | None) -> Iterator[None]:
-    # transformers partitions while it loads for as long as such an object lives: it keeps a weak reference.
-    alive = HfDeepSpeedConfig(config) if config is not None else None
+def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """`from_pretrained` inside partitions as it loads under `ds_config`, or loads whole tensors without one."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    outer = None if reference is None else reference()
+    inner = None if ds_config is None else HfDeepSpeedConfig(ds_config)  # only its being alive counts
+    if inner is None:
+        hf_deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        del alive
+        del inner
+        if outer is None:
+            hf_deepspeed.unset_hf_deepspeed_config()
+        else:
+            hf_deepspeed.set_hf_deepspeed_config(outer)
 
 
 def _folder(name: str, flag: str) -> Path:
@@ -166,25 +179,3 @@ def _folder(name: str, flag: str) -> Path:
             f"{flag} {name}: neither a folder nor a model that can be had from the hub ({why}); "
             "check the name and the network, or give a folder"
         ) from None
-
-
-def _check_weights(folder: Path, who: str) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{who}: {index.name} is damaged ({error}); copy or download it again") from None
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(
-                f"{who}: no {file.name} in {folder}; weights are read from safetensors files "
-                "(save_pretrained of transformers writes them)"
-            )
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{who}: {file.name} is damaged ({error}); copy or download it again") from None

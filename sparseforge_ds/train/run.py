@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import transformers
 
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.forge import ForgeError
+from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
-from sparseforge_ds.train.extension_locks import watch_extension_locks
+from sparseforge_ds.train.extension_locks import clear_extension_locks
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
-from sparseforge_ds.train.plan import Plan, make_plan, read_config
 from sparseforge_ds.train.preemption import Preemption, Stopped
-from sparseforge_ds.train.ranks import AgreedError, Ranks, take_place, unlink_shared_buffers, world_size_from_launcher
+from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
-from sparseforge_ds.train.run_folder import (
-    begins_anew,
-    changed_flags,
-    check_folder,
-    lock_folder,
-    write_folder,
-    write_json,
-)
-from sparseforge_ds.train.text import make_batches, pack_text
+from sparseforge_ds.train.run_folder import begins_anew, check_folder, lock_folder, write_folder, write_json
+from sparseforge_ds.train.spec import make_spec, read_config
+from sparseforge_ds.train.text import open_text
 
-
-class InstantError(ValueError):
-    """A wrong flag, key or batch size, which every rank finds by itself before the processes meet."""
+_LOG = logging.getLogger(__name__)
 
 
 def run(arguments: RunArguments, preemption: Preemption) -> None:
@@ -52,46 +44,40 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         OSError: something cannot be written.
         Stopped: SIGTERM or Ctrl-C ended the training, and it is saved.
     """
-    _quiet()
-    _check_at_once(arguments)
-    watch_extension_locks()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        clear_extension_locks()
     deepspeed.init_distributed()
     unlink_shared_buffers()
     ranks = Ranks()
-    plan = ranks.all_or_raise(lambda: make_plan(arguments, ranks.world_size))
-    plan = _settle_resume(plan, ranks)
-    arguments = plan.arguments
-    checkpoints = Checkpoints(plan.folder / "checkpoints", ranks, plan.stage, arguments.keep_checkpoints)
-    ranks.all_or_raise(lambda: check_folder(plan))
-    ranks.on_first(lambda: lock_folder(plan.folder))
-    changed = ranks.on_first(lambda: changed_flags(plan)) if arguments.resume else []
-    found = find_resumption(plan, ranks, checkpoints) if arguments.resume else None
-    packed = pack_text(plan, ranks)
-    batches = make_batches(plan, ranks, packed)
+    spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    anew = ranks.on_first(lambda: begins_anew(spec))  # the others may not see yet whether there is something to resume
+    if anew is not None:
+        _LOG.info(anew)
+        spec = dataclasses.replace(spec, arguments=dataclasses.replace(arguments, resume=False))
+    checkpoints = Checkpoints(spec.folder / "checkpoints", ranks, spec.stage, arguments.keep_checkpoints)
+    ranks.all_or_raise(lambda: check_folder(spec))
+    ranks.on_first(lambda: lock_folder(spec.folder))
+    ranks.on_first(checkpoints.recover)
+    found = find_resumption(spec, ranks, checkpoints) if spec.arguments.resume else None
+    batches = open_text(spec, ranks)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))
-    batches.prepare()
-    _say(ranks, banner(plan, packed))
+    batches.prepare_step()
+    _LOG.info(banner(spec, batches.summary(spec.config.max_steps)))
 
-    context = build(plan, ranks, batches)
-    resumed = continue_from(found, context) if found is not None else None
-    ranks.on_first(lambda: _open_folder(plan, checkpoints))
-    start = context.forge.step_count
-    if resumed is not None and start >= plan.config.max_steps:
-        _say(ranks, f"the run in {plan.folder} is complete ({start} steps): nothing to do")
-    else:
-        monitor = Monitor(
-            plan.folder if ranks.first else None,
-            start,
-            plan.config.max_steps,
-            plan.tokens_per_step,
-            arguments.log_every,
-        )
-        if resumed is not None:
-            monitor.say(resumed)
-            for line in changed:
-                monitor.say(f"changed since the last start: {line}")
-        ranks.on_first(lambda: (plan.folder / "result.json").unlink(missing_ok=True))  # of an earlier start
+    context = build(spec, ranks, batches)
+    if found is not None:
+        continue_from(found, context)
+    ranks.on_first(lambda: write_folder(spec))
+    start, max_steps = context.forge.step_count, spec.config.max_steps
+    if found is not None and start >= max_steps:
+        _LOG.info(f"the run in {spec.folder} is complete ({start} steps): nothing to do")
+        ranks.leave()
+        return
+    result_file = spec.folder / "result.json"
+    ranks.on_first(lambda: result_file.unlink(missing_ok=True))  # of an earlier start
+    monitor = Monitor(spec.folder if ranks.first else None, start, max_steps, spec.tokens_per_step, arguments.log_every)
+    with contextlib.closing(monitor):
         preemption.begin_training()
         try:
             result = train(context, checkpoints, monitor, preemption)
@@ -100,12 +86,10 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
             raise
         except RunDivergedError as error:
             if ranks.first:  # the others may not come here any more
-                write_json(plan.folder / "result.json", {"diverged": str(error)})
+                write_json(result_file, {"diverged": str(error)})
             raise
-        finally:
-            monitor.close()
-        ranks.on_first(lambda: write_json(plan.folder / "result.json", result))
-        _say(ranks, _farewell(plan.folder, result))
+    ranks.on_first(lambda: write_json(result_file, result))
+    _LOG.info(_farewell(spec.folder, result))
     ranks.leave()
 
 
@@ -115,55 +99,34 @@ def main(command_line: Sequence[str] | None = None) -> int:
     Returns:
         0 when the run is complete, 1 after an error; 143 when SIGTERM, 130 when Ctrl-C stopped it, saved if it trained.
     """
+    set_up_console()
     first = os.environ.get("RANK", "0") == "0"
     try:
-        arguments = _parse(command_line)
-        if arguments.dry_run:
-            return _describe(arguments, first)
-        with Preemption() as preemption:
-            run(arguments, preemption)
-    except Stopped as stop:
-        if first:
-            print(f"stopped by {stop}; continue with --resume", flush=True)
-        return stop.exit_code
-    except (AgreedError, ForgeError) as error:  # every rank has it
-        return _fail(error, first)
-    except InstantError as error:  # found before the processes met: on every rank, so each machine says it once
+        arguments = parse_arguments(command_line)
+        if not arguments.dry_run:
+            read_config(arguments, world_size_from_launcher())
+            take_place()
+    except (ValueError, OSError) as error:  # every rank has found it by itself, and each machine says it once
         return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0")
-    except ValueError as error:  # may be this rank's own
-        return _fail(error, True)
-    except OSError as error:
-        return _fail(error, True)
-    return 0
-
-
-def _describe(arguments: RunArguments, first: bool) -> int:
-    _quiet()
-    if first:  # the others would say the same
-        for section in dry_run(arguments):
-            print(f"{section}\n", flush=True)
+    try:
+        if not arguments.dry_run:
+            with Preemption() as preemption:
+                run(arguments, preemption)
+        elif first:  # the others would say the same
+            for section in dry_run(arguments):
+                print(f"{section}\n", flush=True)
+    except Stopped as stop:
+        _LOG.info(f"stopped by {stop}; continue with --resume")
+        return stop.exit_code
+    except (ValueError, OSError) as error:  # every rank has the first two kinds; others may be this one's own
+        return _fail(error, first or not isinstance(error, (AgreedError, ForgeError)))
     return 0
 
 
 def _fail(error: Exception, aloud: bool) -> int:
     if aloud:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _LOG.error(error)
     return 1
-
-
-def _say(ranks: Ranks, text: str) -> None:
-    if ranks.first:
-        print(text, flush=True)
-
-
-def _settle_resume(plan: Plan, ranks: Ranks) -> Plan:
-    """The plan with `resume` said or unsaid: whether there is something to resume, every rank learns from the first."""
-    if not plan.arguments.resume:
-        return plan
-    anew = ranks.on_first(lambda: begins_anew(plan))
-    if anew is not None:
-        _say(ranks, anew)
-    return dataclasses.replace(plan, arguments=dataclasses.replace(plan.arguments, resume=anew is None))
 
 
 def _farewell(folder: Path, result: dict[str, Any]) -> str:
@@ -173,36 +136,6 @@ def _farewell(folder: Path, result: dict[str, Any]) -> str:
         f"  tensorboard --logdir {log}\n"
         f"  sparseforge consolidate {run} {model}"
     )
-
-
-def _open_folder(plan: Plan, checkpoints: Checkpoints) -> None:
-    write_folder(plan)
-    checkpoints.folder.mkdir(exist_ok=True)
-    checkpoints.recover()
-
-
-def _parse(command_line: Sequence[str] | None) -> RunArguments:
-    try:
-        return parse_arguments(command_line)
-    except ValueError as error:
-        raise InstantError(str(error)) from None
-
-
-def _check_at_once(arguments: RunArguments) -> None:
-    try:
-        read_config(arguments, world_size_from_launcher())
-        take_place()
-    except ValueError as error:
-        raise InstantError(str(error)) from None
-
-
-def _quiet() -> None:
-    """Leave the console to the run: DeepSpeed and transformers only warn."""
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.metadata
 import json
 import logging
 import os
@@ -30,8 +29,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import torch
+import transformers
 from transformers import GenerationConfig
 
+import sparseforge_ds
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.config.run_state import RunState, differences
@@ -39,68 +42,67 @@ from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.permuting import keep_permutation
-from sparseforge_ds.train.plan import Plan, RunSpec
+from sparseforge_ds.train.spec import RunSpec
 
 _LOG = logging.getLogger(__name__)
-_PACKAGES = ("sparseforge_ds", "torch", "deepspeed", "transformers")
 
 
-def describe(plan: RunSpec) -> dict[str, Any]:
+def describe(spec: RunSpec) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
-    low_rank = plan.config.low_rank
-    parameter_share, flop_share = plan.low_rank_share
-    run = RunState.of(plan.config, plan.weights).to_dict()
+    low_rank = spec.config.low_rank
+    parameter_share, flop_share = spec.low_rank_share
+    run = RunState.of(spec.config, spec.weights).to_dict()
     del run["step"], run["refreshes"]  # the checkpoints have them
     description = {
         **run,
-        "coverage": asdict(plan.coverage),
-        "model_type": plan.model.config.model_type,
-        "run": flags(plan.arguments),
+        "coverage": asdict(spec.coverage),
+        "model_type": spec.model.config.model_type,
+        "run": flags(spec.arguments),
         "low_rank": None
         if low_rank is None
         else {"k": low_rank.k, "parameter_share": parameter_share, "flop_share": flop_share},
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {each.__name__: each.__version__ for each in (sparseforge_ds, torch, deepspeed, transformers)},
     }
     return dict(json.loads(json.dumps(description)))
 
 
-def check_folder(plan: Plan) -> None:
+def check_folder(spec: RunSpec) -> None:
     """Refuse a folder that holds another run, or nothing to resume.
 
     Raises:
         ValueError: a fresh run would overwrite checkpoints, the run to resume is not this one, or the disk is too full.
         OSError: the folder cannot be written.
     """
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    check_beginning(plan)
-    with tempfile.TemporaryFile(dir=plan.folder):
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    check_beginning(spec)
+    with tempfile.TemporaryFile(dir=spec.folder):
         pass  # writable, on every rank
     # A start sweeps up what an interrupted save left, before it writes anything.
-    swept = sum(file.stat().st_size for file in plan.folder.glob("checkpoints/*.tmp/*") if file.is_file())
-    needed, free = room_for_checkpoints(plan), shutil.disk_usage(plan.folder).free + swept
+    swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
+    needed, free = room_for_checkpoints(spec), shutil.disk_usage(spec.folder).free + swept
     if needed > free:
         raise ValueError(
-            f"--output_dir {plan.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
+            f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
             f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"
         )
 
 
-def check_beginning(plan: RunSpec) -> None:
+def check_beginning(spec: RunSpec) -> None:
     """Refuse a folder that holds another run, or nothing to resume; writes nothing.
 
     Raises:
         ValueError: a fresh run would overwrite checkpoints, or the run to resume is not this one.
     """
-    if plan.arguments.resume:
-        _check_same_run(plan)
-    elif has_checkpoints(plan.folder / "checkpoints"):
+    if spec.arguments.resume:
+        _check_same_run(spec)
+    elif list_checkpoints(spec.folder / "checkpoints"):
         raise ValueError(
-            f"--output_dir {plan.folder} already holds a run with checkpoints; "
+            f"--output_dir {spec.folder} already holds a run with checkpoints; "
             "continue it with --resume, give another folder, or remove this one"
         )
 
 
-def begins_anew(plan: RunSpec) -> str | None:
+def begins_anew(spec: RunSpec) -> str | None:
     """Whether a run that is to be resumed has nothing to resume yet, as a line that says so.
 
     That is a run which ended before its first checkpoint, and with `--resume auto` also a folder without any run.
@@ -109,15 +111,15 @@ def begins_anew(plan: RunSpec) -> str | None:
         ValueError: the folder holds another run, or no run at all where one must be.
         OSError: the folder cannot be read.
     """
-    if not plan.arguments.resume or has_checkpoints(plan.folder / "checkpoints"):
+    if not spec.arguments.resume or list_checkpoints(spec.folder / "checkpoints"):
         return None
-    if (plan.folder / "sparseforge.json").exists():
-        _check_same_run(plan)
+    if (spec.folder / "sparseforge.json").exists():
+        _check_same_run(spec)
         return (
-            f"nothing to resume: the run in {plan.folder} ended before its first checkpoint and begins again at step 0"
+            f"nothing to resume: the run in {spec.folder} ended before its first checkpoint and begins again at step 0"
         )
-    if plan.arguments.resume == "auto":
-        return f"nothing to resume: there is no run in {plan.folder.resolve()} yet, so a new one begins at step 0"
+    if spec.arguments.resume == "auto":
+        return f"nothing to resume: there is no run in {spec.folder.resolve()} yet, so a new one begins at step 0"
     return None
 
 
@@ -149,41 +151,36 @@ def lock_folder(folder: Path) -> int:
     return lock
 
 
-def has_checkpoints(folder: Path) -> bool:
-    """Whether a `checkpoints` folder has something that a fresh run would overwrite."""
-    return bool(list_checkpoints(folder))
-
-
-def room_for_checkpoints(plan: RunSpec) -> int:
+def room_for_checkpoints(spec: RunSpec) -> int:
     """Bytes of the checkpoints that this run will have on disk at once, the one being written included."""
-    arguments = plan.arguments
-    written = -(-plan.config.max_steps // arguments.save_every) if arguments.save_every else 1
+    arguments = spec.arguments
+    written = -(-spec.config.max_steps // arguments.save_every) if arguments.save_every else 1
     at_once = min(written, arguments.keep_checkpoints + 1) if arguments.keep_checkpoints else written
     if arguments.resume:
         at_once = 1  # the others are there already
-    return at_once * checkpoint_bytes(plan.sizes, plan.layout)
+    return at_once * checkpoint_bytes(spec.sizes, spec.layout)
 
 
-def write_folder(plan: Plan) -> None:
+def write_folder(spec: RunSpec) -> None:
     """Write what describes the run.
 
     Raises:
         OSError: the disk is full.
     """
-    write_json(plan.folder / "ds_config.json", plan.deepspeed)
-    final, temporary = plan.folder / "model", plan.folder / "model.tmp"
+    write_json(spec.folder / "ds_config.json", spec.deepspeed)
+    final, temporary = spec.folder / "model", spec.folder / "model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    plan.model.config.save_pretrained(temporary)
-    plan.tokenizer.save_pretrained(temporary)
-    if (plan.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
-        shutil.copyfile(plan.model.folder / "tokenizer.model", temporary / "tokenizer.model")
-    if (plan.model.folder / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(plan.model.folder).save_pretrained(temporary)
+    spec.model.config.save_pretrained(temporary)
+    spec.model.tokenizer.save_pretrained(temporary)
+    if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
+        shutil.copyfile(spec.model.folder / "tokenizer.model", temporary / "tokenizer.model")
+    if (spec.model.folder / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
-    more = {"permutation": keep_permutation(plan), "config_sha256": config_sha256(read_json(final / "config.json"))}
-    write_json(plan.folder / "sparseforge.json", {**describe(plan), **more})
+    more = {"permutation": keep_permutation(spec), "config_sha256": config_sha256(read_json(final / "config.json"))}
+    write_json(spec.folder / "sparseforge.json", {**describe(spec), **more})
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
@@ -199,96 +196,87 @@ def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> N
         temporary.unlink(missing_ok=True)
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    path.stat()  # FileNotFoundError says that there is no run at all
-    return read_json(path)
-
-
-def _check_same_run(plan: RunSpec) -> None:
-    path = plan.folder / "sparseforge.json"
-    try:
-        before = _read_if_there(path)
-        saved = RunState.parse({"step": 0, "refreshes": 0, **before}, str(path))
-        path = plan.folder / "ds_config.json"
-        batch = _read_if_there(path)["train_batch_size"]
-    except FileNotFoundError:
-        if has_checkpoints(plan.folder / "checkpoints"):
+def _check_same_run(spec: RunSpec) -> None:
+    path, other = spec.folder / "sparseforge.json", spec.folder / "ds_config.json"
+    for file in (path, other):
+        if not file.exists() and list_checkpoints(spec.folder / "checkpoints"):
             raise ValueError(
-                f"--resume: {plan.folder} has checkpoints, but no {path.name}, so it cannot be told whether they are "
+                f"--resume: {spec.folder} has checkpoints, but no {file.name}, so it cannot be told whether they are "
                 "this run's; bring the file back, or start in a new --output_dir"
-            ) from None
-        raise ValueError(
-            f"--resume: no run in {plan.folder} (no {path.name}); start it without --resume, or with --resume auto"
-        ) from None
+            )
+        if not file.exists():
+            raise ValueError(
+                f"--resume: no run in {spec.folder} (no {file.name}); start it without --resume, or with --resume auto"
+            )
+    try:
+        saved = RunState.parse({"step": 0, "refreshes": 0, **read_json(path)}, str(path))
+        path = other
+        batch = read_json(path)["train_batch_size"]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "
             "start in a new --output_dir"
         ) from None
-    now = RunState.of(plan.config, plan.weights)
-    if saved.config.max_steps != plan.config.max_steps:
-        raise ValueError(_other_length(plan, saved.config.max_steps))
+    now = RunState.of(spec.config, spec.weights)
+    if saved.config.max_steps != spec.config.max_steps:
+        raise ValueError(_other_length(spec, saved.config.max_steps))
     if unlike := saved.changes(now):
         raise ValueError(
-            f"--resume: the run in {plan.folder} was started with other settings: {'; '.join(unlike[:8])}; "
+            f"--resume: the run in {spec.folder} was started with other settings: {'; '.join(unlike[:8])}; "
             "resume with the same JSON, --model and --max_steps, or start in a new --output_dir"
         )
-    if unlike := differences(_architecture(read_json(plan.folder / "model" / "config.json")), _own(plan), "config"):
+    before, own = read_json(spec.folder / "model" / "config.json"), json.loads(spec.model.config.to_json_string())
+    if unlike := differences(_architecture(before), _architecture(own), "config"):
         raise ValueError(
-            f"--resume: --model {plan.arguments.model} is not what the run in {plan.folder} was started with: "
+            f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
             f"{'; '.join(unlike[:3])}; resume with the unchanged model"
         )
-    if batch != plan.deepspeed["train_batch_size"]:
-        micro, steps = (plan.deepspeed[f] for f in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    if batch != spec.deepspeed["train_batch_size"]:
+        micro, steps = (spec.deepspeed[f] for f in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         raise ValueError(
-            f"--resume: the run in {plan.folder} has {batch} sequences a step, here there are "
-            f"{plan.deepspeed['train_batch_size']} ({micro} a rank x {steps} accumulated x {plan.world_size} ranks); "
+            f"--resume: the run in {spec.folder} has {batch} sequences a step, here there are "
+            f"{spec.deepspeed['train_batch_size']} ({micro} a rank x {steps} accumulated x {spec.world_size} ranks); "
             f"ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
             'other two to "auto"'
         )
 
 
-def _other_length(plan: RunSpec, steps: int) -> str:
+def _other_length(spec: RunSpec, steps: int) -> str:
     """Why a run cannot become a longer one, and what can be done instead."""
-    now = plan.config.max_steps
+    now = spec.config.max_steps
     further = (
-        f"; or train a finished run's mask further: sparseforge consolidate {shlex.quote(str(plan.folder))} OUT, and a "
+        f"; or train a finished run's mask further: sparseforge consolidate {shlex.quote(str(spec.folder))} OUT, and a "
         'run in a new --output_dir with --model OUT, --teacher the dense model and "method": "naive_retrain"'
     )
     return (
-        f"--resume: the run in {plan.folder} is laid out over {steps} steps, here {now}: the schedules of masks and "
+        f"--resume: the run in {spec.folder} is laid out over {steps} steps, here {now}: the schedules of masks and "
         f"learning rate are fractions of max_steps, and another number would be another run. Resume with --max_steps "
         f"{steps}; or start a run of {now} steps in a new --output_dir"
-        + (further if plan.config.low_rank is None else "")
+        + (further if spec.config.low_rank is None else "")
     )
-
-
-def _own(plan: RunSpec) -> dict[str, Any]:
-    """The model's config as `write_folder` writes it."""
-    with tempfile.TemporaryDirectory() as folder:
-        plan.model.config.save_pretrained(folder)
-        return _architecture(read_json(Path(folder) / "config.json"))
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Without what depends on who wrote it."""
-    return {key: value for key, value in config.items() if key not in ("transformers_version", "dtype", "torch_dtype")}
+    odd = ("transformers_version", "transformers_weights", "dtype", "torch_dtype")
+    return {key: value for key, value in config.items() if key not in odd}
 
 
-def changed_flags(plan: Plan) -> list[str]:
+def changed_flags(spec: RunSpec) -> list[str]:
     """Run flags and DeepSpeed keys that a resumed run has otherwise than before, as lines for the log."""
-    run, deepspeed = (read_json(plan.folder / name) for name in ("sparseforge.json", "ds_config.json"))
-    before = {key: value for key, value in run.get("run", {}).items() if key != "resume"}
-    now = {key: value for key, value in flags(plan.arguments).items() if key != "resume"}
-    return differences(before, json.loads(json.dumps(now)), "run") + differences(
-        {key: value for key, value in deepspeed.items() if key != "sparseforge"},
-        {key: value for key, value in json.loads(json.dumps(plan.deepspeed)).items() if key != "sparseforge"},
-        "deepspeed",
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # used from a checkout without being installed
-        return None
+    run, engine = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
+    found = []
+    for name, before, after in (
+        ("run", run.get("run", {}), flags(spec.arguments)),
+        ("deepspeed", engine, spec.deepspeed),
+    ):
+        if not isinstance(before, dict):
+            raise ValueError(
+                f"--resume: {spec.folder / 'sparseforge.json'} is damaged: `run` is no object; bring it back"
+            )
+        now = json.loads(json.dumps(after))
+        for either in (before, now):
+            either.pop("resume", None)
+            either.pop("sparseforge", None)  # no change, or the run would have been refused
+        found += differences(before, now, name)
+    return found

@@ -12,16 +12,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.integrations import deepspeed as hf_deepspeed
+from transformers import PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
-from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.hidden import captured_states, chosen_layers
 from sparseforge_ds.model.registration import register_families
+from sparseforge_ds.train.pretrained import load_model
 
 
 class Teacher:
@@ -41,7 +40,7 @@ class Teacher:
 
         Args:
             model: a causal language model, partitioned by ZeRO-3 already or not.
-            config: its `hold` is used.
+            config: its `hold` and `hidden` are used.
             ds_config: the student's DeepSpeed configuration, with no "auto" left: the teacher computes in its dtype.
 
         Raises:
@@ -50,6 +49,7 @@ class Teacher:
         model.requires_grad_(False)
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.model = model
+        self._layers = chosen_layers(model, config.hidden) if config.hidden else []
         self._module: nn.Module
         if config.hold == "zero3":
             if model.config.model_type in FAMILIES:  # a dense teacher may be of any other
@@ -72,23 +72,20 @@ class Teacher:
     ) -> Teacher:
         """Load a teacher the way it will be held: partitioned as it loads with `hold="zero3"`, whole otherwise.
 
-        An `HfDeepSpeedConfig` of the student that is alive keeps its effect on later loads, and has none on this one.
-
         Args:
             path: folder or hub id.
             config: its `hold` is used.
             ds_config: the student's DeepSpeed configuration.
             **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given,
                 and no code of the teacher's own is run.
+
+        Raises:
+            ValueError: it cannot be loaded, weights are missing in its files, or a dtype is still "auto".
         """
         register_families()
-        kwargs.setdefault("dtype", _dtype(ds_config))
-        with _loading_as(teacher_ds_config(ds_config) if config.hold == "zero3" else None):
-            try:
-                model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **kwargs)
-            except ValueError as error:
-                raise ValueError(f"teacher {path}: cannot be loaded ({reason(error)})") from None
-        return cls(model, config, ds_config)
+        partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
+        given = {"dtype": _dtype(ds_config), **kwargs}
+        return cls(load_model(path, f"teacher {path}", partition=partition, **given), config, ds_config)
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -105,6 +102,15 @@ class Teacher:
         """
         return hidden_states(self.model, lambda: self._run(input_ids, attention_mask))
 
+    @contextmanager
+    def captured(self) -> Iterator[list[Tensor] | None]:
+        """While active, collects the hidden states of a pass that are distilled; None where none are."""
+        if not self._layers:
+            yield None
+            return
+        with captured_states(self._layers) as states:
+            yield states
+
     def _run(self, input_ids: Tensor, attention_mask: Tensor | None) -> Any:
         return self._module(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
 
@@ -112,7 +118,8 @@ class Teacher:
     def targets(self, micro_batches: Sequence[Tensor]) -> Iterator[list[Target]]:
         """What the teacher says of all micro-batches of a step, and its head, gathered while this is active.
 
-        The model runs over `micro_batches_at_once`, so that its weights are gathered once, or a few times, a step.
+        The model runs over `micro_batches_at_once`, so that its weights are gathered once, or a few times, a step. With
+        `distillation.hidden` the states of its layers are kept too: give it one micro-batch at a time.
 
         Args:
             micro_batches: (B, S) token ids each, all of one shape; as many on every rank.
@@ -122,15 +129,16 @@ class Teacher:
         """
         batch, length = micro_batches[0].shape
         sequence_NS = torch.cat(list(micro_batches))
-        hidden = [
-            hidden_BSH
-            for pass_NS in sequence_NS.split(batch * micro_batches_at_once(batch * length))
-            for hidden_BSH in self.hidden_states(pass_NS).split(batch)
-        ]
+        hidden: list[tuple[Tensor, list[Tensor] | None]] = []
+        for pass_NS in sequence_NS.split(batch * micro_batches_at_once(batch * length)):
+            with self.captured() as states:
+                final = self.hidden_states(pass_NS).split(batch)
+            by_batch = zip(*(state.split(batch) for state in states), strict=True) if states else [()] * len(final)
+            hidden += [(mine, list(each) or None) for mine, each in zip(final, by_batch, strict=True)]
         layer = head_of(self.model)
         with deepspeed.zero.GatheredParameters(list(layer.parameters(recurse=False))):
             head = Head(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
-            targets = [Target(hidden_BSH, head) for hidden_BSH in hidden]
+            targets = [Target(hidden_BSH, head, states) for hidden_BSH, states in hidden]
             del hidden, head
             try:
                 yield targets
@@ -178,21 +186,3 @@ def _dtype(ds_config: dict[str, Any]) -> torch.dtype:
         if enabled:
             return dtype
     return torch.float32
-
-
-@contextmanager
-def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """`from_pretrained` inside partitions as it loads under `ds_config`, or loads whole tensors without one."""
-    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
-    outer = None if reference is None else reference()
-    inner = None if ds_config is None else HfDeepSpeedConfig(ds_config)  # only its being alive counts
-    if inner is None:
-        hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        del inner
-        if outer is None:
-            hf_deepspeed.unset_hf_deepspeed_config()
-        else:
-            hf_deepspeed.set_hf_deepspeed_config(outer)

@@ -17,7 +17,6 @@ Once masks are frozen the master is W: the pre hook takes the gradients of prune
 
 shard       which elements of which weight this rank holds, and the ranks' collectives
 layouts     a shard map for each of DeepSpeed's optimizers: the only code that reads their layout
-leaves      modules that ZeRO-3 gathers in one piece
 refuse      engine settings under which the journey would break, as errors at attach time
 state       W, mask and curvature as optimizer state, and the one bit a weight that is left once masks are frozen
 step_hooks  the two hooks around the inner optimizer's step

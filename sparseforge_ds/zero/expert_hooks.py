@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
-from sparseforge_ds.zero.layer_hooks import uncompiled
+from sparseforge_ds.zero.layer_hooks import uncompiled, with_hook
 
 ExpertHook = Callable[[str, str, Tensor | None, Tensor, Tensor, int], None]
 """(name of the module, name of its parameter, dL/dy (S, out) or None, x (S, in), one past each expert's last row (E,),
@@ -35,7 +35,7 @@ class _Listener:
     hook: ExpertHook
     loops: bool
     """Whether the model computes expert by expert, which has no demands on sizes; else by one grouped matmul."""
-    backward: bool
+    gradients: bool
 
 
 _listeners: dict[Module, _Listener] = {}
@@ -56,28 +56,15 @@ def unhookable(module: Module) -> str | None:
 
 
 @contextmanager
-def expert_gradients(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
-    """While active, every backward through one of the modules calls the hook twice."""
-    with _listen(modules, hook, backward=True):
-        yield
-
-
-@contextmanager
-def expert_inputs(modules: dict[str, Module], hook: ExpertHook) -> Iterator[None]:
-    """While active, every forward of one of the modules calls the hook twice, without gradients."""
-    with _listen(modules, hook, backward=False):
-        yield
-
-
-@contextmanager
-def _listen(modules: dict[str, Module], hook: ExpertHook, backward: bool) -> Iterator[None]:
+def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool = True) -> Iterator[None]:
+    """While active, every backward through one of the modules calls the hook twice; or every forward, without them."""
     assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
     configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
     before = {key: config._experts_implementation for key, config in configs.items()}
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     for name, module in modules.items():
-        _listeners[module] = _Listener(name, hook, before[id(module.config)] == "eager", backward)
+        _listeners[module] = _Listener(name, hook, before[id(module.config)] == "eager", gradients)
     try:
         for config in configs.values():
             config._experts_implementation = _NAME
@@ -107,34 +94,17 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
             y_SO = torch.cat([F.linear(x, weight_OI) for x, weight_OI in runs])
         if listener is None:
             return y_SO
-        if not listener.backward:
+        if not listener.gradients:
             listener.hook(listener.name, parameter, None, x_SI.detach(), stop_E, T)
         elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
-            if not y_SO.requires_grad:
-                y_SO = y_SO.detach().requires_grad_()
-            hooked: Tensor = _Hook.apply(y_SO, x_SI.detach(), stop_E, listener, parameter, T)  # type: ignore[no-untyped-call]
-            return hooked
+
+            def received(grad_SO: Tensor, x_SI: Tensor, stop_E: Tensor) -> None:
+                listener.hook(listener.name, parameter, grad_SO, x_SI, stop_E, T)
+
+            return with_hook(y_SO, received, x_SI.detach(), stop_E)
         return y_SO
 
     gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))
     weighted_SO = matmul(gated_SI, "down_proj") * weight_TK.reshape(-1)[order_S, None]
     placed_SO = torch.zeros_like(weighted_SO).index_copy(0, order_S, weighted_SO)
     return placed_SO.view(T, K, -1).sum(dim=1).to(hidden_TI.dtype)
-
-
-class _Hook(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, output_SO: Tensor, input_SI: Tensor, stop_E: Tensor, listener: _Listener, parameter: str, tokens: int
-    ) -> Tensor:
-        ctx.save_for_backward(input_SI, stop_E)
-        ctx.call = listener, parameter, tokens
-        return output_SO.detach()  # not a view, which could not be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        input_SI, stop_E = ctx.saved_tensors
-        listener, parameter, tokens = ctx.call
-        with torch.no_grad():
-            listener.hook(listener.name, parameter, grad_SO, input_SI, stop_E, tokens)
-        return grad_SO, None, None, None, None, None

@@ -68,9 +68,7 @@ class HaloExchange:
         everyone: list[list[tuple[int, int]]] = self.layout.all_gather_object(mine)
         ranges = {name: [rank[i] for rank in everyone] for i, name in enumerate(self.shards)}
         for name, shard in self.shards.items():
-            numel = 1
-            for extent in shard.shape:
-                numel *= extent
+            numel = math.prod(shard.shape)
             if self.layout.replicated:
                 tiled = all(chunk == (0, numel) for chunk in ranges[name])
             else:
@@ -145,28 +143,27 @@ class HaloExchange:
 
         A halo is at the ends of the whole shard only.
         """
-        if shard.name not in halo:
+        before, after = self._missing(shard)
+        if shard.name not in halo or not (before or after):
             return mine
-        whole = self.shards[shard.name]
         prefix, suffix = halo[shard.name]
-        parts = [mine]
-        if shard.start == whole.start and prefix.numel():
-            parts.insert(0, prefix)
-        if shard.stop == whole.stop and suffix.numel():
-            parts.append(suffix)
-        return torch.cat(parts) if len(parts) > 1 else mine
+        return torch.cat([prefix[:before], mine, suffix[:after]])
 
     def widened(self, shard: Shard) -> Chunk:
         """The elements that `widen` gives of a shard or a chunk of one."""
-        whole = self.shards[shard.name]
-        before = self.prefix[shard.name] if shard.start == whole.start else 0
-        after = self.suffix[shard.name] if shard.stop == whole.stop else 0
+        before, after = self._missing(shard)
         return Chunk(shard.name, shard.start - before, shard.stop + after)
 
     def own(self, shard: Shard, widened: Tensor) -> Tensor:
         """The own elements of a shard, or of a chunk of one, in a widened tensor."""
-        head = self.prefix[shard.name] if shard.start == self.shards[shard.name].start else 0
-        return widened[head : head + shard.numel]
+        before, _ = self._missing(shard)
+        return widened[before : before + shard.numel]
+
+    def _missing(self, shard: Shard) -> tuple[int, int]:
+        """Elements of the halo before and after a shard, or a chunk of one."""
+        whole = self.shards[shard.name]
+        before = self.prefix[shard.name] if shard.start == whole.start else 0
+        return before, self.suffix[shard.name] if shard.stop == whole.stop else 0
 
 
 def chunks_of(shard: Shard, span: int) -> list[Shard]:

@@ -33,55 +33,43 @@ def uncompiled() -> AbstractContextManager[None]:
 
 class _Hook(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor, hook: Callable[[Tensor, Tensor], None]) -> Tensor:
-        ctx.save_for_backward(inputs)
+    def forward(ctx: Any, output: Tensor, hook: Callable[..., None], *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
         ctx.hook = hook
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (inputs,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            ctx.hook(grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1]))
-        return grad, None, None
+            ctx.hook(grad, *saved)
+        return grad, None, *(None for _ in saved)
+
+
+def with_hook(output: Tensor, hook: Callable[..., None], *saved: Tensor) -> Tensor:
+    """`output`, whose backward calls hook(gradient, *saved), whether anything before it has a gradient or not."""
+    if not output.requires_grad:
+        output = output.detach().requires_grad_()
+    return _Hook.apply(output, hook, *saved)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @contextmanager
-def token_gradients(modules: dict[str, Module], hook: TokenHook) -> Iterator[None]:
-    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in))."""
+def token_gradients(
+    modules: dict[str, Module], hook: TokenHook, displacement: DisplacementHook | None = None
+) -> Iterator[None]:
+    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in)).
 
-    def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return output  # the first, recording-free pass of re-entrant checkpointing
-        if not output.requires_grad:  # nothing before it, and not its weight
-            output = output.detach().requires_grad_()
-        return _Hook.apply(output, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore[no-any-return]
-
-    with _on_outputs(modules, hooked):
-        yield
-
-
-@contextmanager
-def displaced_outputs(modules: dict[str, Module], displacement: DisplacementHook, hook: TokenHook) -> Iterator[None]:
-    """`token_gradients`, of passes in which every module returns y + displacement(name, y (T, out)).
-
-    The displacement must be the same whenever a layer is computed again, as activation checkpointing does.
+    With a `displacement`, every module returns y + displacement(name, y (T, out)), which must be the same whenever a
+    layer is computed again, as activation checkpointing does.
     """
 
     def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
-        moved = output + displacement(name, output.detach().reshape(-1, output.shape[-1])).view_as(output)
+        if displacement is not None:
+            output = output + displacement(name, _rows(output.detach())).view_as(output)
         if not torch.is_grad_enabled():
-            return moved
-        if not moved.requires_grad:
-            moved.requires_grad_()
-        return _Hook.apply(moved, given.detach(), lambda grad, inputs: hook(name, grad, inputs))  # type: ignore
+            return output  # the first, recording-free pass of re-entrant checkpointing
+        return with_hook(output, lambda grad, given: hook(name, _rows(grad), _rows(given)), given.detach())
 
-    with _on_outputs(modules, hooked):
-        yield
-
-
-@contextmanager
-def _on_outputs(modules: dict[str, Module], hooked: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
     # A hook behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
     with _on_forward(modules, hooked, first=True):
@@ -89,10 +77,8 @@ def _on_outputs(modules: dict[str, Module], hooked: Callable[[str, Tensor, Tenso
 
 
 @contextmanager
-def block_gradients(
-    modules: dict[str, Module], enter: Callable[[str, int], None], leave: Callable[[str], None]
-) -> Iterator[None]:
-    """While active, every forward of a module calls enter(name, T), and every backward leave(name) at its end.
+def block_tokens(modules: dict[str, Module], enter: Callable[[str, int], None]) -> Iterator[None]:
+    """While active, every forward of a module calls enter(name, T).
 
     A module is given its tokens as its first floating-point tensor, (..., hidden): T of them.
 
@@ -106,13 +92,10 @@ def block_gradients(
         if hidden is None:
             raise ValueError(f"{name}: {type(module).__name__} is called without a tensor of hidden states")
         enter(name, hidden.shape[:-1].numel())
-        if torch.is_grad_enabled() and hidden.requires_grad:  # also where the block then changes it in place
-            hidden.register_hook(lambda _grad: leave(name))
 
-    # Before DeepSpeed's hooks: its own backward hooks of the module are then done when this one is called.
     handles = [
         module.register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: hooked(module, name, args, kwargs), prepend=True, with_kwargs=True
+            lambda module, args, kwargs, name=name: hooked(module, name, args, kwargs), with_kwargs=True
         )
         for name, module in modules.items()
     ]
@@ -128,7 +111,7 @@ def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
     """While active, every forward of a module calls hook(name, x (T, in))."""
 
     def seen(name: str, given: Tensor, _output: Tensor) -> None:
-        hook(name, given.detach().reshape(-1, given.shape[-1]))
+        hook(name, _rows(given.detach()))
 
     with _on_forward(modules, seen):
         yield
@@ -154,6 +137,10 @@ def captured_logits(model: Module) -> Iterator[list[Tensor]]:
 
     with _on_forward({"": model}, returned):
         yield found
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1])
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -106,9 +105,6 @@ class Zero3Layout(Layout):
         finally:
             self.optimizer._clear_fp32_optimizer_param_groups()
 
-    def _dynamic_scaler(self) -> Any:
-        return _if_dynamic(self.optimizer.loss_scaler)
-
 
 class _FlatGroupsLayout(Layout):
     """Weights of a param group laid end to end and cut in equal partitions, one a rank, at any element."""
@@ -156,9 +152,6 @@ class Zero12Layout(_FlatGroupsLayout):
         self.optimizer._wait_for_offload_copies()
         super().load_optimizer(states, settings)
 
-    def _dynamic_scaler(self) -> Any:
-        return _if_dynamic(self.optimizer.loss_scaler)
-
 
 class Bf16Layout(_FlatGroupsLayout):
     """ZeRO-1 in bf16 with gradients accumulated in fp32."""
@@ -194,10 +187,6 @@ class _Stage0Layout(Layout):
         for shard in self.shards.values():
             self._low_precision_of(shard).copy_(shard.of(self.flats[shard.flat].detach()))
 
-    def _dynamic_scaler(self) -> Any:
-        scaler = self.optimizer.loss_scale_config
-        return scaler if scaler.dynamic_loss_scale else None
-
 
 class Fp16Layout(_Stage0Layout):
     """Stage 0 in 16 bits with an optimizer of DeepSpeed's: the weights of a param group laid end to end."""
@@ -227,9 +216,6 @@ class InnerLayout(_Stage0Layout):
     def push(self) -> None:
         """Nothing: what was written is what the forward sees."""
 
-    def _dynamic_scaler(self) -> Any:
-        return None
-
 
 _LAYOUTS: dict[type, type[Layout]] = {
     DeepSpeedZeroOptimizer_Stage3: Zero3Layout,
@@ -244,10 +230,6 @@ def _zero3_range(parameter: Any, length: int) -> tuple[int, int]:
     """First element of a weight on this rank and one past the last, where each rank has `length` with padding."""
     start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
     return start, min(start + length, parameter.ds_numel)
-
-
-def _if_dynamic(scaler: Any) -> DynamicLossScaler | None:
-    return scaler if isinstance(scaler, DynamicLossScaler) else None
 
 
 def _offsets(group: Iterable[Parameter]) -> list[int]:

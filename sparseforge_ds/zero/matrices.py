@@ -62,7 +62,3 @@ class Matrices:
     def table(self, columns: int) -> Tensor:
         """(matrices, columns) fp64 zeros on the device that collectives use."""
         return torch.zeros(len(self.names), columns, dtype=torch.float64, device=self.layout.device)
-
-    def reduce(self, table: Tensor) -> Tensor:
-        """Sum a table of partial sums over the ranks, in place; replicated shards are whole already."""
-        return self.layout.sum_shards(table)

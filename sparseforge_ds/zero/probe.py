@@ -91,9 +91,7 @@ class Probe:
             self._forget_gradients()
             # The engine divides by the accumulation steps, and so does not overflow where training does not; a probe
             # may have another number of passes, so that the mean over them is formed afterwards.
-            for number, closure in enumerate(passes):
-                engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
-                engine.backward(self._loss(closure))
+            self._backward(passes)
             self.harvest = on_gradient
             try:
                 optimizer.step()
@@ -118,9 +116,7 @@ class Probe:
         with self._untraced(), _without_weight_gradients(engine.module):
             reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, False  # stage 2 would
             try:
-                for number, closure in enumerate(passes):
-                    engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
-                    engine.backward(self._loss(closure))
+                self._backward(passes)
             finally:
                 engine.enable_backward_allreduce = reduces
 
@@ -144,26 +140,24 @@ class Probe:
         with self._untraced(), torch.no_grad():
             return closure().detach().float()
 
-    @staticmethod
-    def _loss(closure: Closure) -> Tensor:
-        loss = closure()
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"the probe returned {type(loss).__name__}, not a scalar loss with a graph; "
-                "pass a function like lambda: engine(**batch).loss"
-            )
-        return loss
+    def _backward(self, passes: Sequence[Closure]) -> None:
+        engine = self.layout.engine
+        for number, closure in enumerate(passes):
+            engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
+            loss = closure()
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    f"the probe returned {type(loss).__name__}, not a scalar loss with a graph; "
+                    "pass a function like lambda: engine(**batch).loss"
+                )
+            engine.backward(loss)
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
         engine, optimizer, inner = self.layout.engine, self.layout.optimizer, self.layout.inner
         boundary = engine._is_gradient_accumulation_boundary
         scalars = {name: getattr(optimizer, name) for name in _OPTIMIZER_SCALARS if hasattr(optimizer, name)}
-        scalers = [
-            (holder, dict(holder.__dict__))
-            for holder in (getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
-            if hasattr(holder, "__dict__")
-        ]
+        scalers = [(holder, dict(holder.__dict__)) for holder in self.layout.loss_scalers()]
         groups: list[dict[str, Any]] = [
             {key: value for key, value in group.items() if key != "params"} for group in inner.param_groups
         ]

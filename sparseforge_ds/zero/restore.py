@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.contents import Group, Number
-from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.checkpoint.reader import Checkpoint, Group
+from sparseforge_ds.checkpoint.zero_partitions import Number
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.zero.shard import Layout, Shard
 from sparseforge_ds.zero.state import ShardState
@@ -60,14 +60,14 @@ def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Ma
         buffer.copy_(read.buffers[name])
     state.reset()
     layout.load_optimizer(read.states, read.settings)
-    engine, contents = layout.engine, checkpoint.contents
-    if contents.loss_scale is not None:
-        layout.set_loss_scale(contents.loss_scale)
+    engine = layout.engine
+    if checkpoint.loss_scale is not None:
+        layout.set_loss_scale(checkpoint.loss_scale)
     if engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(contents.lr_scheduler)
-    engine.global_steps, engine.global_samples = contents.step, contents.samples
-    engine.skipped_steps = contents.skipped
-    engine.micro_steps = contents.step * engine.gradient_accumulation_steps()
+        engine.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
+    engine.global_steps, engine.global_samples = checkpoint.step, checkpoint.samples
+    engine.skipped_steps = checkpoint.skipped
+    engine.micro_steps = checkpoint.step * engine.gradient_accumulation_steps()
     layout.push()
 
 
@@ -105,7 +105,7 @@ class _Reader:
         self.masks = masks
         self.where = checkpoint.folder
         self._largest_of: dict[tuple[str, ...], dict[str, Number]] = {}
-        self.group_of = {name: group for group in checkpoint.contents.groups for name in group.names}
+        self.group_of = {name: group for group in checkpoint.groups for name in group.names}
         self.shards: list[list[Shard]] = [[] for _ in layout.flats]
         for shard in layout.shards.values():
             self.shards[shard.flat].append(shard)
@@ -147,7 +147,7 @@ class _Reader:
 
     def _check_optimizer(self) -> None:
         """What is trained here was trained there, by the same kind of optimizer, with states that can be cut."""
-        entries = self.checkpoint.contents.entries
+        entries = self.checkpoint.entries
         for name in self.layout.shards:
             if self.source[name] not in self.group_of:
                 raise ValueError(
@@ -162,7 +162,7 @@ class _Reader:
         for name in self.layout.untrained():
             if self.source[name] in self.group_of:
                 raise ValueError(f"{self.where}: {name} was trained in the saved run and is frozen here")
-        here, there = self.layout.engine.lr_scheduler, self.checkpoint.contents.lr_scheduler
+        here, there = self.layout.engine.lr_scheduler, self.checkpoint.lr_scheduler
         if (here is None) != (there is None):
             raise ValueError(
                 f"{self.where}: was saved {'without' if there is None else 'with'} an lr scheduler in the engine, "
@@ -191,7 +191,7 @@ class _Reader:
         out = torch.zeros(self.layout.flats[index].shape, dtype=dtype, device=device)
         for shard in self.shards[index]:
             source = self.source[shard.name]
-            states = self.checkpoint.contents.entries[source].states
+            states = self.checkpoint.entries[source].states
             if key == "dense" and key not in states:
                 where = None
             elif key is None and index in self.state.flats and self.masks == "frozen" and "dense" in states:
@@ -205,7 +205,7 @@ class _Reader:
 
     def _read_state(self, index: int) -> dict[str, Any]:
         """A flat's optimizer state; empty where no weight in it had a gradient yet."""
-        entries = [self.checkpoint.contents.entries[self.source[shard.name]] for shard in self.shards[index]]
+        entries = [self.checkpoint.entries[self.source[shard.name]] for shard in self.shards[index]]
         keys = {key for entry in entries for key in entry.states}
         if index in self.state.flats and self.masks == "frozen":
             keys -= {"dense"}

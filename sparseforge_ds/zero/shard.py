@@ -193,17 +193,17 @@ class Layout(ABC):
 
     def set_loss_scale(self, saved: dict[str, Any]) -> None:
         """Continue a dynamic fp16 loss scale; one that is fixed here stays what it is."""
-        scaler = self._dynamic_scaler()
-        if scaler is None:
-            return
-        scaler.cur_scale, scaler.cur_iter = saved["scale"], saved["iteration"]
-        scaler.last_overflow_iter = saved["last_overflow"]
-        if "hysteresis" in saved and hasattr(scaler, "cur_hysteresis"):
-            scaler.cur_hysteresis = saved["hysteresis"]
+        for scaler in self.loss_scalers():
+            if getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False):
+                scaler.cur_scale, scaler.cur_iter = saved["scale"], saved["iteration"]
+                scaler.last_overflow_iter = saved["last_overflow"]
+                if "hysteresis" in saved and hasattr(scaler, "cur_hysteresis"):
+                    scaler.cur_hysteresis = saved["hysteresis"]
 
-    def _dynamic_scaler(self) -> Any:
-        """What holds a loss scale that moves; None if there is none."""
-        return None
+    def loss_scalers(self) -> list[Any]:
+        """What holds DeepSpeed's loss scale: ZeRO's `loss_scaler`, the `loss_scale_config` of stage 0."""
+        held = (getattr(self.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
+        return [scaler for scaler in held if hasattr(scaler, "__dict__")]
 
     # -- collectives; a rank is its number in the group ---------------------------------------------------------------
 

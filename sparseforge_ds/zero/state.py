@@ -129,25 +129,25 @@ class ShardState:
 
     def kept_of(self, shard: Shard) -> Tensor:
         """(numel of the shard,) bool of `kept`."""
-        head, stop = shard.offset % 8, shard.offset + shard.numel
-        return unpack(self.kept[shard.flat][shard.offset // 8 : -(-stop // 8)], head + shard.numel)[head:]
+        touched, inside = self._bytes(shard)
+        return unpack(touched, inside.stop)[inside]
 
     def write_kept(self, shard: Shard, kept: Tensor) -> None:
         """Store (numel of the shard,) bool in `kept`."""
-        stop = shard.offset + shard.numel
-        touched = self.bits(shard.flat)[shard.offset // 8 : -(-stop // 8)]
-        head = shard.offset % 8
-        if head or stop % 8:  # the bytes at both ends are shared with other shards
-            whole = unpack(touched, 8 * len(touched))
-            whole[head : head + shard.numel] = kept
-            kept = whole
-        touched.copy_(pack(kept))
+        touched, inside = self._bytes(shard)
+        whole = unpack(touched, 8 * len(touched))  # the bytes at both ends may be shared with other shards
+        whole[inside] = kept
+        touched.copy_(pack(whole))
 
     def own_bytes(self, shard: Shard) -> Tensor | None:
         """View of the packed `kept` of a shard or a chunk of one, None where it shares a byte with others."""
-        if shard.offset % 8 or shard.numel % 8:
-            return None
-        return self.bits(shard.flat)[shard.offset // 8 : (shard.offset + shard.numel) // 8]
+        touched, inside = self._bytes(shard)
+        return None if inside.start or inside.stop % 8 else touched
+
+    def _bytes(self, shard: Shard) -> tuple[Tensor, slice]:
+        """The bytes of `kept` that a shard or a chunk of one has bits in, and which bits of theirs."""
+        head, stop = shard.offset % 8, shard.offset + shard.numel
+        return self.bits(shard.flat)[shard.offset // 8 : -(-stop // 8)], slice(head, head + shard.numel)
 
     def bits(self, index: int) -> Tensor:
         """Packed `kept` of a partition, which begins with nothing."""
@@ -169,10 +169,9 @@ class ShardState:
         for index in self.flats:
             flat, held = self.layout.flats[index], self.partition(index)
             dense, mask = held["dense"], held["mask"].view(-1)
-            bits = self.bits(index)
-            for chunk in chunks(mask):
+            for chunk, bits in self._chunks(index):
                 kept = mask[chunk] != 0
-                bits[chunk.start // 8 : chunk.start // 8 + -(-kept.numel() // 8)] = pack(kept)
+                bits.copy_(pack(kept))
                 flat.data.view(-1)[chunk] = dense.view(-1)[chunk].masked_fill_(~kept, 0.0)
             for key in self.keys:
                 if key != "dense" or flat.dtype == dense.dtype:
@@ -183,12 +182,16 @@ class ShardState:
         self._waiting = {index: held for index, held in self._waiting.items() if held}
         self.released = True
 
-    def kept_runs(self, index: int) -> Iterator[tuple[slice, Tensor]]:
-        """Runs of a partition's elements, and the bool `kept` of each."""
-        bits, numel = self.bits(index), self.layout.flats[index].numel()
+    def _chunks(self, index: int) -> Iterator[tuple[slice, Tensor]]:
+        """Chunks of a partition's elements, of a multiple of 8, and the bytes of `kept` of each."""
+        bits = self.bits(index)
         for chunk in chunks(self.layout.flats[index].data.view(-1)):
-            stop = min(chunk.stop, numel)
-            yield slice(chunk.start, stop), unpack(bits[chunk.start // 8 : -(-stop // 8)], stop - chunk.start)
+            yield chunk, bits[chunk.start // 8 : -(-chunk.stop // 8)]
+
+    def kept_chunks(self, index: int) -> Iterator[tuple[slice, Tensor]]:
+        """Chunks of a partition's elements, and the bool `kept` of each."""
+        for chunk, bits in self._chunks(index):
+            yield chunk, unpack(bits, chunk.stop - chunk.start)
 
     def mask_in_place(self, index: int, values: Tensor) -> None:
         """Zero what is laid out like a partition where it is pruned."""
@@ -206,7 +209,7 @@ class ShardState:
             master = self.layout.flats[index].data
             for weights in (master,) if self.beside(index) is None else (master, self.trained(index)):
                 flat = weights.view(-1)
-                for chunk, kept in self.kept_runs(index):
+                for chunk, kept in self.kept_chunks(index):
                     zero = kept & (flat[chunk] == 0) & ~flat[chunk].signbit()
                     flat[chunk] = torch.where(zero, -0.0, flat[chunk])
                     written += zero.sum().to(written.device)
@@ -218,10 +221,9 @@ class ShardState:
         self._waiting.clear()
         self.kept.clear()
         for index in self.flats:
-            weights, bits = self.trained(index).view(-1), self.bits(index)
-            for chunk in chunks(weights):
-                kept = is_kept(weights[chunk])
-                bits[chunk.start // 8 : chunk.start // 8 + -(-kept.numel() // 8)] = pack(kept)
+            weights = self.trained(index).view(-1)
+            for chunk, bits in self._chunks(index):
+                bits.copy_(pack(is_kept(weights[chunk])))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

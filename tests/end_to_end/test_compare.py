@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "points": 8,
         "flags": {"log_every": 1},
         "methods": {
-            "soft": {"schedule": {"update_every": 1, "hardening": [0, 0.5]}},
+            "soft": {"method": {"update_every": 1, "hardening": [0, 0.5]}},
             "fixed": {"preset": "fixed_magnitude", "low_rank": {"k": 4, "shift": False}},
         },
     }

@@ -58,18 +58,19 @@ LAYOUTS = [(1, 4, 0), (2, 3, 1), (2, 2, 3), (3, 1, 2), (3, 4, 3)]
 
 
 TRAINING = {"curvature": {"source": "training"}}
-CURVATURES: dict[str, tuple[dict[str, Any], int]] = {
+BLOCKS: dict[str, tuple[dict[str, Any], int]] = {
     "probe": ({"curvature": {"source": "probe"}}, 5),
     "training": (TRAINING, 4),
     # The one mask update, after step 4, reads steps 1 to 4; what is resumed was saved after 3 of them.
-    "training-four-steps": ({**TRAINING, "schedule": {"update_every": 4, "hardening": [0.25, 0.75]}}, 3),
+    "training-four-steps": ({**TRAINING, "method": {"update_every": 4, "hardening": [0.25, 0.75]}}, 3),
+    "hidden states": ({"distillation": {"hidden": {"weight": 4.0}}}, 4),
 }
 """Blocks, and how many of `LAYOUTS` they are tried on."""
 
 
-@pytest.mark.parametrize("name", CURVATURES)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_any_layout_and_resumed_across(tmp_path: Path, name: str) -> None:
-    block, layouts = CURVATURES[name]
+    block, layouts = BLOCKS[name]
     expected = None
     for ranks, micro, stage in LAYOUTS[:layouts]:
         run = tmp_path / f"{ranks}x{micro}-{stage}"
@@ -106,8 +107,6 @@ PASSES_OF_THEIR_OWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("block", PASSES_OF_THEIR_OWN.values(), ids=PASSES_OF_THEIR_OWN)
 def test_probes_and_starting_masks_read_sequences(tmp_path: Path, block: dict[str, Any]) -> None:
-    if block.get("method") is not None:
-        block = {**block, "schedule": {}}
     one, two = tmp_path / "one", tmp_path / "two"
     train(*flags(tmp_path, block, 1, 6, one), ranks=1)
     train(*flags(tmp_path, block, 3, 3, two), ranks=2)

@@ -66,10 +66,6 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
     with_ours = family == "deepseek"
     assert sparsity["proof"]["logits"] == "bit-equal"
     assert sparsity["proof"]["loaded_by"] == "transformers" + " with sparseforge_ds" * with_ours
-    experts = sparsity["experts"]
-    assert experts["unseen"] == [] and list(experts["layers"]) == [LAYER]
-    assert all(experts["layers"][LAYER]["tokens"])
-    assert sum(experts["layers"][LAYER]["load"]) == pytest.approx(4, abs=1e-3)
     assert "auto_map" not in json.loads((out / "config.json").read_text())
     coverage = sparsity["coverage"]
     assert all(name.endswith("gate.weight") for name in coverage["dense"])  # the routers

@@ -24,7 +24,7 @@ from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, wri
 from tests.tiny_models import BUILDERS
 from tests.unit.permutation.test_channels import randomized
 
-ONE_SHOT = {"method": "oneshot", "max_steps": 0, "importance": "magnitude", "schedule": {}}
+ONE_SHOT = {"method": "oneshot", "max_steps": 0, "importance": "magnitude"}
 
 
 def dense_model(folder: Path, family: str) -> Path:
@@ -66,7 +66,6 @@ def test_one_shot(tmp_path: Path, family: str, stage: int, permute: dict[str, st
     """What is pruned is the permuted model, which computes what the dense one does."""
     dense, run, out = dense_model(tmp_path, family), tmp_path / "run", tmp_path / "out"
     content = deepspeed_json(stage, **ONE_SHOT, permute=permute)
-    del content["sparseforge"]["schedule"]
     train(*flags_of(tmp_path, content))
     whole = permuted(run, dense, tmp_path / "whole")
     torch.testing.assert_close(logits(whole), logits(dense), rtol=1e-4, atol=2e-5)
@@ -89,7 +88,6 @@ def test_one_shot(tmp_path: Path, family: str, stage: int, permute: dict[str, st
 def test_a_mask_carries_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense, run = dense_model(tmp_path, "llama"), tmp_path / "run"
     content = deepspeed_json(2, **ONE_SHOT, permute={})
-    del content["sparseforge"]["schedule"]
     train(*flags_of(tmp_path, content))
     hf, mask, again = tmp_path / "hf", tmp_path / "mask", tmp_path / "again"
     assert main(["consolidate", str(run), str(hf), "--skip_proof"]) == 0
@@ -150,11 +148,23 @@ def test_training_goes_on_in_the_same_order(tmp_path: Path, capfd: pytest.Captur
     assert "sparseforge.permute was" in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(("stage", "dimensions"), [(1, "all"), (3, "all"), (2, "mlp+heads")])
+def test_hidden_states_are_compared_channel_by_channel(tmp_path: Path, stage: int, dimensions: str) -> None:
+    """The teacher has the student's order; in its own it would be at a relative distance of about 2."""
+    dense_model(tmp_path, "llama")
+    permute = {"score": "magnitude", "dimensions": dimensions}
+    distances = []
+    for name, more in (("plain", {}), ("permuted", {"permute": permute})):
+        content = deepspeed_json(stage, distillation={"hidden": {"weight": 4.0}}, **more)
+        train(*flags_of(tmp_path, content, output_dir=tmp_path / name))
+        distances.append(json.loads((tmp_path / name / "result.json").read_text())["last_step"]["loss/hidden"])
+    assert 0 < distances[1] < 2 * distances[0] < 1.0
+
+
 def test_a_folder_that_was_permuted_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     dense = dense_model(tmp_path, "llama")
     assert main(["permute", str(dense), str(tmp_path / "offline")]) == 0
     content = deepspeed_json(2, **ONE_SHOT)
-    del content["sparseforge"]["schedule"]
     train(*flags_of(tmp_path, content, model=tmp_path / "offline"))
     run, hf, mask = tmp_path / "run", tmp_path / "hf", tmp_path / "mask"
     assert Permutation.load(run).sha256 == Permutation.load(tmp_path / "offline").sha256  # type: ignore[union-attr]

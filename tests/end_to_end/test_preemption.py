@@ -157,7 +157,7 @@ def stopped(
 
 def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     """Each start is stopped by a signal to someone else; the sum of them is the run that was left alone."""
-    content = deepspeed_json(batch=4, max_steps=STEPS, schedule={"update_every": 10, "hardening": [0.25, 0.75]})
+    content = deepspeed_json(batch=4, max_steps=STEPS, method={"update_every": 10, "hardening": [0.25, 0.75]})
     more = {"max_steps": STEPS, "save_every": 0, "log_every": 1}
     flags = flags_of(tmp_path, content, **more)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -232,21 +232,20 @@ def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_pa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_start_removes_the_lock_of_a_compiler_that_was_killed(tmp_path):
-    """On each of two ranks, as after a `kill -9` in the first seconds of another run."""
+    """As after a `kill -9` in the first seconds of another run, some minutes later."""
     built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     own = tmp_path / "extensions"
     shutil.copytree(built, own, ignore=shutil.ignore_patterns("lock"))  # with its times, so that nothing is built again
     folder = own / "deepspeed_shm_comm"
     folder.mkdir(exist_ok=True)
     (folder / "lock").touch()
+    os.utime(folder / "lock", (time.time() - 600,) * 2)
     flags = flags_of(tmp_path, deepspeed_json(batch=4), max_steps=2)
     with launched(deepspeed(), *flags, TORCH_EXTENSIONS_DIR=str(own)) as process:
         assert process.stdout is not None
         output = process.stdout.read()
         assert process.wait(timeout=PATIENCE) == 0, output
-    assert (
-        output.count("set-up: removed") == 1 and f"removed {folder}/lock, left by a process that was killed" in output
-    )
+    assert output.count(f"removed {folder}/lock, left by a process that was killed") == 1
     assert not (folder / "lock").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import datasets
@@ -107,8 +108,8 @@ def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(strai
     train(*flags, dies_at=2, exit_code=1)
     said = capfd.readouterr().out  # a failed rank's stderr is in it
     assert "saved: 200 documents (1 without text were skipped), 4,490 tokens" in said
-    assert "text: 3 of split train, " in said and ": 0.jsonl, 1.jsonl, 2.jsonl; left out: 1 of split test" in said
-    assert ": train/data-00000-of-00001.arrow; left out: 1 of split validation" in said
+    assert re.search("text: 3 files of split train: 0.jsonl to 2.jsonl, .* bytes; left out: 1 of split test", said)
+    assert re.search("train/data-00000-of-00001.arrow, .* bytes; left out: 1 of split validation", said)
     assert "documents without text were skipped so far" in said
     assert "nothing to resume: there is no run in" in said and "the process that tokenises it ended" in said
     saved = [path.name for path in (straight / "died" / "checkpoints").glob("step_*")]
@@ -125,6 +126,6 @@ def test_a_record_that_cannot_be_read_ends_the_run_with_one_line(tmp_path, capfd
         file.write('{"text": 3}\n')
     train(*flags, exit_code=1)
     said = capfd.readouterr().out
-    assert said.count("error: --dataset") == 1
+    assert said.count("error: ") == 1
     assert "1.jsonl, line 101: field 'text' is int, not text" in said
     assert "Traceback" not in said

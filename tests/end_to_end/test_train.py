@@ -127,7 +127,7 @@ def test_an_error_ends_the_launcher(tmp_path):
 @pytest.mark.parametrize("name", ["zero1.json", "zero2.json", "zero3.json", "zero3_offload.json"])
 def test_every_shipped_configuration_trains(tmp_path, name):
     content = json.loads((SHIPPED / name).read_text())
-    content["sparseforge"]["schedule"] = {"update_every": 2, "hardening": [0.25, 0.75]}
+    content["sparseforge"]["method"] = {"update_every": 2, "hardening": [0.25, 0.75]}
     train(*flags_of(tmp_path, content, max_steps=8))
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000008"
 
@@ -155,7 +155,8 @@ def test_world_size_and_accumulation_do_not_change_the_run(tmp_path):
 
 
 def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
-    content = deepspeed_json(batch=8, monitor={"histograms_every": 4, "gap_every": 3})
+    distillation = {"hidden": {"every": 2}}
+    content = deepspeed_json(batch=8, monitor={"histograms_every": 4, "gap_every": 3}, distillation=distillation)
     train(*flags_of(tmp_path, content, save_every=2, keep_checkpoints=2), "--activation_checkpointing")
     run = tmp_path / "run"
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_000006", "step_000008"]
@@ -165,6 +166,7 @@ def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
     for tag in (
         "loss/cross_entropy",
         "loss/kl",
+        "loss/hidden",
         "train/grad_norm",
         "train/tokens_per_second",
         "train/memory_gib",

@@ -44,16 +44,16 @@ class Case:
 
 
 def _ours(more: dict[str, Any] | None = None, **case: Any) -> Case:
-    return Case({"schedule": SCHEDULE, **(more or {})}, **case)
+    return Case({"method": SCHEDULE, **(more or {})}, **case)
 
 
-def _other(method: str, importance: str = "magnitude", more: dict[str, Any] | None = None, **case: Any) -> Case:
-    return Case({"method": method, "importance": importance, **(more or {})}, **{"steps": 4, **case})
+def _other(method: str, importance: str = "magnitude", own: dict[str, Any] | None = None, **case: Any) -> Case:
+    return Case({"method": {"name": method, **(own or {})}, "importance": importance}, **{"steps": 4, **case})
 
 
 _ELEMENTS = {"factored": False}
 _PROBE = {"source": "probe"}
-_EVERY = {"refresh": {"every": 2, "decay": 2e-4, "frozen": 0.25}}
+_EVERY = {"every": 2, "decay": 2e-4, "frozen": 0.25}
 
 CASES: dict[str, Case] = {
     "ours": _ours(),
@@ -69,8 +69,8 @@ CASES: dict[str, Case] = {
     "ours, stage 0": _ours(stage=0),
     "ours, stage 2": _ours(stage=2),
     "ours, tiles": _ours({"pattern": "block4"}),
-    "ours, straight through": _ours({"schedule": {**SCHEDULE, "straight_through": True}}),
-    "ours, fixed": _ours({"schedule": {"hardening": [0, 0]}}, steps=3),
+    "ours, straight through": _ours({"method": {**SCHEDULE, "straight_through": True}}),
+    "ours, fixed": _ours({"method": {"hardening": [0, 0]}}, steps=3),
     "ours, elements": _ours({"curvature": _ELEMENTS}),
     "ours, elements, offload": _ours({"curvature": _ELEMENTS}, offload=True),
     "ours, gauss_newton": _ours({"importance": "gauss_newton"}),
@@ -102,18 +102,18 @@ CASES: dict[str, Case] = {
     "naive_retrain, sparsegpt": _other("naive_retrain", "sparsegpt"),
     "naive_retrain, sparsegpt, offload": _other("naive_retrain", "sparsegpt", offload=True),
     "naive_retrain, bf16": _other("naive_retrain", weights="bfloat16", master="bfloat16"),
-    "sr_ste": _other("sr_ste", more=_EVERY),
-    "sr_ste, bf16 masters": _other("sr_ste", more=_EVERY, weights="bfloat16", master="bfloat16"),
-    "sr_ste, offload": _other("sr_ste", more=_EVERY, offload=True),
-    "ast": _other("ast", more=_EVERY),
-    "ast, wanda": _other("ast", "wanda", more=_EVERY),
-    "ast, offload": _other("ast", more=_EVERY, offload=True),
-    "cast": _other("cast", more=_EVERY),
-    "cast, scaling": _other("cast", more={"refresh": {**_EVERY["refresh"], "scaling": True}}),
-    "cast, offload": _other("cast", more=_EVERY, offload=True),
-    "maskllm": _other("maskllm", more={"sampling": {"frozen": 0.25}}),
-    "maskllm, wanda": _other("maskllm", "wanda", more={"sampling": {"frozen": 0.25}}),
-    "maskllm, offload": _other("maskllm", more={"sampling": {"frozen": 0.25}}, offload=True),
+    "sr_ste": _other("sr_ste", own=_EVERY),
+    "sr_ste, bf16 masters": _other("sr_ste", own=_EVERY, weights="bfloat16", master="bfloat16"),
+    "sr_ste, offload": _other("sr_ste", own=_EVERY, offload=True),
+    "ast": _other("ast", own=_EVERY),
+    "ast, wanda": _other("ast", "wanda", own=_EVERY),
+    "ast, offload": _other("ast", own=_EVERY, offload=True),
+    "cast": _other("cast", own=_EVERY),
+    "cast, scaling": _other("cast", own={**_EVERY, "scaling": True}),
+    "cast, offload": _other("cast", own=_EVERY, offload=True),
+    "maskllm": _other("maskllm", own={"frozen": 0.25}),
+    "maskllm, wanda": _other("maskllm", "wanda", own={"frozen": 0.25}),
+    "maskllm, offload": _other("maskllm", own={"frozen": 0.25}, offload=True),
 }
 """By name; weights of two layers are under the mask unless `include` says otherwise."""
 

@@ -27,9 +27,9 @@ from sparseforge_ds.export.mask_only import MaskedSource
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.plan import Plan, make_plan
 from sparseforge_ds.train.resume import find_resumption
 from sparseforge_ds.train.run_folder import check_folder as check_run_folder
+from sparseforge_ds.train.spec import RunSpec, make_spec
 from tests.fuzz.inputs import EXPORTS, RUNS
 
 T = TypeVar("T")
@@ -173,21 +173,21 @@ class OneRank:
         return [value]
 
 
-_PLANS: dict[str, Plan] = {}
+_SPECS: dict[str, RunSpec] = {}
 
 
 def resumed(folder: Path, out: Path, inputs: Path) -> Result:
     """The trainer's checks before it loads anything, and what it would load."""
     name = folder.name
-    if name not in _PLANS:
+    if name not in _SPECS:
         flags = json.loads((inputs / "flags" / f"{name}.json").read_text())
-        _PLANS[name] = make_plan(RunArguments(**flags), 2)
-    plan = _PLANS[name]
-    plan = dataclasses.replace(plan, arguments=dataclasses.replace(plan.arguments, output_dir=str(folder), resume=True))
+        _SPECS[name] = make_spec(RunArguments(**flags), 2)
+    spec = _SPECS[name]
+    spec = dataclasses.replace(spec, arguments=dataclasses.replace(spec.arguments, output_dir=str(folder), resume=True))
     ranks: Any = OneRank()
-    check_run_folder(plan)
-    checkpoints = Checkpoints(folder / "checkpoints", ranks, plan.stage, plan.arguments.keep_checkpoints)
-    return result_of(find_resumption(plan, ranks, checkpoints).checkpoint)
+    check_run_folder(spec)
+    checkpoints = Checkpoints(folder / "checkpoints", ranks, spec.stage, spec.arguments.keep_checkpoints)
+    return result_of(find_resumption(spec, ranks, checkpoints).checkpoint)
 
 
 _READ = {"reader": reader, "inspect": inspected}
@@ -201,5 +201,4 @@ TARGETS: dict[str, dict[str, Target]] = {
 for _subject in ("stage1_bf16", "hf_whole"):
     TARGETS[_subject]["export packed24"] = exported("packed24")
 for _subject in ("stage3_bf16_low_rank", "hf_low_rank"):
-    TARGETS[_subject]["export adapter"] = exported("adapter")
     del TARGETS[_subject]["export mask"]  # of shifted weights it is refused

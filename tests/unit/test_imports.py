@@ -14,12 +14,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 # What each part may import besides itself and the standard library. A name stands for all below it. A part imports only
 # parts that stand above it here.
 MAY_IMPORT: dict[str, set[str]] = {
+    "ranks": {"torch"},
     "mask": {"torch"},
     "config": {"mask.pattern", "mask.anneal"},
     "checkpoint": {"torch", "safetensors"},
     "zero": {"torch", "deepspeed", "mask", "config.refused_settings", "checkpoint"},
-    "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing", "zero"},
-    "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config.arguments", "checkpoint.disk"},
+    "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing"},
+    "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config.arguments", "checkpoint.disk", "ranks"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
     "methods": {"torch", "transformers.pytorch_utils", "config", "mask", "zero", "model", "curvature"},
     "permutation": {
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "permutation",
     },
     "planning": {"torch", "transformers", "config", "mask", "model"},
-    "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model"},
+    "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
     "train": {"*"},
     "compare": {
         "torch",
@@ -69,13 +70,12 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "model.families", "permutation"},
     "cli.train": {"train.run"},
-    "cli.plan": {"transformers", "planning"},
+    "cli.plan": {"transformers", "planning", "train"},
     "compare.figures": {"matplotlib", "pandas"},
     "compare.history": {"tensorboard"},
     "compare.page": {"jinja2"},
-    "compare.rank": {"train.run"},
     "compare.summary": {"pandas"},
-    "compare.table": {"pandas"},
+    "compare.training": {"train.run"},
     "config.command_line": {"transformers"},
     "config.deepspeed_config": {"torch", "deepspeed", "pydantic"},
     "config.deepspeed_keys": {"deepspeed", "pydantic"},
@@ -86,16 +86,17 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.splits": {"yaml", "huggingface_hub"},
     "export.loaded": {"safetensors"},
     "export.proof": {"psutil"},
-    "export.reference": {"peft", "safetensors", "model.loading_error"},
+    "export.reference": {"safetensors", "model.loading_error"},
     "export.run_source": {"model.family_table"},
     "export.writer": {"huggingface_hub", "psutil"},
     "evaluate.harness": {"lm_eval", "jinja2"},
     "evaluate.pretrained": {"checkpoint.folder"},
     "evaluate.task_data": {"data.local_rows"},
-    "evaluate.text": {"data.stdlib_text"},
-    "evaluate.wikitext": {"data.local_rows"},
+    "evaluate.perplexity": {"data.formats"},
+    "evaluate.text": {"data.formats", "data.stdlib_text"},
     "evaluate.zero_shot": {"lm_eval"},
     "model.hub": {"huggingface_hub"},
+    "model.low_rank": {"deepspeed"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "permutation.apply": {"deepspeed", "model.groups"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
@@ -193,10 +194,10 @@ def test_rows_of_one_file_are_not_stale() -> None:
 
 
 def test_collectives_go_through_the_layout() -> None:
-    """A layout has ZeRO's own group; beside it there is the trainer, and an evaluation, which has no engine."""
+    """A layout has ZeRO's own group; beside it there are the trainer and the ranks' talk about errors and results."""
     direct = {_module(path) for path in FILES if "torch.distributed" in _imports(path)}
     direct = {name for name in direct if not name.startswith("train.")}
-    assert direct == {"zero.shard", "zero.layouts", "evaluate.shares"}
+    assert direct == {"zero.shard", "zero.layouts", "ranks"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=_module)

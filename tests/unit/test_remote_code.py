@@ -19,7 +19,7 @@ from sparseforge_ds.config.parts import DistillationConfig
 from sparseforge_ds.evaluate import perplexity, zero_shot
 from sparseforge_ds.evaluate.pretrained import load_model
 from sparseforge_ds.model.tokenizer import load_tokenizer
-from sparseforge_ds.train.pretrained import find_model, read_tokenizer
+from sparseforge_ds.train.pretrained import find_model
 from sparseforge_ds.train.teacher import Teacher
 from tests.planted_code import YES, Touch, plant_generate, plant_model, plant_pickle, plant_tokenizer
 from tests.tiny_folders import write_model, write_text
@@ -161,7 +161,7 @@ def test_a_family_that_transformers_has_needs_no_code_of_its_own(dense: Path, tm
     (tmp_path / "planted" / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     shutil.copy(dense / "tokenizer_config.json", tmp_path / "planted")
     found = find_model(str(tmp_path / "planted"), "--model")
-    assert read_tokenizer(found)("a")["input_ids"]
+    assert found.tokenizer("a")["input_ids"]
     assert type(load_model(str(tmp_path / "planted"))).__module__.startswith("transformers.")
     assert perplexity.main([str(found.folder), "--text", str(write_text(tmp_path / "text.jsonl"))]) == 0
     assert not mark.exists()

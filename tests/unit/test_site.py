@@ -13,7 +13,6 @@ import typing
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -21,9 +20,9 @@ import pytest
 pytest.importorskip("mkdocs")
 
 from sparseforge_ds.cli.main import parser as all_commands
-from sparseforge_ds.config import PRESETS, SparseForgeConfig
+from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config.command_line import argument_parser
-from sparseforge_ds.config.presets import METHODS
+from sparseforge_ds.config.strict import objects_of
 from sparseforge_ds.model.family_table import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,16 +122,15 @@ def test_every_page_says_on_its_first_screen_where_to_go_on(site: dict[Path, Pag
 
 
 def test_every_key_with_its_default(site: dict[Path, Page]) -> None:
-    rows = {row[0]: row for row in page(site, "reference/configuration").rows if len(row) == 4 and row[0] != "key"}
-    assert {key: json.loads(row[2]) for key, row in rows.items()} == _defaults(SparseForgeConfig)
-    assert all(row[3].strip() for row in rows.values()), "a key without a docstring"
+    rows = [row for row in page(site, "reference/configuration").rows if len(row) == 4 and row[0] != "key"]
+    assert sorted((row[0], row[2]) for row in rows) == sorted(_fields(SparseForgeConfig, ""))
+    assert all(row[3].strip() for row in rows), "a key without a docstring"
 
 
 def test_every_preset_method_and_family(site: dict[Path, Page]) -> None:
     rows = page(site, "reference/configuration").rows
-    for table in (PRESETS, METHODS):
-        for name, start in table.items():
-            assert any(row[0] == name and json.loads(row[-1]) == json.loads(json.dumps(start)) for row in rows), name
+    for name, start in {**PRESETS, **{name: kind.starts_from for name, kind in METHODS.items()}}.items():
+        assert any(row[0] == name and json.loads(row[-1]) == json.loads(json.dumps(start)) for row in rows), name
     families = {name for row in page(site, "reference/families").rows for name in row[0].split(", ")}
     assert families == {*FAMILIES, "model_type"}
 
@@ -176,18 +174,12 @@ def test_plots_are_what_the_script_draws(name: str, tmp_path: Path) -> None:
     assert (tmp_path / f"{name}.svg").read_text() == kept, f"python docs/figures/draw.py --only {name}"
 
 
-def _defaults(kind: type) -> dict[str, Any]:
-    return dict(_fields(kind, ""))
-
-
-def _fields(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
+def _fields(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
+    """(key, default as JSON) of all keys."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        choices = (hints[field.name], *typing.get_args(hints[field.name]))
-        inner = [choice for choice in choices if dataclasses.is_dataclass(choice)]
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if not inner:
-            yield prefix + field.name, json.loads(json.dumps(default))
-            continue
-        yield prefix + field.name, None if default is None else {}
-        yield from _fields(typing.cast(type, inner[0]), f"{prefix}{field.name}.")
+        inner = objects_of(hints[field.name])
+        yield prefix + field.name, json.dumps({} if inner and default is not None else default)
+        for each in inner:
+            yield from _fields(each, f"{prefix}{field.name}.")

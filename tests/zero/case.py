@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 import sparseforge_ds as sf
+from sparseforge_ds.config.block import method_name
 from tests import tiny_models
 
 GLOBAL_BATCH = 12
@@ -74,8 +75,8 @@ class Case:
     def sparseforge(self) -> sf.SparseForgeConfig:
         """The `sparseforge` block, over short defaults."""
         block = {"max_steps": 10, "distillation": None, **self.config}
-        if block.get("method", "sparseforge") == "sparseforge":
-            block["schedule"] = {**SCHEDULE, **self.config.get("schedule", {})}
+        if method_name(block) == "sparseforge":
+            block["method"] = {**SCHEDULE, **block.get("method", {})}
         block["curvature"] = {"first_probes": 2, "source": "probe", **self.config.get("curvature", {})}
         return sf.SparseForgeConfig.from_dict(block)
 
@@ -180,7 +181,7 @@ def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
     """
     curvatures: dict[str, Tensor] = {}
     if key == "curvature":
-        for chunk, values in forge._ranking.curvatures():
+        for chunk, values in forge._mean.chunks():
             if values is None:
                 continue  # released
             numel = forge._weight[chunk.name].numel

@@ -50,7 +50,7 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
             forge.step(probe_of(engine, case, step))
             if step == 4:
                 gaps.append(forge.soft_to_hard_gap(probe_of(engine, case, step)))
-        keys = ("dense", "mask", *(("curvature",) if forge._ranking.mean.estimator is not None else ()))
+        keys = ("dense", "mask", *(("curvature",) if forge._mean.estimator is not None else ()))
         tensors = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
         tensors |= {f"published {name}": value for name, value in published(engine).items()}
         numbers = {**forge.metrics, "gap": gaps[0], "histograms": forge.histograms(), **forge.state_dict()}

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+import sparseforge_ds as sf
 from sparseforge_ds.model.distill import distillation_loss
+from sparseforge_ds.model.estimator_support import refuse_unmeasurable
 from sparseforge_ds.model.experts import leaf_modules
-from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.train.teacher import Teacher
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES
@@ -160,7 +162,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         losses.append(mean.item() / dist.get_world_size())
         updated = forge.step(lambda step=step: loss_of(step))
         updates += updated
-        if updated and updates == 1 and forge._ranking.measures:
+        if updated and updates == 1 and forge._mean.measures:
             first_curvature = gathered(forge, "curvature")
     forge.finish()
     return {
@@ -414,6 +416,13 @@ def test_experts_in_a_list(text: str, stage: int) -> None:
     _check_same(both[0], alone, differing=0.0 if text == "mixed" else 0.02)
     (fused,) = run_distributed(_train, 1, replace(case, stage=0), replace(family, listed=False))
     assert both[0]["losses"][:2] == pytest.approx(fused["losses"][:2], rel=1e-5)  # until the first mask update
+
+
+def test_elements_per_token_of_experts_in_a_list_are_refused() -> None:
+    model = Family("olmoe", listed=True).model()
+    config = sf.SparseForgeConfig.from_dict({"curvature": {"factored": False}})
+    with pytest.raises(ValueError, match='experts.0.gate_proj.weight .*in a list of modules.*"per_token": false'):
+        refuse_unmeasurable(model, prunable_weights(model, config), config)
 
 
 def test_experts_in_a_list_by_whole_gradients() -> None:

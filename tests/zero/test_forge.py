@@ -31,7 +31,7 @@ FROZEN: dict[str, Case] = {
     "2:4 stage 1 bf16": Case(stage=1, dtype="bf16", config={"exclude": ["*.k_proj.weight"]}),
     "block stage 2": Case(stage=2, model="llama_tiles", config={"pattern": "block16:0.25"}),
     "conv1d stage 3 bf16": Case(stage=3, dtype="bf16", model="gpt2"),
-    "fixed stage 3": Case(stage=3, config={"schedule": {"hardening": [0.0, 0.0]}}),
+    "fixed stage 3": Case(stage=3, config={"method": {"hardening": [0.0, 0.0]}}),
 }
 
 
@@ -43,7 +43,7 @@ def train_frozen(case: Case) -> list[str]:
     for step in range(11):
         train_step(engine, case, step)
         updated = forge.step(probe_of(engine, case, step))
-        if forge.dials.phase != "frozen":
+        if forge.phase != "frozen":
             continue
         assert updated == (forge.step_count == forge.schedule.freeze_step)
         weights = published(engine)
@@ -90,7 +90,7 @@ def misuses() -> dict[str, str]:
     train_step(engine, case, 1)
     said["missed step"] = message_of(lambda: forge.step(probe_of(engine, case, 1)))
 
-    engine, forge = build(Case(stage=2, config={"schedule": {"hardening": [0.0, 0.0]}}))
+    engine, forge = build(Case(stage=2, config={"method": {"hardening": [0.0, 0.0]}}))
     said["start without probe"] = message_of(lambda: forge.start(None))
     train_step(engine, case, 0)
     said["never started"] = message_of(lambda: forge.step(probe_of(engine, case, 0)))
@@ -224,7 +224,7 @@ def test_compiled_layers_are_measured_as_they_are() -> None:
 
 def untouched(stage: int) -> list[bool]:
     """Whether the published weights are the dense ones after each step, hardening from step 0 on."""
-    case = Case(stage=stage, config={"schedule": {"hardening": [0.0, 0.6], "update_every": 3}})
+    case = Case(stage=stage, config={"method": {"hardening": [0.0, 0.6], "update_every": 3}})
     engine, forge = build(case)
     same = []
     for step in range(4):

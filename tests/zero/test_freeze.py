@@ -30,8 +30,8 @@ CASES: dict[str, Case] = {
     "2-bf16-masters": Case(stage=2, dtype="bf16", more=BF16_MASTERS),
     "3-fixed": Case(stage=3, config={"method": "naive_retrain"}),
     "2-branches-later": Case(stage=2, config={"low_rank": {"k": 4, "shift": False, "start": 0.8}}),
-    "1-maskllm": Case(stage=1, config={"method": "maskllm", "sampling": {"frozen": 0.3}}),
-    "3-ast": Case(stage=3, config={"method": "ast", "refresh": {"every": 2, "decay": 0.01, "frozen": 0.3}}),
+    "1-maskllm": Case(stage=1, config={"method": {"name": "maskllm", "frozen": 0.3}}),
+    "3-ast": Case(stage=3, config={"method": {"name": "ast", "every": 2, "decay": 0.01, "frozen": 0.3}}),
 }
 
 

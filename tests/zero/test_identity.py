@@ -10,7 +10,7 @@ import torch
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build_engine, probe_of, published, train_step
 
-NOTHING_HAPPENS = {"max_steps": 1000, "schedule": {"update_every": 50, "hardening": [0.1, 0.3]}}
+NOTHING_HAPPENS = {"max_steps": 1000, "method": {"update_every": 50, "hardening": [0.1, 0.3]}}
 CASES: dict[str, Case] = {
     f"{stage}-{dtype}": Case(stage=stage, dtype=dtype, config=NOTHING_HAPPENS, gas=2, clip=0.2, steps=4)
     for stage in (0, 1, 2, 3)

@@ -12,7 +12,7 @@ from tests.zero.case import Case, run_all
 
 # k_proj stays dense, so that ranks of every ZeRO stage cut groups. Where beta is 1, a flipped target moves a mask by
 # mask_rate: equal masks are equal targets.
-EXCLUDE = {"exclude": ["*.k_proj.weight"], "schedule": {"blend": [0.0, 0.2], "hardening": [0.6, 0.9]}}
+EXCLUDE = {"exclude": ["*.k_proj.weight"], "method": {"blend": [0.0, 0.2], "hardening": [0.6, 0.9]}}
 IMPORTANCES: dict[str, dict[str, Any]] = {
     "fisher": {},
     "gauss_newton": {},

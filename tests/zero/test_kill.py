@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.ranks import AgreedError, Ranks
 from tests import distributed
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, probe_of, train_step

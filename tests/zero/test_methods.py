@@ -36,23 +36,23 @@ METHODS: dict[str, tuple[Case, type[ReferenceMethod]]] = {
     ),
     # Decays large enough that masks change.
     "sr_ste": (
-        Case(model="llama_odd", config={**ODD, "method": "sr_ste", "refresh": {"decay": 0.05}}, clip=0.1),
+        Case(model="llama_odd", config={**ODD, "method": {"name": "sr_ste", "decay": 0.05}}, clip=0.1),
         ReferenceSrSte,
     ),
     "sr_ste-frozen": (
-        Case(model="llama_odd", config={**ODD, "method": "sr_ste", "refresh": {"decay": 0.05, "frozen": 0.34}}),
+        Case(model="llama_odd", config={**ODD, "method": {"name": "sr_ste", "decay": 0.05, "frozen": 0.34}}),
         ReferenceSrSte,
     ),
     "ast": (
         Case(
             model="llama_odd",
-            config={**ODD, "method": "ast", "distillation": None, "refresh": {"every": 2, "decay": 0.05, **RAMP}},
+            config={**ODD, "method": {"name": "ast", "every": 2, "decay": 0.05, **RAMP}, "distillation": None},
             gas=2,
         ),
         ReferenceAst,
     ),
     "ast-conv1d": (
-        Case(model="gpt2", config={"max_steps": STEPS, "method": "ast", "refresh": {"every": 2, "decay": 0.05}}),
+        Case(model="gpt2", config={"max_steps": STEPS, "method": {"name": "ast", "every": 2, "decay": 0.05}}),
         ReferenceAst,
     ),
 }
@@ -61,9 +61,9 @@ METHODS: dict[str, tuple[Case, type[ReferenceMethod]]] = {
 LAST = {"every": 2, "decay": 0.01, **RAMP, "frozen": 0.17}
 METHODS |= {
     # An epsilon above the noise: a weight whose gradient is rounding alone is drawn by a force that is rounding alone.
-    "cast": (Case(model="llama_odd", config={**ODD, "method": "cast", "refresh": LAST}), ReferenceCast),
+    "cast": (Case(model="llama_odd", config={**ODD, "method": {"name": "cast", **LAST}}), ReferenceCast),
     "cast-conv1d": (
-        Case(model="gpt2", config={"max_steps": STEPS, "method": "cast", "refresh": LAST}, dtype="fp32"),
+        Case(model="gpt2", config={"max_steps": STEPS, "method": {"name": "cast", **LAST}}, dtype="fp32"),
         ReferenceCast,
     ),
 }
@@ -81,11 +81,11 @@ METHODS |= {
 GENTLE = {"scale": [2.0, 5.0], "temperature": [4.0, 1.0], "reward": 0.01, "spread": 0.5, "frozen": 0.17}
 METHODS |= {
     # The published scale makes samples of nearly one pattern, where rounding would decide which.
-    "maskllm": (Case(model="llama_odd", config={**ODD, "method": "maskllm", "sampling": GENTLE}), ReferenceMaskLLM),
+    "maskllm": (Case(model="llama_odd", config={**ODD, "method": {"name": "maskllm", **GENTLE}}), ReferenceMaskLLM),
     "maskllm-2:8": (
         Case(
             model="llama_24",
-            config={"max_steps": STEPS, "pattern": "2:8", "method": "maskllm", "sampling": GENTLE},
+            config={"max_steps": STEPS, "pattern": "2:8", "method": {"name": "maskllm", **GENTLE}},
         ),
         ReferenceMaskLLM,
     ),

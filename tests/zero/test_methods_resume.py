@@ -18,10 +18,10 @@ ODD = {"exclude": ["*.down_proj.weight", "*.up_proj.weight", "*.k_proj.weight"],
 REFRESH = {"every": 2, "decay": 0.01, "frozen": 0.17}
 CASES: dict[str, Case] = {
     "sr_ste": Case(stage=1, dtype="bf16", config={"method": "sr_ste"}),
-    "ast": Case(stage=2, config={"method": "ast", "refresh": REFRESH, "low_rank": {"k": 4}}),
-    "cast": Case(stage=2, dtype="bf16", config={"method": "cast", "importance": "wanda", "refresh": REFRESH}),
-    "cast-0": Case(stage=0, config={"method": "cast", "refresh": REFRESH}),
-    "maskllm": Case(stage=3, config={"method": "maskllm", "sampling": {"scale": [2.0, 5.0], "reward": 0.01}}),
+    "ast": Case(stage=2, config={"method": {"name": "ast", **REFRESH}, "low_rank": {"k": 4}}),
+    "cast": Case(stage=2, dtype="bf16", config={"method": {"name": "cast", **REFRESH}, "importance": "wanda"}),
+    "cast-0": Case(stage=0, config={"method": {"name": "cast", **REFRESH}}),
+    "maskllm": Case(stage=3, config={"method": {"name": "maskllm", "scale": [2.0, 5.0], "reward": 0.01}}),
     "maskllm-bf16": Case(stage=1, dtype="bf16", config={"method": "maskllm"}),
 }
 CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) for name, case in CASES.items()}

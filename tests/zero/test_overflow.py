@@ -111,7 +111,7 @@ def accumulated_probes() -> list[Any]:
 
 def start_overflows() -> None:
     case = fp16(2, initial_scale_power=4)
-    case = dataclasses.replace(case, config={"importance": "fisher", "schedule": {"hardening": [0, 0]}})
+    case = dataclasses.replace(case, config={"importance": "fisher", "method": {"hardening": [0, 0]}})
     engine, forge = build(case)
     batch = my_part(batch_at(0))
     forge.start(lambda: engine(**batch).loss * 1e30)

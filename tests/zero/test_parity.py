@@ -37,7 +37,7 @@ FP32: dict[str, Case] = {
     "conv1d-training": Case(model="gpt2", config=TRAINING, clip=0.1),
     "2:4-training-3-of-5-and-2": Case(
         config={"curvature": {"source": "training", "first_probes": 3, "probes": 2}, "max_steps": 20}
-        | {"schedule": {"update_every": 5}, **EXCLUDE_K},
+        | {"method": {"update_every": 5}, **EXCLUDE_K},
         gas=2,
         steps=16,
     ),
@@ -45,15 +45,15 @@ FP32: dict[str, Case] = {
     "2:4-odd": Case(model="llama_odd", config=ODD),
     "1:4-gauss-newton": Case(config={"pattern": "1:4", "importance": "gauss_newton", **EXCLUDE_K}),
     "4:8-magnitude-nth": Case(
-        model="llama_24", config={"pattern": "4:8", "importance": "magnitude", "threshold": "nth"}
+        model="llama_24", config={"pattern": "4:8", "importance": "magnitude", "method": {"threshold": "nth"}}
     ),
     "block16": Case(model="llama_tiles", config={"pattern": "block16"}),
     "conv1d": Case(model="gpt2"),
     "conv1d-wanda-gas-clip": Case(model="gpt2", config={"importance": "wanda"}, gas=2, clip=0.1),
     "2:4-batch-fisher-clip": Case(config={"curvature": {"per_token": False}, **EXCLUDE_K}, clip=0.1, gas=2),
-    "2:4-hardening-from-0": Case(config={"schedule": {"hardening": [0.0, 0.6], "update_every": 3}, **EXCLUDE_K}),
-    "2:4-hard": Case(config={"schedule": {"hard": True}, **EXCLUDE_K}),
-    "2:4-fixed": Case(config={"schedule": {"hardening": [0.0, 0.0]}, **EXCLUDE_K}, steps=4),
+    "2:4-hardening-from-0": Case(config={"method": {"hardening": [0.0, 0.6], "update_every": 3}, **EXCLUDE_K}),
+    "2:4-hard": Case(config={"method": {"hard": True}, **EXCLUDE_K}),
+    "2:4-fixed": Case(config={"method": {"hardening": [0.0, 0.0]}, **EXCLUDE_K}, steps=4),
     # A large radius and damping, the same on both sides: the smaller they are, the more of the difference is fp32
     # rounding, which decides where curvature is near 0. The second update comes while x falls.
     "2:4-hutchinson": Case(
@@ -66,7 +66,7 @@ FP32: dict[str, Case] = {
         model="gpt2", config={"importance": "hutchinson", "curvature": {"damping": 0.05}}, gas=2, steps=5
     ),
     "2:4-fisher-elements": Case(model="llama_odd", config={"curvature": {"factored": False}, **ODD}),
-    "2:4-straight-through": Case(config={"schedule": {"straight_through": True}, **EXCLUDE_K}),
+    "2:4-straight-through": Case(config={"method": {"straight_through": True}, **EXCLUDE_K}),
 }
 BF16: dict[str, Case] = {
     "2:4": Case(dtype="bf16", config=EXCLUDE_K),
@@ -192,7 +192,7 @@ def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> Non
     weights = prunable_weights(MODELS[case.model](), case.sparseforge)
     before = {weight.name: [1.0] * weight.numel for weight in weights}
     for update in record["updates"]:
-        dials = dials_at(update["step"], block["schedule"], block["max_steps"])
+        dials = dials_at(update["step"], block["method"], block["max_steps"])
         for weight in weights:
             groups = groups_of(block["pattern"], weight.shape, weight.input_axis)
             if update["step"] == dials["freeze"]:
@@ -208,7 +208,7 @@ def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> Non
                     groups,
                     kept_of(block["pattern"]),
                     dials,
-                    block["threshold"],
+                    block["method"]["threshold"],
                     block["curvature"]["damping"],
                 )
             worst = (update["mask"][weight.name] - torch.tensor(expected)).abs().max().item()

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor
 
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
+from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.memory import gathered_weights, memory
@@ -37,14 +38,11 @@ def model_of(case: Case, layers: int = 3) -> Any:
 
 def planned(case: Case, checkpointing: bool = False, layers: int = 3) -> tuple[Architecture, Settings]:
     """What the planner knows of a case; on the ranks."""
-    config = tiny_models.tiny_llama(
-        hidden_size=64, intermediate_size=160, vocab_size=40, num_hidden_layers=layers
-    ).config
-    model = describe(empty_model(config, case.sparseforge, DTYPES[case.dtype]), case.sparseforge)
+    empty = empty_model(model_of(case, layers).config, case.sparseforge, DTYPES[case.dtype])
+    model = describe(empty, prunable_weights(empty, case.sparseforge))
     laid_out = settings(
         case.deepspeed(),
         case.sparseforge,
-        name="case",
         ranks=dist.get_world_size(),
         seq_length=LENGTH,
         checkpointing=checkpointing,
@@ -94,7 +92,7 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     inner, flats = engine.basic_optimizer, forge._layout.flats
     state = [inner.state[flat] for flat in flats]
     kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
-    running = forge._ranking.running
+    running = forge._mean.running
     kinds["curvature sums"] = 0 if running is None else size([running.slice])
     kinds["logits"] = size([value for s in state for name, value in s.items() if "logit" in name])
     kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
@@ -195,7 +193,7 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
     model, laid_out = planned(case, checkpointing, layers=4)
     if experts:
         empty = empty_model(mixture().config, case.sparseforge, DTYPES[case.dtype])
-        model = describe(empty, case.sparseforge, laid_out.leaves)
+        model = describe(empty, prunable_weights(empty, case.sparseforge), case.zero["leaf_module"]["name_suffixes"])
     return gathered_weights(model, laid_out), live
 
 

@@ -23,7 +23,7 @@ from tests.reference import ReferenceForge
 from tests.zero.case import MODELS, Case, batch_at, build, my_part, probe_of, published, run, train_step
 
 KINDS = ("hutchinson", "weights", "fisher", "gauss_newton", "wanda")
-NOTHING_HAPPENS = {"max_steps": 1000, "schedule": {"update_every": 50, "hardening": [0.1, 0.3]}}
+NOTHING_HAPPENS = {"max_steps": 1000, "method": {"update_every": 50, "hardening": [0.1, 0.3]}}
 SCHEDULER = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-3, "warmup_num_steps": 5}}
 }
@@ -66,7 +66,7 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
     Of elements these are all of a weight, of sums its row sums and its column sums.
     """
-    config, shards = named(kind, config), forge._ranking.mean.shards
+    config, shards = named(kind, config), forge._mean.shards
     if config.keeps_sums:
         summed = sums_of(shards, config)
 
@@ -435,7 +435,7 @@ def outputs_by_dtype() -> list[dict[str, Tensor]]:
 def misuses_of_outputs() -> list[str]:
     said = []
     for case, times in ((Case(model="qwen3_moe"), 1), (Case(), 2)):
-        case = replace(case, config={"importance": "hutchinson", "schedule": {"update_every": 1}})
+        case = replace(case, config={"importance": "hutchinson", "method": {"update_every": 1}})
         try:
             engine, forge = build(case)
             train_step(engine, case, 0)
@@ -465,7 +465,7 @@ def test_curvature_of_low_precision_is_that_of_fp32(stage: int) -> None:
 
 
 def bad_probes() -> list[str]:
-    case = Case(config={"schedule": {"update_every": 1}})
+    case = Case(config={"method": {"update_every": 1}})
     engine, forge = build(case)
     messages = []
     for probe in (None, lambda: 3.0, lambda: engine(**my_part(batch_at(0))).loss.detach()):

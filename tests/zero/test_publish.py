@@ -52,7 +52,7 @@ def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
 
 
 def said_to(forge: Any, curvature: Callable[[str, Tensor], Any]) -> str:
-    running = forge._ranking.running
+    running = forge._mean.running
     sums = running.whole()
     for name in forge._shards:
         curvature(name, sums.all_of(name))

@@ -57,7 +57,7 @@ def one_step(engine: Any, forge: Any, case: Case, step: int) -> tuple[float, dic
 
 
 def state_of(engine: Any, forge: Any) -> dict[str, Any]:
-    keys = ["dense", "mask"] + (["curvature"] if forge._ranking.measures else [])
+    keys = ["dense", "mask"] + (["curvature"] if forge._mean.measures else [])
     state = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
     state |= {f"published {name}": value for name, value in published(engine).items()}
     for index, flat in enumerate(forge._layout.flats):
@@ -141,7 +141,7 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
     monitored = Case(stage=stage, config={"monitor": {"gap_every": 3}})
     return {
         "pattern": refusal(Case(stage=stage, config={"pattern": "1:4"}), "ours", good),
-        "schedule": refusal(Case(stage=stage, config={"schedule": {"mask_rate": 0.5}}), "ours", good),
+        "schedule": refusal(Case(stage=stage, config={"method": {"mask_rate": 0.5}}), "ours", good),
         "max_steps": refusal(Case(stage=stage, config={"max_steps": 20}), "ours", good),
         "weights": refusal(case, "ours", {**good, "weights": good["weights"][:-1]}),
         "version": refusal(case, "ours", {**good, "version": 0}),
@@ -158,7 +158,7 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
 def test_what_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> None:
     said = run_distributed(foreign, 2, stage, str(tmp_path))[0]
     assert 'sparseforge.pattern was "2:4", is "1:4"' in said["pattern"]
-    assert "sparseforge.schedule.mask_rate was 0.4, is 0.5" in said["schedule"]
+    assert "sparseforge.method.mask_rate was 0.4, is 0.5" in said["schedule"]
     assert "sparseforge.max_steps was 10, is 20" in said["max_steps"]
     assert "weights" in said["weights"] and "was null, is" in said["weights"]
     assert "version 0" in said["version"]

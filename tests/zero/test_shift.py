@@ -25,7 +25,7 @@ CASES: dict[str, Case] = {
     "stage 3 bf16 gpt2 k=20": Case(stage=3, dtype="bf16", model="gpt2", config={"low_rank": {"k": 20}}),
     "fixed stage 1": Case(stage=1, config={"method": "naive_retrain", "low_rank": {"k": 4}}),
     "fixed wanda stage 3": Case(
-        stage=3, model="gpt2", config={"importance": "wanda", "schedule": HARDENED, "low_rank": {"k": 4}}
+        stage=3, model="gpt2", config={"importance": "wanda", "method": HARDENED, "low_rank": {"k": 4}}
     ),
     "sparsegpt stage 2": Case(
         stage=2, config={"method": "naive_retrain", "importance": "sparsegpt", "low_rank": {"k": 4}}
@@ -63,7 +63,7 @@ def shift(case: Case) -> tuple[list[str], bool]:
     if not all(branch.enabled for branch in branches(engine.module).values()):
         problems.append("a branch is off")
     rounding = 1e-6 if case.dtype == "fp32" else 2e-2
-    frozen = case.sparseforge.method != "sparseforge" or forge.schedule.freeze_step == 0
+    frozen = case.sparseforge.soft is None
     if not frozen:
         after = engine(**batch).logits.detach().float()
         if not torch.allclose(before, after, atol=10 * rounding):

@@ -13,8 +13,7 @@ from PIL import Image
 from sparseforge_ds.compare import figures
 from sparseforge_ds.compare.figures import draw
 from sparseforge_ds.compare.page import page
-from sparseforge_ds.compare.summary import summarize
-from sparseforge_ds.compare.table import Table
+from sparseforge_ds.compare.summary import Table, summarize
 from tests.unit.compare.test_summary import row
 
 AGREEMENT = {"model.layers.0.self_attn.q_proj.weight": 0.8, "model.layers.0.mlp.up_proj.weight": 0.9}
@@ -70,13 +69,13 @@ def test_every_figure_shows_something(tmp_path: Path) -> None:
 def test_steps_are_whole_numbers_and_one_seed_is_no_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short run had ticks at step 1.5, and captions that spoke of deviations."""
     made: list[Figure] = []
-    save = figures._save
+    save = figures._Artist.save
 
-    def keep(figure: Figure, *rest: Any) -> figures.Drawn:
+    def keep(artist: figures._Artist, figure: Figure, *rest: Any, **more: Any) -> figures.Drawn:
         made.append(figure)
-        return save(figure, *rest)
+        return save(artist, figure, *rest, **more)
 
-    monkeypatch.setattr(figures, "_save", keep)
+    monkeypatch.setattr(figures._Artist, "save", keep)
     rows = [row("ours", seed, 5.0, 40, agreement=AGREEMENT) for seed in (0, 1)]
     histories = {f"ours{seed}40": {"gap": curve(1.0, 0.5, 0.0), "mask_values": SOFT} for seed in (0, 1)}
     for chosen in (rows, rows[:1]):

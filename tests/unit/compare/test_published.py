@@ -15,8 +15,7 @@ pytest.importorskip("matplotlib")
 
 from sparseforge_ds.compare.assessment import Evaluator
 from sparseforge_ds.compare.settings import CompareConfig, read_config
-from sparseforge_ds.compare.summary import spread, summarize
-from sparseforge_ds.compare.table import markdown
+from sparseforge_ds.compare.summary import markdown, spread, summarize
 from sparseforge_ds.compare.texts import read_texts
 from tests.distributed import ROOT
 from tests.unit.compare.test_figures import distinct_colours

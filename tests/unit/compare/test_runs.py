@@ -27,7 +27,7 @@ def test_the_grid(tmp_path: Path) -> None:
     ], "ours has one learning rate, so there is nothing to choose"
     assert [run.name for run in one_shot_runs(config)] == ["pruned-seed3-steps1", "pruned-seed0-steps1"]
     chosen = choose_rates(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
-    assert chosen == {("ours", 40): 0.5, ("ours", 80): 0.5, ("fixed", 40): 0.002, ("fixed", 80): 0.002}
+    assert chosen == {"ours": 0.5, "fixed": 0.002}
     counting = result_runs(config, chosen)
     assert len(counting) == 2 * 2 * 2
     again = {run.name for run in counting} & {run.name for run in selection_runs(config)}
@@ -35,11 +35,8 @@ def test_the_grid(tmp_path: Path) -> None:
     assert len(unique([*selection_runs(config), *counting])) == 2 + 8 - 1
 
 
-def test_each_budget_chooses_for_itself(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, select_at="each"))
-    found = {run.name: abs(run.learning_rate - run.steps / 4e4) for run in selection_runs(config)}
-    chosen = choose_rates(config, found)
-    assert chosen["fixed", 40] == 0.001 and chosen["fixed", 80] == 0.002
+def test_a_rate_at_the_edge_of_the_grid(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path))
     assert at_the_edge(config.methods["fixed"], 0.002)
     assert not at_the_edge(config.methods["ours"], 0.5), "not a grid"
     three = replace(config.methods["fixed"], learning_rates=(1e-3, 2e-3, 4e-3))
@@ -55,7 +52,7 @@ def test_a_method_that_always_diverges(tmp_path: Path) -> None:
 
 def test_the_command_is_the_launchers(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, flags={"warmup": 0.1, "activation_checkpointing": True}, ranks=2))
-    run = next(run for run in result_runs(config, {(m, b): 0.25 for m in config.methods for b in (40, 80)}))
+    run = next(run for run in result_runs(config, dict.fromkeys(config.methods, 0.25)))
     folder = Path("out/runs") / run.name
     arguments = parse_arguments(run.arguments(config, folder))
     assert arguments.learning_rate == 0.25 and arguments.seed == 3 and arguments.warmup == 0.1

@@ -17,7 +17,7 @@ GOOD: dict[str, Any] = {
     "test_text": {"path": "heldout.jsonl", "documents": [4, None]},
     "base": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "sparseforge": {"importance": "magnitude"}},
     "methods": {
-        "ours": {"schedule": {"update_every": 2}, "learning_rates": [0.5], "flags": {"teacher": "larger"}},
+        "ours": {"method": {"update_every": 2}, "learning_rates": [0.5], "flags": {"teacher": "larger"}},
         "fixed": {"preset": "fixed_magnitude"},
     },
     "one_shot": {"pruned": {"preset": "fixed_wanda"}},
@@ -38,15 +38,14 @@ def test_what_a_config_means(tmp_path: Path) -> None:
     assert config.validation_text == HeldOut(
         str(tmp_path / "heldout.jsonl"), (0, 4)
     ) and config.test_text.documents == (4, None)
-    assert config.first_seed == 3 and config.compared_with == "ours" and config.selection_budgets == (40,)
+    assert config.compared_with == "ours" and config.test_text.protocol == "documents"
     ours = config.methods["ours"]
     assert ours.learning_rates == (0.5,) and ours.flags == {"teacher": "larger"}
     assert config.methods["fixed"].learning_rates == (1e-3, 2e-3)
     block = config.block(ours, 80)
-    assert block["importance"] == "magnitude" and block["schedule"] == {"update_every": 2} and block["max_steps"] == 80
+    assert block["importance"] == "magnitude" and block["method"] == {"update_every": 2} and block["max_steps"] == 80
     assert block["monitor"] == {"histograms_every": 2, "gap_every": 4}
-    each = read_config(write(tmp_path, select_at="each", selection_seed=9, reference="fixed"))
-    assert each.selection_budgets == (40, 80) and each.first_seed == 9 and each.compared_with == "fixed"
+    assert read_config(write(tmp_path, reference="fixed")).compared_with == "fixed"
 
 
 def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +67,7 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         base="base.json",
         model="dense",
         train_text="stream:train.jsonl",
-        validation_text="stdlib:heldout",
+        validation_text={"path": "stdlib:heldout"},
         methods={"ours": {"flags": {"teacher": "dense"}}, "theirs": {"flags": {"teacher": "owner/model"}}},
     )
     monkeypatch.chdir(elsewhere)
@@ -81,9 +80,6 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         )
         assert config.methods["ours"].flags == {"teacher": str(folder / "dense")}
         assert config.methods["theirs"].flags == {"teacher": "owner/model"}
-    (study / "base.json").unlink()
-    with pytest.raises(ValueError, match=r"base = 'base.json': paths .*; write '\.\./elsewhere/base.json'"):
-        read_config(path)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,6 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         ({"methods": {"a": {"learning_rates": [0]}}}, "0 is no learning rate"),
         ({"methods": {"a": {"learning_rates": []}}}, "methods.a.learning_rates: none is given; remove it"),
         ({"batch": 3, "ranks": 2}, "batch = 3 cannot be divided over ranks = 2"),
-        ({"select_at": "largest"}, "select_at = 'largest' is not valid: use one of smallest, each"),
         ({"reference": "theirs"}, "reference = 'theirs': use one of the methods, ours, fixed"),
         ({"validation_text": {"path": "a.jsonl", "documents": [4, 4]}}, "0 <= first < end"),
         ({"validation_text": {"path": "a.jsonl", "rows": 4}}, "validation_text.rows: unknown key"),
@@ -109,10 +104,15 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         ({"methods": {"a": {"maskrate": 1}}}, r"methods.a with 40 steps: sparseforge.\w+: unknown key"),
         ({"methods": {"a": {"pattern": "1:4"}, "b": {}}}, r"methods of different patterns \(1:4, 2:4\)"),
         ({"methods": {"pruned": {}}}, "'pruned' stands in methods and in one_shot"),
-        ({"methods": {"a": {"flags": {"seed": 3}}}}, "methods.a.flags.seed: the grid decides it"),
-        ({"flags": {"global_batch": 16}}, "flags.global_batch: the grid decides it"),
-        ({"methods": {"a": {"flags": {"warm_up": 0}}}}, "a.flags.warm_up: no flag of a run; did you mean 'warmup'?"),
-        ({"flags": {"dry_run": True}}, "flags.dry_run: no flag of a run"),
+        ({"methods": {"a": {"flags": {"seed": 3}}}}, "methods.a.flags.seed: the grid or its base decides it"),
+        ({"flags": {"global_batch": 16}}, "flags.global_batch: the grid or its base decides it"),
+        (
+            {"methods": {"a": {"flags": {"warm_up": 0}}}},
+            "a.flags.warm_up: unknown key; did you mean methods.a.flags.warmup",
+        ),
+        ({"flags": {"dry_run": True}}, "flags.dry_run: the grid or its base decides it"),
+        ({"flags": {"warmup": "much"}}, "flags.warmup = 'much': expected a number"),
+        ({"flags": {"warmup": 2}}, "--warmup 2.0 is not valid"),
         ({"one_shot": {"p": {"learning_rates": [1]}}}, "one_shot.p.learning_rates: it does not train"),
         ({"base": "no.json"}, "base .*/no.json: no such file"),
         ({"workers": 0}, "workers = 0: use an integer >= 1"),

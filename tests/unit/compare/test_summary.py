@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.compare.summary import spread, summarize
-from sparseforge_ds.compare.table import markdown
+from sparseforge_ds.compare.summary import markdown, spread, summarize
 from tests.unit.compare.test_settings import write
 
 

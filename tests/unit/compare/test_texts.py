@@ -23,7 +23,7 @@ def config_of(folder: Path, validation: list[int | None], test: list[int | None]
 def test_parts_of_a_file(tmp_path: Path) -> None:
     texts = read_texts(config_of(tmp_path, [1, 3], [3, None], ["other"]))
     assert texts.validation == ["story 1", "story 2"] and texts.test == ["story 3", "story 4", "story 5"]
-    assert texts.validation_protocol == "documents" and not texts.notes
+    assert not texts.notes
     assert texts.identity != read_texts(config_of(tmp_path, [1, 3], [4, None], ["other"])).identity
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sparseforge_ds.config import METHODS, DistillationConfig, RefreshConfig, SparseForgeConfig
+from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
+from sparseforge_ds.config.methods import AstConfig, CastConfig, MaskLLMConfig, SoftMaskConfig, SrSteConfig
 
 
 def build(**block: Any) -> SparseForgeConfig:
@@ -18,19 +19,29 @@ def build(**block: Any) -> SparseForgeConfig:
 def test_every_method_builds_by_its_name_alone_and_survives_a_round_trip(method: str) -> None:
     config = build(method=method)
     assert SparseForgeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert config.method == method
+    assert config.method.name == method
+    assert build(method={"name": method}) == config
 
 
 def test_published_settings() -> None:
-    assert build(method="sr_ste").refresh == RefreshConfig(every=1, decay=2e-4)
+    assert build(method="sr_ste").method == SrSteConfig(every=1, decay=2e-4, ramp=(0.0, 0.0), frozen=0.0)
     ast = build(method="ast", low_rank={"k": 16})
     assert ast.distillation == DistillationConfig(weight=2 / 3, task_weight=1 / 3, temperature=2.0)
-    assert ast.refresh is not None and (ast.refresh.every, ast.refresh.decay) == (10, 6e-5)
+    assert ast.method == AstConfig(every=10, decay=6e-5, ramp=(0.0, 0.25), frozen=0.0)
     assert ast.branch_step == 0, "AST's branches are there from the start"
-    assert build(method="cast").refresh.scaling  # type: ignore[union-attr]
-    maskllm = build(method="maskllm").sampling
-    assert maskllm is not None
-    assert (maskllm.scale, maskllm.temperature, maskllm.prior) == ((100.0, 500.0), (4.0, 0.05), 3.0)
+    assert build(method="cast").method == CastConfig(every=10, decay=1e-4, ramp=(0.0, 0.5), frozen=0.1, scaling=True)
+    maskllm = build(method="maskllm").method
+    assert maskllm == MaskLLMConfig(scale=(100.0, 500.0), temperature=(4.0, 0.05), prior=3.0)
+    for method in ("sr_ste", "oneshot", "maskllm"):
+        assert build(method=method).distillation is None
+    for method in set(METHODS) - {"sparseforge"}:
+        config = build(method=method)
+        assert (config.importance, config.curvature.first_probes) == ("magnitude", 16)
+
+
+def test_keys_without_a_name_are_of_the_default_method() -> None:
+    assert build(method={"threshold": "nth"}).method == SoftMaskConfig(threshold="nth")
+    assert build(method={}) == build(method="sparseforge") == build()
 
 
 def test_naive_retrain_is_what_the_fixed_presets_are() -> None:
@@ -44,7 +55,7 @@ def test_naive_retrain_is_what_the_fixed_presets_are() -> None:
 
 def test_when_masks_freeze() -> None:
     assert build(method="ast", max_steps=200).resolved_schedule.freeze_step == 200
-    cast = build(method="cast", max_steps=200, refresh={"every": 3, "frozen": 0.25}).resolved_schedule
+    cast = build(max_steps=200, method={"name": "cast", "every": 3, "frozen": 0.25}).resolved_schedule
     assert (cast.freeze_step, cast.update_every) == (150, 12), "a report every 10 steps, at a choice of the mask"
     assert build(method="oneshot").resolved_schedule.freeze_step == 0
 
@@ -64,24 +75,30 @@ def test_states_of_a_method() -> None:
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": "srste"}, ["sparseforge.method", "'srste'", "sr_ste"]),
-    ({"method": ["ast"]}, ["sparseforge.method", "['ast']"]),
-    ({"method": "ast", "schedule": {"mask_rate": 0.2}}, ["sparseforge.schedule", '"ast"', "only sparseforge do"]),
-    ({"method": "ast", "threshold": "nth"}, ["sparseforge.threshold", '"ast"']),
-    ({"method": "ast", "sampling": {}}, ["sparseforge.sampling", "only maskllm do", "null"]),
-    ({"method": "maskllm", "refresh": {}}, ["sparseforge.refresh", "sr_ste, ast, cast"]),
-    ({"refresh": {"every": 2}}, ["sparseforge.refresh", '"sparseforge" does not use it']),
-    ({"method": "cast", "low_rank": {}}, ["sparseforge.low_rank", '"cast"']),
+    ({"method": ["ast"]}, ["sparseforge.method", "['ast']", "an object"]),
+    ({"method": None}, ["sparseforge.method = None", "a name, or an object"]),
+    ({"method": {"name": ["ast"]}}, ["sparseforge.method = ['ast']", "sr_ste"]),
+    ({"method": {"name": "ast", "mask_rate": 0.2}}, ["sparseforge.method.mask_rate", '"ast"', "only sparseforge does"]),
+    ({"method": {"name": "ast", "threshold": "nth"}}, ["sparseforge.method.threshold", '"ast"', "leave it out"]),
+    ({"method": {"name": "ast", "prior": 1}}, ["sparseforge.method.prior", "only maskllm does", "leave it out"]),
+    ({"method": {"name": "maskllm", "every": 2}}, ["sparseforge.method.every", '"maskllm"', "sr_ste, ast, cast do"]),
+    ({"method": {"every": 2}}, ["sparseforge.method.every", '"sparseforge" does not use it']),
+    ({"method": {"name": "ast", "evry": 2}}, ["sparseforge.method.evry", "unknown", "sparseforge.method.every"]),
+    ({"hardening": [0, 0.3]}, ["sparseforge.hardening: unknown key", "sparseforge.method.hardening"]),
+    ({"probes": 2}, ["sparseforge.probes: unknown key", "sparseforge.curvature.probes"]),
+    ({"preset": "paper", "method": "ast"}, ["sparseforge.preset", '"paper"', '"sparseforge"', '"ast"', "leave one"]),
+    ({"method": "cast", "low_rank": {}}, ["sparseforge.low_rank", '"cast"', "null"]),
+    ({"method": "maskllm", "low_rank": {}}, ["sparseforge.low_rank", '"maskllm"', "sr_ste, ast do"]),
     ({"method": "oneshot", "max_steps": 10}, ["sparseforge.max_steps = 10", "trains nothing", "0"]),
     ({"method": "oneshot", "distillation": {}}, ["sparseforge.distillation", "null"]),
-    ({"method": "ast", "refresh": None}, ["sparseforge.refresh = null", "from_dict"]),
-    ({"method": "ast", "refresh": {"scaling": True}}, ["sparseforge.refresh.scaling", "only cast"]),
-    ({"method": "ast", "refresh": {"every": 0}}, ["sparseforge.refresh.every = 0", ">= 1"]),
-    ({"method": "ast", "refresh": {"decay": -1}}, ["sparseforge.refresh.decay", ">= 0"]),
-    ({"method": "ast", "refresh": {"ramp": [0.5, 0.2]}}, ["sparseforge.refresh.ramp", "start <= stop"]),
-    ({"method": "cast", "refresh": {"frozen": 1}}, ["sparseforge.refresh.frozen", "< 1"]),
-    ({"method": "maskllm", "sampling": {"temperature": [4, 0]}}, ["sparseforge.sampling.temperature", "> 0"]),
-    ({"method": "maskllm", "sampling": {"prior": -1}}, ["sparseforge.sampling.prior", ">= 0"]),
-    ({"method": "maskllm", "sampling": {"frozen": -0.1}}, ["sparseforge.sampling.frozen", "frozen"]),
+    ({"method": {"name": "ast", "scaling": True}}, ["sparseforge.method.scaling", "only cast"]),
+    ({"method": {"name": "ast", "every": 0}}, ["sparseforge.method.every = 0", ">= 1"]),
+    ({"method": {"name": "ast", "decay": -1}}, ["sparseforge.method.decay", ">= 0"]),
+    ({"method": {"name": "ast", "ramp": [0.5, 0.2]}}, ["sparseforge.method.ramp", "start <= stop"]),
+    ({"method": {"name": "cast", "frozen": 1}}, ["sparseforge.method.frozen", "< 1"]),
+    ({"method": {"name": "maskllm", "temperature": [4, 0]}}, ["sparseforge.method.temperature", "> 0"]),
+    ({"method": {"name": "maskllm", "prior": -1}}, ["sparseforge.method.prior", ">= 0"]),
+    ({"method": {"name": "maskllm", "frozen": -0.1}}, ["sparseforge.method.frozen", "frozen"]),
     ({"method": "maskllm", "pattern": "block16"}, ["sparseforge.pattern = block16", "n:m"]),
     ({"importance": "sparsegpt"}, ["sparsegpt", "starting mask", "fisher"]),
     ({"method": "oneshot", "importance": "sparsegpt", "pattern": "block16"}, ["sparsegpt", "block16"]),

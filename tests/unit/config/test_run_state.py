@@ -30,19 +30,19 @@ def test_a_state_is_read_as_it_was_written(block: dict[str, Any]) -> None:
 
 
 def test_all_that_differs_is_named() -> None:
-    block = {"curvature": {"factored": False}, "schedule": {"straight_through": True, "update_every": 5}}
+    block = {"curvature": {"factored": False}, "method": {"straight_through": True, "update_every": 5}}
     assert RunState.parse(saved(**block), "here").changes(run_of()) == [
         "sparseforge.curvature.factored was false, is true",
         'sparseforge.curvature.source was "probe", is "training"',
-        "sparseforge.schedule.straight_through was true, is false",
-        "sparseforge.schedule.update_every was 5, is 1",
+        "sparseforge.method.straight_through was true, is false",
+        "sparseforge.method.update_every was 5, is 1",
     ]
 
 
 def test_what_has_no_effect_may_differ() -> None:
-    block: dict[str, Any] = {"importance": "magnitude", "schedule": {"hardening": [0, 0]}}
+    block: dict[str, Any] = {"importance": "magnitude", "method": {"hardening": [0, 0]}}
     found = RunState.parse(saved(**block, curvature={"factored": False}), "here")
-    block["schedule"] = {**block["schedule"], "straight_through": True}
+    block["method"] = {**block["method"], "straight_through": True}
     assert found.changes(run_of(**block)) == []
 
 

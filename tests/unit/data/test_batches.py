@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import numpy as np
 import pytest
@@ -10,14 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.data.batches import Batches, Layout, PackedWindows
+from sparseforge_ds.data.batches import Batches, Layout
+from sparseforge_ds.data.windows import PackedWindows
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 
 
 def batches(micro=2, accumulation=1, world_size=1, rank=0, seed=0, seq_length=10, key="text"):
     layout = Layout(micro, accumulation, world_size, rank)
-    return Batches(PackedWindows(TOKENS, key, seq_length, seed, layout.global_batch), layout)
+    return Batches([PackedWindows(TOKENS, key, seq_length, seed, layout.global_batch)], [1], layout)
 
 
 def global_batch(micro, accumulation, world_size, steps):
@@ -89,10 +91,12 @@ def test_a_position_in_other_data_is_refused(other, cure):
         batches().load_state_dict(state)
 
 
-def test_a_position_in_other_data_is_taken_on_request_and_what_differs_is_said(capsys):
+def test_a_position_in_other_data_is_taken_on_request_and_what_differs_is_said(caplog):
+    caplog.set_level(logging.INFO)
+
     def of(facts, key, rank=0):
         windows = PackedWindows(TOKENS, key, 10, 0, 4, "text", facts)
-        return Batches(windows, Layout(2, 1, 2, rank), takes_other_data=key == "new")
+        return Batches([windows], [1], Layout(2, 1, 2, rank), takes_other_data=key == "new")
 
     files = {f"{i:02d}.txt": f"{i} bytes" for i in range(12)}
     old = of({"--text_field": "text", "files": files}, "old")
@@ -105,9 +109,14 @@ def test_a_position_in_other_data_is_taken_on_request_and_what_differs_is_said(c
         new = of(facts, "new", rank)
         new.load_state_dict(state)
         assert new.position == 4
-        said = capsys.readouterr().out
+        said = caplog.messages[-1] if caplog.messages else ""
+        caplog.clear()
         assert said.count("--resume_other_data: goes on with another text") == (rank == 0)
-        assert rank or said.count("; file ") == 7 and said.endswith("; and 6 more\n")
+        assert rank or said.count("; file ") == 7 and said.endswith("; and 6 more")
+
+
+def test_what_a_run_will_read_is_said():
+    assert batches(micro=4).summary(100) == "text: 1,000 tokens; the run reads 4,000 (4.00 epochs)"
 
 
 def test_too_little_text_is_refused():

@@ -13,9 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sparseforge_ds.data.documents import find_documents
 from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.local_rows import load_rows
+from sparseforge_ds.data.mixture import find_source
 from tests.hub_folders import zstd
 
 TEXTS = ['one, "quoted"', "two\nlines\tand a tab", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s " + "long " * 50_000]
@@ -37,7 +37,7 @@ ARRAY = json.dumps([{"text": text} for text in TEXTS], indent=1)
 
 
 def read(path, **how):
-    return list(find_documents(str(path), "text", **how))
+    return list(find_source(str(path), "text", **how).read())
 
 
 @pytest.mark.parametrize("compression", PACKS)
@@ -120,7 +120,7 @@ def test_columns_of_every_type_of_text_are_read(tmp_path, column, kind):
 def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=rf"a\.parquet, row 0: field 'text' is {what}, not text .*; use --text_field"):
-        find_documents(str(tmp_path / "a.parquet"), "text")
+        find_source(str(tmp_path / "a.parquet"), "text")
 
 
 @pytest.mark.parametrize(

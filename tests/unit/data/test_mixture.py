@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from sparseforge_ds.data.documents import Documents
-from sparseforge_ds.data.hub import HubStream
-from sparseforge_ds.data.mixture import Mixture, file_lines, find_text, whole_parts
-from sparseforge_ds.data.text_files import FileStream
+from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.mixture import file_lines, find_text
+from sparseforge_ds.data.text_files import LocalText
+from sparseforge_ds.data.turns import whole_parts
 
 
 @pytest.fixture
@@ -32,34 +32,31 @@ def folder(tmp_path, monkeypatch):
 )
 def test_weights_are_ratios(folder, dataset, parts):
     mixture = find_text(dataset, "text")
-    assert isinstance(mixture, Mixture)
     assert mixture.parts == parts
     assert sum(mixture.shares) == pytest.approx(1)
 
 
 def test_sources_may_be_of_every_kind(folder):
     mixture = find_text(["a.jsonl=1", "stream:b.jsonl=2", "allenai/c4:en=3", "stdlib=4"], "text")
-    assert isinstance(mixture, Mixture)
-    assert [type(source) for source in mixture.sources] == [Documents, FileStream, HubStream, Documents]
+    assert [type(source) for source in mixture.sources] == [LocalText, LocalText, HubText, LocalText]
+    assert [source.streamed for source in mixture.sources] == [False, True, True, False]
     assert [source.name for source in mixture.sources] == ["a.jsonl", "stream:b.jsonl", "allenai/c4:en", "stdlib"]
 
 
-def test_one_source_is_no_mixture_and_what_exists_under_its_whole_name_has_no_weight(folder):
-    assert isinstance(find_text(["a.jsonl"], "text"), Documents)
-    assert find_text(["a.jsonl=3"], "text").identity == find_text(["a.jsonl"], "text").identity
-    assert find_text(["date=2024.jsonl"], "text").name == "date=2024.jsonl"
+def test_one_source_needs_no_weight_and_what_exists_under_its_whole_name_has_none(folder):
+    assert find_text(["a.jsonl=3"], "text") == find_text(["a.jsonl"], "text")
+    assert find_text(["date=2024.jsonl"], "text").sources[0].name == "date=2024.jsonl"
     (folder / "date=7").mkdir()
     (folder / "date=7" / "x.jsonl").write_text('{"text": "x"}\n')
     mixture = find_text(["stream:date=7=0.5", "date=2024.jsonl=0.5"], "text")
-    assert isinstance(mixture, Mixture) and mixture.parts == (1, 1)
+    assert mixture.parts == (1, 1)
 
 
 def test_many_digits_are_rounded_to_a_share_of_65536():
     weights = [Fraction("0.333333333"), Fraction("0.666666667"), Fraction("0.0001")]
     parts = whole_parts(["a", "b", "c"], weights)
-    assert sum(parts) == 65536
     for part, weight in zip(parts, weights, strict=True):
-        assert abs(part / 65536 - float(weight / sum(weights))) < 1 / 65536
+        assert abs(part / sum(parts) - float(weight / sum(weights))) < 1 / 65536
     assert whole_parts(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
     with pytest.raises(ValueError, match=r"--dataset b=1e-09: less than one in 65,536 of all tokens; leave it out"):
         whole_parts(["a", "b"], [Fraction(1), Fraction("1e-9")])
@@ -67,13 +64,13 @@ def test_many_digits_are_rounded_to_a_share_of_65536():
 
 def test_dividing_needs_plain_text(folder):
     (folder / "a.txt").write_text("one\n\ntwo\n")
-    assert list(find_text(["a.txt"], "text", sample_by="paragraph")) == ["one", "two"]
+    assert list(find_text(["a.txt"], "text", sample_by="paragraph").sources[0].read()) == ["one", "two"]
     mixture = find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text", sample_by="line")
     assert [source.identity for source in mixture.sources[1:]] != [
         source.identity for source in find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text").sources[1:]
     ]
     assert file_lines(mixture.sources[1]) == ["a.txt, 9 bytes"]
-    assert file_lines(find_text(["a.txt"], "text")) == [
+    assert file_lines(find_text(["a.txt"], "text").sources[0]) == [
         "a.txt, 9 bytes",
         "a .txt file is one document; --sample_by paragraph or line divides it",
     ]

@@ -9,16 +9,31 @@ import time
 import numpy as np
 import pytest
 
-from sparseforge_ds.data.documents import Documents
 from sparseforge_ds.data.formats import Conversation
-from sparseforge_ds.data.packing import cache_key, pack
+from sparseforge_ds.data.packed import pack
+from sparseforge_ds.data.packing import cache_key
+from sparseforge_ds.data.text_files import Source
 from tests.tiny_folders import byte_tokenizer
 
 TEXTS = ["abc", "", "  \n", "de"]
 
 
+class Texts(Source):
+    name, streamed = "test", False
+
+    def __init__(self, read, identity="test"):
+        self.texts, self.facts_of_it = read, {"text": identity}
+
+    @property
+    def facts(self):
+        return self.facts_of_it
+
+    def read(self, state=None):
+        return iter(self.texts())
+
+
 def documents(texts=TEXTS, identity="test"):
-    return Documents("test", identity, lambda: iter(texts))
+    return Texts(lambda: texts, identity)
 
 
 def ids(text):
@@ -111,7 +126,7 @@ def test_a_moved_cache_is_found_where_it_is(tmp_path):
 def test_documents_without_text_are_counted(tmp_path):
     packed = pack(documents(), byte_tokenizer(), tmp_path)
     assert packed.skipped == 2
-    assert packed.summary(7).startswith("2 documents (2 without text were skipped), 7 tokens; ")
+    assert packed.counted() == "2 documents (2 without text were skipped), "
     assert pack(documents(), byte_tokenizer(), tmp_path).skipped == 2
 
 
@@ -128,7 +143,7 @@ def test_nothing_is_left_when_the_text_is_bad(tmp_path):
         raise ValueError("line 2: not JSON")
 
     with pytest.raises(ValueError, match="line 2"):
-        pack(Documents("test", "bad", broken), byte_tokenizer(), tmp_path)
+        pack(Texts(broken), byte_tokenizer(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -162,7 +177,7 @@ def test_two_runs_fill_one_folder_at_once(tmp_path):
             inner[0] = pack(documents(), byte_tokenizer(), tmp_path)
         yield from TEXTS
 
-    packed = pack(Documents("test", "test", read), byte_tokenizer(), tmp_path)
+    packed = pack(Texts(read), byte_tokenizer(), tmp_path)
     assert packed == inner[0]  # which did not take the other's file for a dead run's
     assert packed.open().tolist() == [256, *ids("abc"), 256, *ids("de")]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".json"]
@@ -193,7 +208,7 @@ def chat(*roles):
 
 def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
     tokenizer = byte_tokenizer()
-    with pytest.raises(ValueError, match="--dataset a.jsonl, line 3: is a conversation, and the tokenizer has no chat"):
+    with pytest.raises(ValueError, match="a.jsonl, line 3: is a conversation, and the tokenizer has no chat"):
         pack(documents([chat("user")]), tokenizer, tmp_path)
     tokenizer.chat_template = TEMPLATE
     packed = pack(documents(["abc", chat("user", "assistant"), Conversation((), "x")]), tokenizer, tmp_path)
@@ -202,4 +217,4 @@ def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
     with pytest.raises(ValueError, match="line 3: the tokenizer's chat template refuses the conversation .no critics"):
         pack(documents([chat("critic")], "other"), tokenizer, tmp_path)
     tokenizer.chat_template = TEMPLATE.upper()
-    assert cache_key(documents(), tokenizer, "auto") != packed.key, "another template is another text"
+    assert cache_key(documents(), tokenizer)[0] != packed.key, "another template is another text"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gzip
 import json
+import logging
 import os
 import random
 import signal
@@ -19,9 +20,9 @@ import pytest
 from sparseforge_ds.data import packing
 from sparseforge_ds.data import producer as producer_module
 from sparseforge_ds.data.chunks import Sizes
-from sparseforge_ds.data.hub import HubStream
+from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.producer import AHEAD, Maker, Producer
-from tests.distributed import ROOT
+from tests.distributed import PATIENCE, ROOT
 from tests.tiny_streams import SIZES, job, row_of, texts, write_stream
 
 CHUNKS = 14
@@ -33,8 +34,8 @@ def expected(chunk, sizes=SIZES):
 
 
 @contextlib.contextmanager
-def producing(some_job, say=lambda line: None):
-    producer = Producer(some_job, say)
+def producing(some_job):
+    producer = Producer(some_job)
     try:
         yield producer
     finally:
@@ -42,8 +43,8 @@ def producing(some_job, say=lambda line: None):
         assert producer.process is None or producer.process.poll() is not None
 
 
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
+def until(condition):
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
@@ -71,7 +72,7 @@ def hub_stream(folder):
             file.writelines(
                 json.dumps({"text": text, "url": "x"}) + "\n" for text in texts()[part * 20 : part * 20 + 20]
             )
-    return HubStream(str(folder), "text")
+    return HubText(str(folder), "text")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
     some_job, count, rng = job(stream, tmp_path / "data", sizes), 60, random.Random(0)
     kills, done = 0, 0
     while done <= count:
-        producer = Producer(some_job, lambda line: None)
+        producer = Producer(some_job)
         last = done
         producer.wait(last)
         if kills < 12:
@@ -199,10 +200,10 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
         producer.wait(0)
 
 
-def test_a_slow_text_is_said(tmp_path, monkeypatch):
+def test_a_slow_text_is_said(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(producer_module, "_PATIENCE_SECONDS", 0.1)
-    lines = []
-    with producing(job(write_stream(tmp_path / "text"), tmp_path / "data"), lines.append) as producer:
+    with producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
         producer.want(0)
         os.kill(producer.process.pid, signal.SIGSTOP)
         timer = subprocess.Popen(
@@ -214,7 +215,7 @@ def test_a_slow_text_is_said(tmp_path, monkeypatch):
         )
         producer.wait(0)
         timer.wait()
-        assert any("comes more slowly" in line for line in lines)
+        assert "comes more slowly" in caplog.text
 
 
 PARENT = """
@@ -222,7 +223,7 @@ import sys
 from pathlib import Path
 from tests.tiny_streams import job, write_stream
 from sparseforge_ds.data.producer import Producer
-producer = Producer(job(write_stream(Path(sys.argv[1]) / "text"), Path(sys.argv[1]) / "data"), print)
+producer = Producer(job(write_stream(Path(sys.argv[1]) / "text"), Path(sys.argv[1]) / "data"))
 producer.wait(0)
 print(producer.process.pid, flush=True)
 producer.wait(10**9)
@@ -244,4 +245,4 @@ def test_the_process_ends_when_rank_0_is_killed(tmp_path):
         except (FileNotFoundError, ProcessLookupError):
             return True
 
-    until(gone, seconds=20)
+    until(gone)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,29 +14,28 @@ import torch
 from sparseforge_ds.data import packing
 from sparseforge_ds.data.batches import Batches, Layout
 from sparseforge_ds.data.chunks import Sizes
-from sparseforge_ds.data.producer import Producer
-from sparseforge_ds.data.splits import find_files
-from sparseforge_ds.data.streaming import StreamedWindows, open_stream, plan_stream
-from sparseforge_ds.data.text_files import FileStream
-from sparseforge_ds.train.ranks import AgreedError, Ranks
+from sparseforge_ds.data.packing import cache_key
+from sparseforge_ds.data.streaming import open_stream
+from sparseforge_ds.ranks import AgreedError, Ranks
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
-from tests.tiny_streams import SIZES, Alone, InPlace, job, row_of, texts, write_stream
+from tests.tiny_streams import SIZES, InPlace, row_of, stream_of, texts, write_stream
 
 SEED = 3
 ONE_RANK = Layout(2, 1, 1, 0)
 
 
 def in_place(folder, layout=ONE_RANK, seed=SEED, sizes=SIZES):
-    streamed = plan_stream(write_once(folder / "text"), byte_tokenizer(), folder / "data", sizes)
-    producer = InPlace(job(write_once(folder / "text"), Path(streamed.folder), sizes))
-    return Batches(StreamedWindows(streamed, seed, Alone(), producer), layout)
+    source = write_once(folder / "text")
+    windows = open_stream(source, byte_tokenizer(), folder / "data", sizes, BYTE_VOCABULARY, seed, Ranks())
+    windows.producer = InPlace(windows.producer.job)
+    return Batches([windows], [1], layout)
 
 
 def write_once(folder, documents=None):
     if not folder.exists():
         write_stream(folder, documents)
-    return FileStream(f"stream:{folder}", find_files(folder), "text")
+    return stream_of(folder)
 
 
 def order(count, seed=SEED, sizes=SIZES):
@@ -103,14 +102,15 @@ def test_probes_look_ahead_and_back_without_consuming(tmp_path):
 def test_a_position_in_another_order_is_refused(tmp_path, other, cure):
     state = in_place(tmp_path, **other).state_dict()
     if not other:
-        state["newest"] = [1]
+        state["sources"][0]["newest"] = [1]
     with pytest.raises(ValueError, match=cure):
         in_place(tmp_path).load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", ["a file more", "another file"])
-def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, capsys, change):
+def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, caplog, change):
     """As if the run had always read it."""
+    caplog.set_level(logging.INFO)
     batches = in_place(tmp_path)
     for _ in range(130):
         next(batches)
@@ -124,9 +124,7 @@ def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, capsy
     batches, fresh = in_place(tmp_path), in_place(tmp_path / "fresh")
     batches.takes_other_data = True
     batches.load_state_dict(state)
-    assert (
-        f"--resume_other_data: goes on with another text than the checkpoint's: file {name}" in capsys.readouterr().out
-    )
+    assert f"--resume_other_data: goes on with another text than the checkpoint's: file {name}" in caplog.text
     for _ in range(130):
         next(fresh)
     assert all(torch.equal(next(batches), next(fresh)) for _ in range(200))
@@ -179,21 +177,19 @@ def test_skipped_documents_are_counted_and_said_also_after_resuming(tmp_path):
 def test_resuming_has_the_chunk_made_at_once(tmp_path):
     batches = in_place(tmp_path)
     batches.load_state_dict({**batches.state_dict(), "position": 100})
-    assert batches.windows._producer.wanted == [SIZES.place(100)[0]]
+    assert batches.sources[0].producer.wanted == [SIZES.place(100)[0]]
 
 
 def test_a_tokenizer_that_cannot_separate_documents_is_refused(tmp_path):
     tokenizer = byte_tokenizer(bos=False)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
-        plan_stream(write_once(tmp_path / "text"), tokenizer, tmp_path, SIZES)
+        cache_key(write_once(tmp_path / "text"), tokenizer)
 
 
 def test_another_frame_is_other_data(tmp_path):
     stream = write_once(tmp_path / "text")
-    keys = [
-        plan_stream(stream, byte_tokenizer(), tmp_path, SIZES, frame).key for frame in ("auto", "bos", "eos", "both")
-    ]
+    keys = [cache_key(stream, byte_tokenizer(), frame)[0] for frame in ("auto", "bos", "eos", "both")]
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
@@ -201,20 +197,19 @@ def test_another_frame_is_other_data(tmp_path):
 def on_ranks(folder, micro):
     """Batches as the trainer makes them, on a rank of a real process group."""
     ranks, stream = Ranks(), write_once(folder / "text")
-    streamed = ranks.on_first(lambda: plan_stream(stream, byte_tokenizer(), folder / "data", SIZES))
-    windows = open_stream(streamed, stream, byte_tokenizer(), BYTE_VOCABULARY, SEED, ranks)
+    windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks)
     try:
-        yield Batches(windows, Layout(micro, 1, ranks.world_size, ranks.rank))
+        yield Batches([windows], [1], Layout(micro, 1, ranks.world_size, ranks.rank))
     finally:
-        if isinstance(windows._producer, Producer):
-            windows._producer.close()
+        if windows.producer is not None:
+            windows.producer.close()
 
 
 def read_on_ranks(folder, micro, steps, state):
     with on_ranks(folder, micro) as batches:
         if state is not None:
             batches.load_state_dict(state)
-        batches.prepare()
+        batches.prepare_step()
         stride = micro * batches.layout.world_size
         for probe in range(5):  # what the curvature needs before the first step
             batches.at(batches.position + probe * stride)
@@ -243,8 +238,8 @@ def fail_on_ranks(folder, break_it):
     with on_ranks(folder, 4) as batches:
         if break_it == "kill":
             next(batches)
-            producer = batches.windows._producer
-            if isinstance(producer, Producer) and producer.process is not None:
+            producer = batches.sources[0].producer
+            if producer is not None and producer.process is not None:
                 producer.process.kill()
         try:
             for _ in range(3000):

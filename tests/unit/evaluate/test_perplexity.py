@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import shutil
@@ -13,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.evaluate.perplexity import Perplexity, main, measure
 from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
-from sparseforge_ds.evaluate.shares import Shares
 from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
+from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
@@ -82,10 +83,10 @@ def test_the_tail_is_scored_on_request(stories: str) -> None:
 
 
 def share_of_ranks(model: str) -> tuple[Perplexity, float]:
-    shares = Shares(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    found = measure(load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents", batch_size=2, shares=shares)
+    ranks = Ranks()
+    found = measure(load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents", batch_size=2, ranks=ranks)
     with pytest.raises(ValueError, match="^on rank 1: odd$"):
-        shares.all_or_raise(lambda: refuse() if shares.rank == 1 else None)
+        ranks.all_or_raise(lambda: refuse() if ranks.rank == 1 else None)
     return found, found.nll
 
 
@@ -112,13 +113,19 @@ def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([stories, "--text", text, "--seq_length", "32"]) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["nll"])
     assert len(set(found)) == 1
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "rows.jsonl").read_text())
+    assert read_documents(str(tmp_path / "rows.jsonl.gz")) == read_documents(str(tmp_path / "rows.jsonl"))
     DatasetDict(train=dataset).save_to_disk(tmp_path / "other")
     dataset.rename_column("text", "line").to_parquet(tmp_path / "line.parquet")
-    for path, message in (("other", "has the splits train, and no test"), ("line.parquet", "no column 'text' (line)")):
+    for path, message in (
+        ("other", "other: cannot be read (give files"),
+        ("line.parquet", "no column 'text' (line)"),
+    ):
         assert main([stories, "--text", f"wikitext2:{tmp_path / path}"]) == 2
         assert message in capsys.readouterr().err
     assert main([stories, "--text", f"wikitext2:{tmp_path}/joined.txt"]) == 2
-    assert "is --text FILE.txt" in capsys.readouterr().err
+    assert "joined.txt: cannot be read (give files of one kind" in capsys.readouterr().err
     assert main([stories, "--text", copies[0], "--limit", "3"]) == 2
     assert "--limit 3: wikitext2 is scored whole" in capsys.readouterr().err
 
@@ -182,15 +189,19 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "broken.jsonl").write_text('{"text": "a cat"}\n{"text": \n')
     (tmp_path / "empty.txt").write_text("  \n")
     (tmp_path / "other.csv").write_text("a,b\n")
+    (tmp_path / "other.xml").write_text("<text/>")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     good = str(tmp_path / "good.jsonl")
     shutil.copytree(stories, tmp_path / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     cases = {
         (str(tmp_path / "none"), "--text", good): "none: has no tokenizer",
         (str(tmp_path / "no_tokenizer"), "--text", good): "no_tokenizer: has no tokenizer",
-        (stories, "--text", str(tmp_path / "none.txt")): "none.txt: cannot be read",
-        (stories, "--text", str(tmp_path / "other.csv")): "give a .txt or .jsonl file",
+        (stories, "--text", str(tmp_path / "none.txt")): "none.txt: give a file of .txt, .jsonl",
+        (stories, "--text", str(tmp_path / "other.csv")): "other.csv, line 1: no field 'text'",
+        (stories, "--text", str(tmp_path / "other.xml")): "give a file of .txt, .jsonl",
+        (stories, "--text", str(tmp_path / "chat.jsonl")): "chat.jsonl, record 1: a conversation; name another",
         (stories, "--text", str(tmp_path / "empty.txt")): "there is no text",
-        (stories, "--text", str(tmp_path / "field.jsonl")): "no text in field 'text' (it has content); use --field",
+        (stories, "--text", str(tmp_path / "field.jsonl")): "field.jsonl, line 1: no field 'text'",
         (stories, "--text", str(tmp_path / "broken.jsonl")): "line 2: not JSON",
         (stories, "--text", good, "--seq_length", "513"): "the model has 512 positions",
         (stories, "--text", good, "--protocol", "windows"): "less than one window",

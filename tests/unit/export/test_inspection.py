@@ -36,7 +36,7 @@ def test_the_whole_is_weighted_by_elements() -> None:
 
 
 def test_phases() -> None:
-    config = SparseForgeConfig.from_dict({"max_steps": 10, "schedule": {"hardening": [0.2, 0.5], "update_every": 1}})
+    config = SparseForgeConfig.from_dict({"max_steps": 10, "method": {"hardening": [0.2, 0.5], "update_every": 1}})
     names = [phase(config, step) for step in (0, 1, 2, 4, 5, 9, 10)]
     assert names == [
         "heating",

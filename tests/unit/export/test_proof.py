@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sparseforge_ds.export import formats, proof
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.proof import available_memory, prove_folder, require
+from sparseforge_ds.export.proof import prove_folder, require
 from sparseforge_ds.export.source import Source
 from tests.conftest import ROOT
 from tests.sparse_folders import write_dense, write_sparse
@@ -81,7 +81,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def reference(sparse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the first process finds, once for all tests."""
     scratch = tmp_path_factory.mktemp("reference")
-    proof._reference(open_source(sparse), scratch, adapter=None)
+    proof._reference(open_source(sparse), scratch)
     return scratch / "reference.safetensors"
 
 
@@ -89,7 +89,7 @@ def reference(sparse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_bad_folder_is_found_out(
     sparse: Path, source: Source, reference: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "_reference", lambda source, scratch, adapter: shutil.copy(reference, scratch))
+    monkeypatch.setattr(proof, "_reference", lambda source, scratch: shutil.copy(reference, scratch))
     shutil.copytree(sparse, tmp_path / "bad")
     spoil, message = DAMAGES[damage]
     spoil(tmp_path / "bad")
@@ -127,7 +127,7 @@ def test_nothing_is_left_of_an_export_that_fails_its_proof(
 def test_a_packed_folder_is_not_loaded_without_us(
     source: Source, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "_reference", lambda source, scratch, adapter: shutil.copy(reference, scratch))
+    monkeypatch.setattr(proof, "_reference", lambda source, scratch: shutil.copy(reference, scratch))
     export(source, tmp_path / "packed", "packed24", skip_proof=True)
     with pytest.raises(ValueError, match="the proof failed"):
         prove_folder(source, tmp_path / "packed", plain=True)
@@ -136,18 +136,15 @@ def test_a_packed_folder_is_not_loaded_without_us(
 def test_too_little_memory_is_said_before_any_work(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "available_memory", lambda: 10**8)
+    memory = proof.psutil.virtual_memory()
+    monkeypatch.setattr(proof.psutil, "virtual_memory", lambda: memory._replace(available=10**8))
     for format in ("hf", "packed24"):
         with pytest.raises(ValueError, match=r"needs about 0\.6 GB of memory, 0\.1 GB are available.*--skip_proof"):
             export(source, tmp_path / "out", format)
     export(source, tmp_path / "mask", "mask")  # which loads no model
     export(source, tmp_path / "out", "packed24", skip_proof=True)
-    monkeypatch.setattr(proof, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(proof.psutil, "virtual_memory", lambda: memory._replace(available=10**12))
     require(source)
-
-
-def test_available_memory() -> None:
-    assert 10**7 < available_memory() < 10**14
 
 
 def test_neither_process_needs_deepspeed() -> None:

@@ -29,8 +29,8 @@ def test_every_number_is_in_the_table(tmp_path: Path) -> None:
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert "held-out perplexity dense 10.000" in lines
-    assert "one-shot magnitude 2:4 20.000" in lines
-    assert "SparseForge 2:4 11.000 (90.0% of the one-shot loss won back)" in lines
+    assert "one-shot magnitude 2:4 20.000 (100.0% above dense)" in lines
+    assert "SparseForge 2:4 11.000 (10.0% above dense)" in lines
     assert "under a mask of the linear weights 100.0%" in lines
     assert "of all weights 75.0%" in lines
     assert "2:4 groups checked 123,456" in lines

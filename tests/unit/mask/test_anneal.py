@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.methods import SoftMaskConfig
 from sparseforge_ds.mask.anneal import Schedule
 from tests.reference import dials_at
 
@@ -15,6 +16,7 @@ WINDOW = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda w: (min(w)
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
+    start, stop = draw(WINDOW)
     return Schedule(
         update_every=draw(st.integers(1, 9)),
         temperature=draw(st.floats(0.1, 5)),
@@ -25,7 +27,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         mid_penalty_ramp=draw(WINDOW),
         penalty_rate=0.2,
         mask_rate=0.1,
-        hardening=draw(WINDOW),
+        hardening_start=start,
+        freeze_step=stop,
     )
 
 
@@ -37,10 +40,9 @@ def test_every_dial_moves_one_way_and_ends_where_it_should(schedule: Schedule) -
         assert after.beta >= before.beta
         assert after.mid_penalty >= before.mid_penalty
         assert after.x <= before.x
-        assert ["heating", "hardening", "frozen"].index(before.phase) <= ["heating", "hardening", "frozen"].index(
-            after.phase
-        )
-    assert (dials[-1].beta, dials[-1].x, dials[-1].mask_rate, dials[-1].phase) == (1.0, 0.0, 0.0, "frozen")
+    phases = [["heating", "hardening", "frozen"].index(schedule.phase(step)) for step in range(80)]
+    assert phases == sorted(phases) and phases[-1] == 2
+    assert (dials[-1].beta, dials[-1].x, dials[-1].mask_rate) == (1.0, 0.0, 0.0)
     assert dials[-1].mid_penalty == schedule.mid_penalty
     assert all(0.0 <= d.beta <= 1.0 and 0.0 <= d.x <= 1.0 and d.temperature >= 0.05 for d in dials)
     assert all((d.mask_rate == 0.0) == (step >= schedule.freeze_step) for step, d in enumerate(dials))
@@ -61,7 +63,7 @@ def test_updates_end_with_one_projection(schedule: Schedule) -> None:
 
 
 def test_the_default_temperature_reaches_its_floor_when_hardening_ends() -> None:
-    schedule = SparseForgeConfig(max_steps=400).resolved_schedule
+    schedule = SoftMaskConfig().schedule(400)
     assert schedule.dials(schedule.freeze_step).temperature == pytest.approx(0.05)
     assert schedule.dials(schedule.freeze_step - 2 * schedule.update_every).temperature > 0.055
     assert schedule.dials(0).temperature == 1.0
@@ -71,7 +73,8 @@ def test_the_default_temperature_reaches_its_floor_when_hardening_ends() -> None
 def test_dials_are_the_literal_formulas(preset: str) -> None:
     config = SparseForgeConfig.from_dict({"preset": preset, "max_steps": 200})
     for step in range(201):
+        assert isinstance(config.resolved_schedule, Schedule)
         mine = config.resolved_schedule.dials(step)
-        theirs = dials_at(step, config.to_dict()["schedule"], 200)
+        theirs = dials_at(step, config.to_dict()["method"], 200)
         for name in ("temperature", "beta", "mid_penalty", "x"):
             assert getattr(mine, name) == pytest.approx(theirs[name], abs=1e-12), (step, name)

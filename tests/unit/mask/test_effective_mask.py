@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparseforge_ds.mask.bits import pack
 from sparseforge_ds.mask.codes import decode, encode
-from sparseforge_ds.mask.effective_mask import disagreement, is_kept, masked_gradient, publish, soft_publish, soft_step
+from sparseforge_ds.mask.effective_mask import is_kept, masked_gradient, publish, soft_publish, soft_step
 from sparseforge_ds.mask.pattern import top_n
 
 UNIT = st.floats(0, 1, width=32)
@@ -88,8 +88,3 @@ def test_publish_into_bf16_rounds_the_fp32_product_once() -> None:
     out = torch.empty(1000, dtype=torch.bfloat16)
     publish(dense, mask, out)
     assert torch.equal(out, (dense * mask).bfloat16())
-
-
-def test_disagreement_counts_groups() -> None:
-    mask_GM = torch.tensor([[0.9, 0.8, 0.1, 0.2], [0.9, 0.8, 0.7, 0.2], [0.4, 0.3, 0.1, 0.2]])
-    assert disagreement(mask_GM, top_n(mask_GM, 2)).item() == 2

@@ -24,7 +24,7 @@ from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
 from tests.reference import updated_mask
 
-DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0, phase="heating")
+DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0)
 
 
 def problem(
@@ -205,11 +205,11 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
     functions: dict[str, Callable[[], object]] = {
         "move_mask": lambda: move_groups(dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1),
         "sum_moments": lambda: score_stats(dense, curvature),
-        "score_run": lambda: standardized_score(dense, curvature, scaling),
+        "score_chunk": lambda: standardized_score(dense, curvature, scaling),
         "tally": lambda: tally(mask, dense > 0, dense > 0, bits),
         "soft_step": lambda: soft_step(dense, dense.clone(), mask, bits, 0.7, 0.6, torch.empty_like(dense)),
         "soft_publish": lambda: soft_publish(dense, mask, bits, 0.6, torch.empty_like(dense)),
-        "masked_gradient": lambda: masked_gradient(dense.clone(), bits),
+        "keep_in_place": lambda: masked_gradient(dense.clone(), bits),
         "token_squares": lambda: token_squares(given),
         "sum_squares": lambda: sum_squares(given, torch.rand(12)),
         "weighted_squares": lambda: weighted_squares(given, torch.rand(12)),

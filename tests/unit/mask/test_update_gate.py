@@ -21,7 +21,7 @@ UNIT = st.floats(0, 1, width=32)
 
 
 def dials(temperature: float = 1.0, beta: float = 0.0, mid: float = 0.0, eta: float = 0.0, alpha: float = 1.0) -> Dials:
-    return Dials(temperature, beta, mid, eta, alpha, x=1.0, phase="heating")
+    return Dials(temperature, beta, mid, eta, alpha, x=1.0)
 
 
 def moved(

@@ -60,7 +60,7 @@ def test_it_is_the_textbook(config: DistillationConfig, B: int, S: int, V: int, 
     student, teacher, labels = _case(B, S, V, seed)
     found = distillation_loss(student, teacher, labels, config)
     expected = _textbook(student, teacher, labels, config)
-    torch.testing.assert_close(tuple(found), expected)
+    torch.testing.assert_close(tuple(found)[:3], expected)
     torch.testing.assert_close(*(torch.autograd.grad(loss, student)[0] for loss in (found.total, expected[0])))
 
 
@@ -82,7 +82,7 @@ def test_low_precision_logits_lose_only_the_last_rounding(dtype: torch.dtype, te
     assert gradient.dtype == dtype
     exact = student.detach().double().requires_grad_()
     expected = _textbook(exact, teacher.double(), labels, config)
-    torch.testing.assert_close([part.double() for part in found], list(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([part.double() for part in found[:3]], list(expected), rtol=1e-5, atol=1e-6)
     (reference,) = torch.autograd.grad(expected[0], exact)
     rounding = torch.finfo(dtype).eps * reference.abs() + torch.finfo(dtype).smallest_normal
     assert ((gradient.double() - reference).abs() <= rounding + 1e-6 * reference.abs().max()).all()

@@ -22,13 +22,12 @@ from sparseforge_ds.mask.pattern import NM, Pattern, top_n
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.families import (
     FAMILIES,
-    Family,
     PrunableWeight,
     coverage,
     prunable_names,
     prunable_weights,
 )
-from sparseforge_ds.model.family_table import Row
+from sparseforge_ds.model.family_table import Family, Row
 from sparseforge_ds.model.rules import is_row
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 

@@ -17,13 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import FAMILIES, coverage, prunable_weights
-from sparseforge_ds.model.low_rank import (
-    LowRankConv1D,
-    LowRankLinear,
-    branches,
-    low_rank_share,
-    prepare,
-)
+from sparseforge_ds.model.low_rank import Branch, add_branch, branches, low_rank_share, prepare
 from tests.reference import branch_start
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
 
@@ -117,8 +111,8 @@ def test_without_low_rank_nothing_happens() -> None:
     assert low_rank_share(model, prunable_weights(model, SparseForgeConfig())) == (0.0, 0.0)
 
 
-def _layers(bias: bool = True) -> list[LowRankLinear | LowRankConv1D]:
-    return [LowRankLinear(nn.Linear(12, 6, bias=bias), 3), LowRankConv1D(Conv1D(6, 12), 3)]
+def _layers(bias: bool = True) -> list[Branch]:
+    return [add_branch(nn.Linear(12, 6, bias=bias), 3), add_branch(Conv1D(6, 12), 3)]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -160,7 +154,7 @@ def test_a_strided_input() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_block_sums_accumulate_in_fp32(dtype: torch.dtype) -> None:
     """One rounding per sum: 1 + 63 small terms, each of which a 16-bit accumulator would drop."""
-    layer = LowRankLinear(nn.Linear(64, 1, bias=False), 64).to(dtype)
+    layer = add_branch(nn.Linear(64, 1, bias=False), 64).to(dtype)
     layer.enabled = True
     nn.init.zeros_(layer.weight)
     nn.init.ones_(layer.low_rank_b)
@@ -181,7 +175,7 @@ def test_new_parameters_follow_their_weight() -> None:
     assert {branch.low_rank_b.dtype for branch in branches(model).values()} == {torch.bfloat16}
     assert all(not branch.low_rank_b.any() for branch in branches(model).values())
     layer = nn.Linear(8, 8).eval()
-    assert LowRankLinear(layer, 4).training is False
+    assert add_branch(layer, 4).training is False
 
 
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(2, 6), st.integers(0, 2**31))
@@ -212,7 +206,7 @@ def test_the_start_is_the_least_squares_solution(case: tuple[int, int, int, int]
     torch.testing.assert_close(branch_start(removed, k), solution)
 
 
-def _mask_by_magnitude(branch: LowRankLinear | LowRankConv1D) -> None:
+def _mask_by_magnitude(branch: Branch) -> None:
     """One-shot 2:4, and B started from what that removes."""
     w = _out_in(branch.weight, branch)
     mask = top_n(w.abs().reshape(-1, 4), 2).view(w.shape)
@@ -223,7 +217,7 @@ def _mask_by_magnitude(branch: LowRankLinear | LowRankConv1D) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 @torch.no_grad()
 def test_the_start_brings_a_masked_layer_nearer_to_dense(which: int) -> None:
-    layer = [LowRankLinear(nn.Linear(64, 32), 4), LowRankConv1D(Conv1D(32, 64), 4)][which]
+    layer = [add_branch(nn.Linear(64, 32), 4), add_branch(Conv1D(32, 64), 4)][which]
     layer.weight.normal_()
     x = torch.randn(500, 16).repeat_interleave(4, dim=1) + torch.randn(500, 64)  # correlation 0.5 inside a run
     dense = layer(x)
@@ -275,10 +269,19 @@ def test_preparing_twice_is_an_error() -> None:
         prepare(model, CONFIG)
 
 
-def test_hooks_would_be_lost() -> None:
+def test_hooks_stay() -> None:
     model = tiny_llama()
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj has hooks"):
+    seen = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda layer, *_: seen.append(layer))
+    prepare(model, CONFIG)(**token_batch())
+    assert seen == [model.model.layers[1].mlp.up_proj] and isinstance(seen[0], Branch)
+
+
+def test_a_forward_of_its_own_would_be_lost() -> None:
+    model = tiny_llama()
+    layer = model.model.layers[1].mlp.up_proj
+    layer.forward = layer.forward
+    with pytest.raises(ValueError, match=r"belongs to a Linear, which has no low-rank branch beside a forward"):
         prepare(model, CONFIG)
 
 

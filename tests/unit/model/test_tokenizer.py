@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, DeepseekV2Config, GPT2Config, LlamaConfi
 
 from sparseforge_ds.data.packing import encode, token_dtype
 from sparseforge_ds.evaluate.pretrained import load_tokenizer as load_for_evaluation
-from sparseforge_ds.export.model_files import copy_model_files
+from sparseforge_ds.export.model_folder import copy_model_files
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from tests.tiny_folders import byte_tokenizer
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
+from sparseforge_ds.model.hidden import captured_states, chosen_layers
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.live import Live
 from tests import tiny_models
@@ -36,10 +37,12 @@ def real(family: str, checkpointing: bool) -> tuple[Any, Tensor]:
     return model, torch.randint(3, tiny_models.VOCABULARY, (BATCH, LENGTH), generator=generator)
 
 
-def traced(model: PreTrainedModel, checkpointing: bool, teacher: bool = True, **changed: Any) -> Activations:
+def traced(
+    model: PreTrainedModel, checkpointing: bool, teacher: bool = True, forge: SparseForgeConfig = FORGE, **changed: Any
+) -> Activations:
     sizes: dict[str, Any] = {"micro_batch": BATCH, "seq_length": LENGTH, "dtype": torch.float32, **changed}
     told = model.config if teacher else None
-    return trace(model.config, FORGE, checkpointing=checkpointing, teacher=told, **sizes)
+    return trace(model.config, forge, checkpointing=checkpointing, teacher=told, **sizes)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -76,6 +79,31 @@ def test_peak_of_a_pass(family: str, checkpointing: bool, teacher: bool) -> None
 
     run()
     assert traced(model, checkpointing, teacher).peak == pytest.approx(allocated_by(run), rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpointing: bool) -> None:
+    """A layer's distance needs a block and its own gradient beside what the pass has; the states are the teacher's."""
+    forge = SparseForgeConfig.from_dict({"distillation": {"chunk_tokens": 64, "hidden": {}}})
+    assert forge.distillation is not None and forge.distillation.hidden is not None
+    model, token_BS = real(family, checkpointing)
+    other = real(family, False)[0].eval()
+    layer, layers = head_of(other), chosen_layers(other, forge.distillation.hidden)
+
+    def target() -> Target:
+        with captured_states(layers) as states:
+            return Target(_hidden_of(other, token_BS), Head(layer.weight, layer.bias), states)
+
+    def run(told: Target) -> None:
+        loss_in_head(model, token_BS, forge.distillation, told, input_ids=token_BS)[0].total.backward()
+
+    run(target())
+    told, found = target(), traced(model, checkpointing, True, forge)
+    assert told.states is not None
+    assert found.states == sum(state.numel() * state.element_size() for state in told.states)
+    assert found.peak == pytest.approx(allocated_by(lambda: run(told)), rel=0.1)
+    assert found.teacher + found.states == pytest.approx(allocated_by(target), rel=0.1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
 from sparseforge_ds.planning.duration import forward_flops
 from sparseforge_ds.planning.model_config import read_model_config
@@ -23,17 +24,20 @@ FORGE = SparseForgeConfig()
 def architecture(
     config: PretrainedConfig, forge: SparseForgeConfig = FORGE, leaves: tuple[str, ...] = ()
 ) -> Architecture:
-    return describe(empty_model(config, forge, torch.bfloat16), forge, leaves)
+    model = empty_model(config, forge, torch.bfloat16)
+    return describe(model, prunable_weights(model, forge), leaves)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_full_size_models_have_their_published_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    found = architecture(read_model_config(name))
+    config = read_model_config(name)
+    found, model = architecture(config), bare_model(config)
+    of = coverage(model, prunable_weights(model, FORGE))
     assert found.total == PUBLISHED[name]
     assert found.active == (2_828_650_496 if "moe" in name else found.total)
-    assert found.masked == found.coverage.masked == found.coverage.linear - sum(found.coverage.dense.values())
-    assert [*found.coverage.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])
+    assert found.masked == of.masked == of.linear - sum(of.dense.values())
+    assert [*of.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])
 
 
 def test_what_is_pruned_of_full_size_models() -> None:

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.curvature import EXPERT_BYTES
+from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.memory import Memory, memory
@@ -43,15 +44,16 @@ def planned(stage: int, ranks: int, block: dict[str, Any] = PLAIN, config: Any =
             **zero,
         },
     }
-    laid_out = settings(content, forge, name="test", ranks=ranks, seq_length=128, checkpointing=False)
-    return describe(empty_model(config(), forge, torch.bfloat16), forge), laid_out
+    laid_out = settings(content, forge, ranks=ranks, seq_length=128, checkpointing=False)
+    model = empty_model(config(), forge, torch.bfloat16)
+    return describe(model, prunable_weights(model, forge)), laid_out
 
 
-def total(model: Architecture, laid_out: Settings, moment: str) -> int:
-    """Bytes of a GPU in a moment, without what is ours."""
+def total(model: Architecture, laid_out: Settings, phase: str) -> int:
+    """Bytes of a GPU in a phase, without what is ours."""
     found: Memory = memory(model, laid_out, lambda *_: NOTHING)
     resident = sum(size for name, size in found.resident.items() if name not in OURS)
-    passing = {name: size for name, size in found.moments[moment].items() if name != "mask's temporaries"}
+    passing = {name: size for name, size in found.phases[phase].items() if name != "mask's temporaries"}
     return resident + sum(passing.values())
 
 
@@ -67,7 +69,7 @@ def test_zero2_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("config", [llama2_7b, qwen3_14b, gpt2_xl])
 def test_zero3_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
-    """18 / N bytes a parameter, and 4 for those of the largest layer, which are not there in the same moment.
+    """18 / N bytes a parameter, and 4 for those of the largest layer, which are not there in the same phase.
 
     At stage 2 the same estimate is 2 + 18 / N: at stage 3 it leaves out the 16-bit weights, divided though they are.
     """
@@ -77,7 +79,7 @@ def test_zero3_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
     )
     weights = 2 * model.total / ranks
     assert total(model, laid_out, "optimizer step") == pytest.approx(theirs - largest + weights, rel=0.1)
-    found = memory(model, laid_out, lambda *_: NOTHING).moments["forward and backward"]
+    found = memory(model, laid_out, lambda *_: NOTHING).phases["forward and backward"]
     assert found["gathered weights"] + found["gathering"] == pytest.approx(largest, rel=0.1)
 
 
@@ -137,7 +139,7 @@ def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
     def before(block: dict[str, Any], bf16: bool = True, **zero: Any) -> int:
         model, laid_out = planned(3, 8, {"distillation": None, **block}, **zero)
         laid_out = dataclasses.replace(laid_out, bf16_states=bf16)
-        step = memory(model, laid_out, lambda *_: NOTHING).moments["optimizer step"]
+        step = memory(model, laid_out, lambda *_: NOTHING).phases["optimizer step"]
         return step.get("weights before the step", 0)
 
     masked = planned(3, 8)[0].masked // 8
@@ -145,7 +147,7 @@ def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
     assert before({}, sub_group_size=10**8) == 4 * 10**8 < 4 * masked
     assert before({}, bf16=False) == 0
     for block in (
-        {"schedule": {"straight_through": True}},
+        {"method": {"straight_through": True}},
         {"preset": "fixed_magnitude"},
         {"method": "naive_retrain"},
     ):
@@ -157,7 +159,7 @@ def test_scores_by_row_and_column_sums() -> None:
 
     def sums(block: dict[str, Any], config: Any = llama2_7b) -> int:
         model, laid_out = planned(3, 8, {"distillation": None, **block}, config=config)
-        return memory(model, laid_out, lambda *_: NOTHING).moments["mask update"].get("row and column sums", 0)
+        return memory(model, laid_out, lambda *_: NOTHING).phases["mask update"].get("row and column sums", 0)
 
     probe: dict[str, Any] = {"curvature": {"source": "probe"}}
     assert sums(probe) == 8 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
@@ -170,25 +172,25 @@ def test_scores_by_row_and_column_sums() -> None:
 
 def test_elements_of_fisher_take_a_full_matrix_and_sums_do_not() -> None:
     for block in ({}, {"curvature": {"source": "training"}}):
-        moments = memory(*planned(3, 8, block), lambda *_: NOTHING).moments
-        assert not any("Fisher matrix" in kinds or "new curvature" in kinds for kinds in moments.values())
+        phases = memory(*planned(3, 8, block), lambda *_: NOTHING).phases
+        assert not any("Fisher matrix" in kinds or "new curvature" in kinds for kinds in phases.values())
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
-    found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
+    found = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
     assert found["Fisher matrix"] >= 4 * 4096 * 11008
     assert found["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
     model, laid_out = planned(3, 8, {"importance": "fisher", "curvature": {"per_token": False}})
-    assert "Fisher matrix" not in memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
-    moments = memory(*planned(3, 8), lambda *_: NOTHING).moments["mask update"]
-    assert "new curvature" not in moments
+    assert "Fisher matrix" not in memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
+    phases = memory(*planned(3, 8), lambda *_: NOTHING).phases["mask update"]
+    assert "new curvature" not in phases
 
 
 def test_elements_of_fused_experts_are_formed_some_experts_at_a_time() -> None:
     for part in ({"factored": False}, {"per_token": False}):
         model, laid_out = planned(3, 8, {"importance": "fisher", "curvature": part}, config=deepseek_moe_16b)
-        found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
+        found = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
         assert found["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}}, config=deepseek_moe_16b)
-    found = memory(model, laid_out, lambda *_: NOTHING).moments["mask update"]
+    found = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
     assert 0.9 * EXPERT_BYTES <= found["Fisher matrix"] <= 1.2 * EXPERT_BYTES
 
 

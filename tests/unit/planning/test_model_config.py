@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,8 +130,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socket.socket]) -> None:
-    """huggingface_hub asks five times, with pauses that grow, for every file that a folder may have."""
-    begun = time.monotonic()
+    """huggingface_hub would ask five times, with pauses that grow, for every file that a folder may have."""
     for read in (read_model_config, find_model):
         with pytest.raises(ValueError, match=r"nobody/no-such-model: .* cannot be reached \(.*; check the name and"):
             read("nobody/no-such-model", "--model")
@@ -140,7 +138,6 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socke
         load_tokenizer("nobody/no-such-model")
     # Beside it, transformers may look up by itself who is calling, once and briefly as well.
     assert [each.recv(6) for each in silent].count(b"HEAD /") == 1 and len(silent) <= 2
-    assert time.monotonic() - begun < 20  # of which half a second is the hub's; it would be minutes
     assert read_model_config("Qwen/Qwen3-30B-A3B").num_experts == 128
 
 

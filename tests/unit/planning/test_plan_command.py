@@ -51,7 +51,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_the_demo_fits_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3) == 0
     text = capsys.readouterr().out
-    for part in ("ZeRO-3, bfloat16, 2 GPUs", "100.0% of the linear weights", "+ mask update", "verdict", "fits, with"):
+    for part in ("zero3.json, 2 GPUs", "ZeRO-3, bfloat16", "100.0% of the linear weights", "+ mask update", "fits,"):
         assert part in text
 
 
@@ -60,13 +60,13 @@ def test_what_does_not_fit_gets_advice(qwen: str, capsys: pytest.CaptureFixture[
     assert plan(*arguments) == 1
     text = capsys.readouterr().out
     assert "does not fit: " in text
-    assert "--activation_checkpointing" in text.partition("it fits (")[2]
+    assert '"offload_optimizer": {"device": "cpu"}' in text.partition("it fits (")[2]
     (found,) = plan_json(capsys, *arguments)
     assert not found["fits"]
     assert found["advice"]["fits"] and found["advice"]["peak"] <= 40 * 2**30
     assert found["memory"]["peak"] == (
         sum(found["memory"]["resident"].values())
-        + sum(found["memory"]["moments"][found["memory"]["worst"]].values())
+        + sum(found["memory"]["phases"][found["memory"]["worst"]].values())
         + found["memory"]["reserve"]
     )
 
@@ -77,7 +77,6 @@ def test_other_spellings_and_json(qwen: str, capsys: pytest.CaptureFixture[str])
     (two,) = plan_json(capsys, *shared, "--ds_config", ZERO3)
     assert one == two
     assert one["fits"] and one["advice"] is None
-    assert set(one["layouts"]) >= {"ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, optimizer on the host"}
     assert one["settings"]["micro_batch"] == 1
     assert one["model"]["masked"] == one["model"]["linear"]
 
@@ -129,8 +128,11 @@ def test_another_teacher(qwen: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--model", "./missing"], "no such folder or file"),
         (["--deepspeed", "missing.json"], "no such file"),
         (["--gpus", "3"], "train_batch_size = 8 cannot be divided"),
-        (["--seq_length", "100000"], "use at most that many"),
+        (["--seq_length", "100000"], "has 512 positions; use at most 512"),
         (["--gpu", "abacus"], "known are a100, h100"),
+        (["--gpus", "0"], "--gpus 0 is not valid: use an integer >= 1"),
+        (["--mfu", "1.5"], "--mfu 1.5 is not valid: use a share"),
+        (["--reserve", "80"], "--reserve 80.0 is not valid: use less than --gpu_memory 80"),
         (["--teacher", "{qwen}"], "has a vocabulary of 151936"),
         (["--model", "{vit}"], "a vit model is no causal language model"),
         (["--teacher", "{vit}"], "a vit model is no causal language model"),
@@ -176,9 +178,9 @@ def test_what_a_run_refuses_is_not_planned(
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--mfu", "1.5"), ("--gpus", "0"), ("--gpus", "1.5")]
+    ("flag", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--gpus", "1.5"), ("--gpu_memory", "nan")]
 )
-def test_values_that_cannot_be(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_no_numbers(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, flag, value)
     assert stopped.value.code == 2

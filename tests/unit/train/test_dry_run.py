@@ -41,7 +41,7 @@ def test_it_describes_the_run(dry):
         "ZeRO-3, bfloat16",  # of the GPUs that are meant, not of this machine
         "8 x 32 tokens = 2 a rank x 1 accumulated x 4 ranks",
         "heating    0 to 25: the mask is soft, 6,400 tokens",
-        "frozen     75 to 100: finetune under the projected mask, 6,400 tokens, 0 mask updates",
+        "frozen     75 to 100: finetune under the frozen mask, 6,400 tokens, 0 mask updates",
         "weights are shifted into branches before the first step",
         "2:4 along axis -1",
         "parameters more",
@@ -59,7 +59,7 @@ def test_it_describes_the_run(dry):
 
 def test_mask_updates_are_those_of_the_schedule(dry):
     content = deepspeed_json()
-    content["sparseforge"]["schedule"] = {"update_every": 7, "hardening": [0.25, 0.75]}
+    content["sparseforge"]["method"] = {"update_every": 7, "hardening": [0.25, 0.75]}
     _, text, _ = dry(content, gpus=2, max_steps=100)
     updates = [int(number) for number in re.findall(r"(\d+) mask updates", text)]
     assert updates == [len(range(7, 25, 7)), len(range(28, 75, 7)), 0]

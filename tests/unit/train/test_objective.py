@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, OlmoeConfig, PreTrainedModel
 
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config import DistillationConfig, HiddenConfig, SparseForgeConfig
 from sparseforge_ds.model.distill import distillation_loss, task_loss
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.teacher import Teacher
@@ -28,8 +29,8 @@ class Engine:
         return self.module(**inputs)
 
 
-def _gemma(cap: float | None) -> PreTrainedModel:
-    torch.manual_seed(2)
+def _gemma(cap: float | None, seed: int = 2) -> PreTrainedModel:
+    torch.manual_seed(seed)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
     return AutoModelForCausalLM.from_config(Gemma2Config(**sizes, **heads, final_logit_softcapping=cap))
@@ -44,7 +45,7 @@ def _expected(student: PreTrainedModel, teacher: PreTrainedModel, token_BS: Tens
         wanted = teacher.eval()(input_ids=token_BS).logits
     assert CONFIG.distillation is not None
     logits = student(input_ids=token_BS).logits
-    return torch.stack(list(distillation_loss(logits, wanted, token_BS, CONFIG.distillation)))
+    return torch.stack(list(distillation_loss(logits, wanted, token_BS, CONFIG.distillation))[:3])
 
 
 @pytest.mark.parametrize(("cap", "whole"), [(None, None), (2.0, "Gemma2ForCausalLM scales or caps the logits")])
@@ -59,7 +60,7 @@ def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, who
         for token_BS, target in zip(_micro_batches(), targets, strict=True):
             total, parts = objective.loss(token_BS, target)
             torch.testing.assert_close(parts[:3], _expected(student, _gemma(cap), token_BS).detach())
-            assert parts[3] == 0
+            assert parts[3:].tolist() == [0, 0]
             total.backward()
     assert student.lm_head.weight.grad is not None
 
@@ -90,5 +91,23 @@ def test_the_balance_of_experts_is_added() -> None:
     objective, token_BS = Objective(Engine(student), None, CONFIG), _micro_batches()[0]
     total, parts = objective.loss(token_BS, None)
     output = student(input_ids=token_BS)
-    torch.testing.assert_close(parts[3], (0.1 * output.aux_loss).detach())
-    torch.testing.assert_close(total.detach(), parts[1] + parts[3])
+    torch.testing.assert_close(parts[4], (0.1 * output.aux_loss).detach())
+    torch.testing.assert_close(total.detach(), parts[1] + parts[4])
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_hidden_states_in_the_head_and_with_whole_logits(cap: float | None) -> None:
+    """The same distance on both ways, and a gradient of it: models that cap their logits are no other case."""
+    hidden = HiddenConfig(weight=2.0)
+    distillation = DistillationConfig(weight=1e-30, task_weight=0.0, hold="replicated", hidden=hidden)
+    config = replace(CONFIG, distillation=distillation)
+    student, teacher = _gemma(cap), Teacher(_gemma(cap, seed=1), distillation, {})
+    objective = Objective(Engine(student), teacher, config)
+    assert (objective.decide(_micro_batches()[0][:1, :1]) is None) == (cap is None)
+    assert objective.one_at_a_time
+    token_BS = _micro_batches()[0]
+    with objective.targets([token_BS]) as (target,):
+        total, parts = objective.loss(token_BS, target)
+        total.backward()
+    assert parts[3] > 0 and total.item() == pytest.approx(2 * parts[3].item(), rel=1e-5)
+    assert all(layer.mlp.down_proj.weight.grad.any() for layer in student.model.layers)

@@ -94,6 +94,35 @@ def test_before_training_it_ends_the_process_at_once(tmp_path, number, code, wai
         assert not leftover.exists()
 
 
+# Python runs the handler where no exception gets out; what waits behind that would wait for ever.
+FINALIZERS = """
+import os, signal, sys, time, weakref
+from sparseforge_ds.train.preemption import Preemption
+class Thing:
+    {method}
+def by_signal(*_):
+    os.kill(os.getpid(), {number})
+    [None for _ in range(10)]  # the handler runs here at the latest
+thing = Thing()
+reference = weakref.ref(thing, {callback})
+with Preemption():
+    del thing
+    time.sleep(600)
+"""
+
+
+@SIGNALS
+@pytest.mark.parametrize(("method", "callback"), [("__del__ = lambda self: by_signal()", None), ("pass", "by_signal")])
+def test_a_signal_in_a_finalizer_ends_the_process_without_a_traceback(number, code, method, callback):
+    script = FINALIZERS.format(number=int(number), method=method, callback=callback)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == code
+    assert time.monotonic() - began < 100
+    assert done.stdout == f"stopped by {signal.Signals(number).name} before training: there is nothing to save\n"
+    assert done.stderr == ""
+
+
 IN_TRAINING = """
 import ctypes
 from sparseforge_ds.train.preemption import Preemption

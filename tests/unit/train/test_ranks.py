@@ -1,4 +1,4 @@
-"""Agreement: what one rank finds, every rank raises."""
+"""A process finds its place, and DeepSpeed's buffers end with the run."""
 
 from __future__ import annotations
 
@@ -12,45 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from sparseforge_ds.train.ranks import AgreedError, Ranks, take_place, unlink_shared_buffers
+from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers
 from tests.distributed import run_distributed
-
-
-def _agreements():
-    ranks = Ranks()
-    outcomes = [ranks.all_or_raise(lambda: ranks.rank * 10), ranks.on_first(lambda: {"from": ranks.rank})]
-
-    def fail(rank, error):
-        if ranks.rank == rank:
-            raise error
-
-    for work in (
-        lambda: ranks.all_or_raise(lambda: fail(0, ValueError("first"))),
-        lambda: ranks.all_or_raise(lambda: fail(1, ValueError("second"))),
-        lambda: ranks.on_first(lambda: fail(0, OSError(28, "No space left on device"))),
-    ):
-        try:
-            work()
-        except AgreedError as error:
-            outcomes.append(str(error))
-    ranks.barrier()
-    return [*outcomes, ranks.gather(ranks.rank)]
-
-
-def test_every_rank_gets_the_same_verdict():
-    first, second = run_distributed(_agreements, 2)
-    rest = [{"from": 0}, "first", "on rank 1: second", "OSError: [Errno 28] No space left on device", [0, 1]]
-    assert first == [0, *rest]
-    assert second == [10, *rest]
-
-
-def _other_error():
-    Ranks().all_or_raise(lambda: 1 / 0)
-
-
-def test_a_mistake_of_ours_is_not_dressed_up():
-    with pytest.raises(ZeroDivisionError):
-        run_distributed(_other_error, 1)
 
 
 def _shared_buffers() -> dict[str, bool]:

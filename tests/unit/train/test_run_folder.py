@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoTokenizer
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.train.plan import make_plan
 from sparseforge_ds.train.run_folder import (
     begins_anew,
     changed_flags,
@@ -24,24 +23,25 @@ from sparseforge_ds.train.run_folder import (
     write_folder,
     write_json,
 )
+from sparseforge_ds.train.spec import make_spec
 from tests import tiny_folders
 
 
 @pytest.fixture
-def plan(tmp_path):
+def spec(tmp_path):
     model = tiny_folders.write_model(tmp_path / "model")
     text = tiny_folders.write_text(tmp_path / "text.jsonl")
 
     def build(stage=3, world_size=2, block=None, **flags):
         path = tiny_folders.write_json(tmp_path / "ds.json", tiny_folders.deepspeed_json(stage, **(block or {})))
         given = {"model": str(model), "dataset": [str(text)], "seq_length": 32, "output_dir": str(tmp_path / "run")}
-        return make_plan(RunArguments(deepspeed=str(path), **{**given, **flags}), world_size)
+        return make_spec(RunArguments(deepspeed=str(path), **{**given, **flags}), world_size)
 
     return build
 
 
-def test_the_folder_describes_the_run(plan, tmp_path):
-    first = plan()
+def test_the_folder_describes_the_run(spec, tmp_path):
+    first = spec()
     check_folder(first)
     write_folder(first)
     run = tmp_path / "run"
@@ -62,20 +62,20 @@ def test_the_folder_describes_the_run(plan, tmp_path):
     configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (run / "model", first.model.folder)]
     assert [config.pop("_name_or_path") for config in configs]
     assert configs[0] == configs[1]
-    assert AutoTokenizer.from_pretrained(run / "model")("ab")["input_ids"] == first.tokenizer("ab")["input_ids"]
+    assert AutoTokenizer.from_pretrained(run / "model")("ab")["input_ids"] == first.model.tokenizer("ab")["input_ids"]
     assert sorted(path.name for path in run.iterdir()) == ["ds_config.json", "model", "sparseforge.json"]
 
 
-def test_a_sentencepiece_model_travels_with_the_run(plan, tmp_path):
-    check_folder(plan())
-    first = plan()
+def test_a_sentencepiece_model_travels_with_the_run(spec, tmp_path):
+    check_folder(spec())
+    first = spec()
     (tmp_path / "model" / "tokenizer.model").write_bytes(b"pieces")
     write_folder(first)
     assert (tmp_path / "run" / "model" / "tokenizer.model").read_bytes() == b"pieces"
 
 
-def test_low_rank_is_recorded(plan, tmp_path):
-    write_folder_of = plan(block={"low_rank": {"k": 8}})
+def test_low_rank_is_recorded(spec, tmp_path):
+    write_folder_of = spec(block={"low_rank": {"k": 8}})
     check_folder(write_folder_of)
     write_folder(write_folder_of)
     recorded = json.loads((tmp_path / "run" / "sparseforge.json").read_text())["low_rank"]
@@ -83,10 +83,10 @@ def test_low_rank_is_recorded(plan, tmp_path):
     assert 0 < recorded["parameter_share"] < 1 / 8 and 0 < recorded["flop_share"] < 1
 
 
-def test_a_folder_is_written_again_by_a_resumed_run(plan):
-    check_folder(plan())
-    write_folder(plan())
-    resumed = plan(resume=True, log_every=1, block={"monitor": {"gap_every": 5}})
+def test_a_folder_is_written_again_by_a_resumed_run(spec):
+    check_folder(spec())
+    write_folder(spec())
+    resumed = spec(resume=True, log_every=1, block={"monitor": {"gap_every": 5}})
     check_folder(resumed)
     write_folder(resumed)
 
@@ -98,78 +98,78 @@ def test_a_folder_is_written_again_by_a_resumed_run(plan):
         ({"block": {"importance": "magnitude"}}, 'sparseforge.importance was "fisher", is "magnitude"'),
     ],
 )
-def test_another_run_is_not_resumed(plan, changes, message):
-    check_folder(plan())
-    write_folder(plan())
+def test_another_run_is_not_resumed(spec, changes, message):
+    check_folder(spec())
+    write_folder(spec())
     with pytest.raises(ValueError, match=message):
-        check_folder(plan(resume=True, **changes))
+        check_folder(spec(resume=True, **changes))
 
 
-def test_all_that_differs_is_named(plan, tmp_path):
-    check_folder(plan())
-    write_folder(plan())
+def test_all_that_differs_is_named(spec, tmp_path):
+    check_folder(spec())
+    write_folder(spec())
     path = tmp_path / "run" / "sparseforge.json"
     record = json.loads(path.read_text())
     record["config"]["curvature"]["factored"] = False
     record["config"]["distillation"]["task_weight"] = 1.0
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="started with other settings") as caught:
-        check_folder(plan(resume=True))
+        check_folder(spec(resume=True))
     assert "sparseforge.curvature.factored was false, is true" in str(caught.value)
     assert "sparseforge.distillation.task_weight was 1.0, is 0.25" in str(caught.value)
     same = {"curvature": {"factored": False}, "distillation": {"task_weight": 1.0}}
-    check_folder(plan(resume=True, block=same))
+    check_folder(spec(resume=True, block=same))
     for damaged in ([1], {**record["config"], "curvature": 3}):
         path.write_text(json.dumps({**record, "config": damaged}))
         with pytest.raises(ValueError, match="sparseforge.json is damaged or of another version"):
-            check_folder(plan(resume=True, block=same))
+            check_folder(spec(resume=True, block=same))
 
 
-def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mistake(plan, tmp_path):
-    assert begins_anew(plan()) is None
-    assert begins_anew(plan(resume=True)) is None
+def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mistake(spec, tmp_path):
+    assert begins_anew(spec()) is None
+    assert begins_anew(spec(resume=True)) is None
     with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
-        check_folder(plan(resume=True))  # a mistyped folder
-    assert "there is no run in" in str(begins_anew(plan(resume="auto")))
-    check_folder(plan())
-    write_folder(plan())
+        check_folder(spec(resume=True))  # a mistyped folder
+    assert "there is no run in" in str(begins_anew(spec(resume="auto")))
+    check_folder(spec())
+    write_folder(spec())
     for resume in (True, "auto"):
-        assert "ended before its first checkpoint" in str(begins_anew(plan(resume=resume)))
+        assert "ended before its first checkpoint" in str(begins_anew(spec(resume=resume)))
         with pytest.raises(ValueError, match="is laid out over 8 steps, here 99"):
-            begins_anew(plan(resume=resume, max_steps=99))
+            begins_anew(spec(resume=resume, max_steps=99))
     (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
-    assert begins_anew(plan(resume=True)) is None and begins_anew(plan(resume="auto")) is None
+    assert begins_anew(spec(resume=True)) is None and begins_anew(spec(resume="auto")) is None
     (tmp_path / "run" / "sparseforge.json").unlink()
-    assert begins_anew(plan(resume="auto")) is None
+    assert begins_anew(spec(resume="auto")) is None
     with pytest.raises(ValueError, match="has checkpoints, but no sparseforge.json.*start in a new --output_dir"):
-        check_folder(plan(resume="auto"))  # checkpoints of something: never overwritten
+        check_folder(spec(resume="auto"))  # checkpoints of something: never overwritten
 
 
-def test_a_model_with_another_config_is_not_resumed(plan, tmp_path):
-    check_folder(plan())
-    write_folder(plan())
+def test_a_model_with_another_config_is_not_resumed(spec, tmp_path):
+    check_folder(spec())
+    write_folder(spec())
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "rms_norm_eps": 0.1, "transformers_version": "6.0"}))
     with pytest.raises(ValueError, match="config.rms_norm_eps was 1e-06, is 0.1; resume with the unchanged model"):
-        check_folder(plan(resume=True))
+        check_folder(spec(resume=True))
     path.write_text(json.dumps({**config, "transformers_version": "6.0"}))
-    check_folder(plan(resume=True))
+    check_folder(spec(resume=True))
 
 
-def test_what_changed_is_said(plan):
-    check_folder(plan())
-    write_folder(plan())
-    assert changed_flags(plan(resume=True)) == []
-    assert changed_flags(plan(resume=True, learning_rate=0.5, keep_checkpoints=0)) == [
+def test_what_changed_is_said(spec):
+    check_folder(spec())
+    write_folder(spec())
+    assert changed_flags(spec(resume=True)) == []
+    assert changed_flags(spec(resume=True, learning_rate=0.5, keep_checkpoints=0)) == [
         "run.keep_checkpoints was 2, is 0",
         "run.learning_rate was null, is 0.5",
         "deepspeed.optimizer.params.lr was 0.001, is 0.5",
     ]
 
 
-def test_a_second_run_in_the_folder_is_refused(plan, tmp_path):
-    check_folder(plan())
+def test_a_second_run_in_the_folder_is_refused(spec, tmp_path):
+    check_folder(spec())
     lock = lock_folder(tmp_path / "run")
     with pytest.raises(ValueError, match=rf"run: another run is at work in it \(process {os.getpid()} on "):
         lock_folder(tmp_path / "run")
@@ -177,38 +177,38 @@ def test_a_second_run_in_the_folder_is_refused(plan, tmp_path):
     os.close(lock_folder(tmp_path / "run"))
 
 
-def test_ranks_and_stage_may_change(plan):
-    check_folder(plan())
-    write_folder(plan())
-    check_folder(plan(stage=0, world_size=1, resume=True))
-    check_folder(plan(stage=2, world_size=4, resume=True))
+def test_ranks_and_stage_may_change(spec):
+    check_folder(spec())
+    write_folder(spec())
+    check_folder(spec(stage=0, world_size=1, resume=True))
+    check_folder(spec(stage=2, world_size=4, resume=True))
 
 
-def test_the_batch_of_a_step_may_not(plan, tmp_path):
-    check_folder(plan())
-    write_folder(plan())
+def test_the_batch_of_a_step_may_not(spec, tmp_path):
+    check_folder(spec())
+    write_folder(spec())
     path = tmp_path / "run" / "ds_config.json"
     path.write_text(path.read_text().replace('"train_batch_size": 4', '"train_batch_size": 6'))
     with pytest.raises(ValueError, match=r"has 6 sequences a step, here there are 4 \(2 a rank x 1 .* x 2 ranks\)"):
-        check_folder(plan(resume=True))
+        check_folder(spec(resume=True))
 
 
-def test_a_fresh_run_does_not_touch_checkpoints_without_a_latest(plan, tmp_path):
+def test_a_fresh_run_does_not_touch_checkpoints_without_a_latest(spec, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
     with pytest.raises(ValueError, match="already holds a run with checkpoints"):
-        check_folder(plan())
+        check_folder(spec())
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
-def test_a_damaged_description_is_named(plan, tmp_path, content):
-    check_folder(plan())
-    write_folder(plan())
+def test_a_damaged_description_is_named(spec, tmp_path, content):
+    check_folder(spec())
+    write_folder(spec())
     (tmp_path / "run" / "sparseforge.json").write_text(content)
     with pytest.raises(ValueError, match="sparseforge.json is damaged or of another version"):
-        check_folder(plan(resume=True))
+        check_folder(spec(resume=True))
 
 
-def test_a_run_has_a_folder_of_its_own(plan, tmp_path):
+def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "texts").mkdir()
     text = str(tiny_folders.write_text(tmp_path / "texts" / "a.jsonl"))
@@ -228,25 +228,25 @@ def test_a_run_has_a_folder_of_its_own(plan, tmp_path):
     ):
         flags = {**flags, "output_dir": str(tmp_path / flags["output_dir"])}
         if message is None:
-            assert plan(**flags).folder == Path(flags["output_dir"])
+            assert spec(**flags).folder == Path(flags["output_dir"])
             continue
         with pytest.raises(ValueError, match=message):
-            plan(**flags)
+            spec(**flags)
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(
         path.name for path in (tmp_path / "teacher").iterdir()
     )
 
 
-def test_room_is_checked_before_work_starts(plan, tmp_path, monkeypatch):
-    every = plan(stage=3, max_steps=100, save_every=10, keep_checkpoints=0)
+def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
+    every = spec(stage=3, max_steps=100, save_every=10, keep_checkpoints=0)
     total, masked = every.coverage.total, every.coverage.masked
     sums = math.ceil(4 * every.sizes.rows_and_columns * 4 / 3)  # of the curvature, as text, in a file of each rank
     one = 12 * total + 6 * masked + every.world_size * sums
     assert room_for_checkpoints(every) == 10 * one
-    assert room_for_checkpoints(plan(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * one
-    assert room_for_checkpoints(plan(max_steps=100, save_every=0)) == one
-    assert room_for_checkpoints(plan(max_steps=100, save_every=10, resume=True)) == one
-    assert room_for_checkpoints(plan(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
+    assert room_for_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * one
+    assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == one
+    assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) == one
+    assert room_for_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):
@@ -257,3 +257,13 @@ def test_a_json_file_is_whole_or_absent(tmp_path):
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"x": object()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_record_without_its_flags_is_named(spec, tmp_path):
+    first = spec()
+    check_folder(first)
+    write_folder(first)
+    file = tmp_path / "run" / "sparseforge.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "run": []}))
+    with pytest.raises(ValueError, match=r"sparseforge\.json is damaged: `run` is no object"):
+        changed_flags(spec(resume=True))

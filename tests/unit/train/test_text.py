@@ -7,16 +7,13 @@ import pytest
 
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train import text
-from sparseforge_ds.train.plan import make_plan
+from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import deepspeed_json, write_json, write_model
-from tests.tiny_streams import Alone, row_of, texts, write_stream
+from tests.tiny_streams import row_of, texts, write_stream
 
 SEQ = 16
-
-
-class OneRank(Alone):
-    rank, world_size = 0, 1
 
 
 def windows_of(row):
@@ -39,13 +36,12 @@ def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monk
             output_dir=str(tmp_path / "run"),
             document_frame=frame,
         )
-        plan = make_plan(arguments, 1)
-        packed = text.pack_text(plan, OneRank())
-        batches = text.make_batches(plan, OneRank(), packed)
-        whole, stream = batches.windows.sources
+        spec = make_spec(arguments, 1)
+        batches = text.open_text(spec, Ranks())
+        whole, stream = batches.sources
         stream.prepare(0, 64)
         found = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}
-        stream._producer.close()
+        stream.producer.close()
         assert found == windows_of(row_of(texts(), 64 * SEQ, frame))
         assert whole.token.tolist() == row_of(texts(), len(whole.token), frame)
         states[frame] = batches.state_dict()

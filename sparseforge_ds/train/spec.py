@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
@@ -22,19 +22,20 @@ from sparseforge_ds.config.deepspeed_config import (
     with_batch,
     zero_stage,
 )
-from sparseforge_ds.data.documents import Documents, Stream
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
 from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.find import check_pattern
-from sparseforge_ds.planning.architecture import Sizes, sizes
+from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
-from sparseforge_ds.planning.settings import Settings, settings
+from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model, read_tokenizer
+from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model
 from sparseforge_ds.train.schedule import LearningRate
 
 
@@ -58,7 +59,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run that is checked as far as it can be without tokenizer and text."""
+    """The settings of a run, all of them resolved and checked."""
 
     arguments: RunArguments
     config: SparseForgeConfig
@@ -74,9 +75,10 @@ class RunSpec:
     """Globs of `allow_dense` that allow nothing, as lines for people."""
     low_rank_share: tuple[float, float]
     """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
-    sizes: Sizes
-    teacher_sizes: Sizes | None
+    sizes: Architecture
+    teacher_sizes: Architecture | None
     """When the teacher is another model."""
+    text: Mixture
     world_size: int
 
     @property
@@ -100,7 +102,6 @@ class RunSpec:
         return settings(
             self.deepspeed,
             self.config,
-            name=self.arguments.deepspeed,
             ranks=self.world_size,
             seq_length=self.arguments.seq_length,
             checkpointing=self.arguments.activation_checkpointing,
@@ -118,14 +119,6 @@ class RunSpec:
         return LearningRate(peak, self.arguments.warmup, self.arguments.min_lr_ratio, self.config.max_steps)
 
 
-@dataclass(frozen=True)
-class Plan(RunSpec):
-    """A checked run."""
-
-    tokenizer: PreTrainedTokenizerBase
-    documents: Documents | Stream | Mixture
-
-
 def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
     """The DeepSpeed JSON and its sparseforge block: what can be checked in an instant.
 
@@ -135,7 +128,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
     content = with_batch(read_deepspeed_json(arguments.deepspeed), arguments.global_batch, arguments.micro_batch)
     overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
     config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides).allowing_dense(arguments.allow_dense)
-    if config.max_steps < 1 and config.method != "oneshot":
+    if config.max_steps < 1 and config.method.name != "oneshot":
         raise ValueError(f"sparseforge.max_steps = {config.max_steps}: nothing to train; set it or give --max_steps")
     if arguments.teacher is not None and config.distillation is None:
         raise ValueError(
@@ -149,44 +142,40 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
     return content, config
 
 
-def make_plan(arguments: RunArguments, world_size: int) -> Plan:
-    """Read and check everything of a run except weights and text. Does not communicate.
-
-    Raises:
-        ValueError: something is missing, unreadable, unknown or does not fit.
-    """
-    spec = make_spec(arguments, world_size, find_model, Hardware.here())
-    tokenizer = read_tokenizer(spec.model)
-    if spec.config.permute is not None:
-        DenseFolder(spec.model.folder)  # for its errors
-    frame_tokens(tokenizer, arguments.document_frame)  # for its errors
-    return Plan(
-        **vars(spec),
-        tokenizer=tokenizer,
-        documents=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
-    )
-
-
 def make_spec(
-    arguments: RunArguments, world_size: int, find: Callable[[str, str], Pretrained], hardware: Hardware
+    arguments: RunArguments,
+    world_size: int,
+    find: Callable[[str, str], Pretrained] | None = None,
+    hardware: Hardware | None = None,
 ) -> RunSpec:
-    """Read and check what does not need tokenizer and text. Does not communicate.
+    """Read and check everything of a run except weights and text. Does not communicate.
 
     Args:
         arguments: the run flags.
         world_size: number of ranks.
-        find: gives a model by its name and the flag that named it.
-        hardware: decides what the JSON leaves "auto".
+        find: gives a model by its name and the flag that named it, perhaps without tokenizer and weights; None for a
+            run that needs them.
+        hardware: decides what the JSON leaves "auto"; None for that of this machine.
 
     Raises:
         ValueError: something is missing, unreadable, unknown or does not fit.
     """
     content, config = read_config(arguments, world_size)
-    model = find(arguments.model, "--model")
+    if find is None:
+        find, model = find_model, find_model(arguments.model, "--model")
+        frame_tokens(model.tokenizer, arguments.document_frame)  # for its errors
+        if config.permute is not None:
+            DenseFolder(model.folder)  # for its errors
+    else:
+        model = find(arguments.model, "--model")
+    hardware = hardware or Hardware.here()
     teacher = None
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
         _check_vocabulary(model, teacher)
+        if config.distillation.hidden is not None:
+            same_states(model.config, teacher.config)
+            _check_channels(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         positions = getattr(each.config.get_text_config(), "max_position_embeddings", None) if each else None
         if each is not None and positions is not None and arguments.seq_length > positions:
@@ -212,6 +201,7 @@ def make_spec(
     )
     _check_sequences(filled, config, world_size)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
+    leaves = leaf_suffixes(filled)
     return RunSpec(
         arguments=arguments,
         config=config,
@@ -223,8 +213,9 @@ def make_spec(
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
-        sizes=sizes(empty, weights),
-        teacher_sizes=None if teacher is None or teacher is model else sizes(empty_model(teacher), ()),
+        text=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
+        sizes=describe(empty, weights, leaves),
+        teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
         world_size=world_size,
     )
 
@@ -255,6 +246,21 @@ def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_si
         raise ValueError(
             f"sparseforge.curvature.sequences = {sequences}: {world_size} ranks with a micro-batch of "
             f"{at_once // world_size} read {at_once} at a time; use a multiple of that, or null for those of a step"
+        )
+
+
+def _check_channels(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
+    """Whether hidden states can be compared channel by channel."""
+    if config.permute is not None and teacher is not model:
+        raise ValueError(
+            f"--teacher {teacher.name}: permute puts the channels of --model {model.name} into another order, and "
+            "distillation.hidden compares them one by one; leave --teacher out, or set one of the two to null"
+        )
+    ours, theirs = (Permutation.load(each.folder) for each in (model, teacher))
+    if (ours and ours.sha256) != (theirs and theirs.sha256):
+        raise ValueError(
+            f"--teacher {teacher.name} has its channels in another order than --model {model.name}, and "
+            'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'
         )
 
 

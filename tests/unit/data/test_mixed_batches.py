@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,16 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.data.batches import Batches, Layout, PackedWindows, Reading
-from sparseforge_ds.data.mixed_windows import MixedWindows, turns
-from sparseforge_ds.data.producer import Producer
-from sparseforge_ds.data.splits import find_files
-from sparseforge_ds.data.streaming import StreamedWindows, open_stream, plan_stream
-from sparseforge_ds.data.text_files import FileStream
-from sparseforge_ds.train.ranks import Ranks
+from sparseforge_ds.data.batches import Batches, Layout
+from sparseforge_ds.data.streaming import open_stream
+from sparseforge_ds.data.turns import Turns
+from sparseforge_ds.data.windows import PackedWindows, Reading
+from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
-from tests.tiny_streams import SIZES, Alone, InPlace, job, texts, write_stream
+from tests.tiny_streams import SIZES, InPlace, stream_of, texts, write_stream
 
 SEED = 3
 PARTS = (3, 5, 2)
@@ -39,12 +37,12 @@ ONE_RANK = Layout(2, 1, 1, 0)
 
 def mixed(layout=ONE_RANK, parts=PARTS, seed=SEED, windows=(40, 70, 9)):
     sources = [packed(source, count, seed) for source, count in enumerate(windows)]
-    return Batches(MixedWindows(sources, parts, seed), layout)
+    return Batches(sources, parts, layout)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
 def test_every_source_has_its_share_at_any_moment(parts):
-    order = turns(parts)
+    order = Turns(parts).order
     had = np.stack([np.cumsum(order == source) for source in range(len(parts))], axis=1)
     share = np.outer(np.arange(1, len(order) + 1), np.array(parts) / sum(parts))
     assert np.abs(had - share).max() < 2
@@ -102,7 +100,7 @@ def test_the_order_belongs_to_seed_and_weights():
     [
         ({"parts": (3, 5, 3)}, r"shares were \[3, 5, 3\], are .*--dataset"),
         ({"seed": 4}, "--seed"),
-        ({}, "mixture is damaged"),
+        ({}, "sources were 2, are 3"),
     ],
 )
 def test_a_position_in_another_mixture_is_refused(other, cure):
@@ -113,20 +111,21 @@ def test_a_position_in_another_mixture_is_refused(other, cure):
         mixed().load_state_dict(state)
 
 
-def test_another_mixture_is_read_on_at_the_same_position_on_request(tmp_path, capsys):
+def test_another_mixture_is_read_on_at_the_same_position_on_request(tmp_path, caplog):
     """Other shares, and another number of sources: as if the run had always read them."""
+    caplog.set_level(logging.INFO)
     before = in_place(tmp_path)
     for _ in range(100):
         next(before)
-    one = before.windows.sources[1]
-    for others in ((mixed(), 3), (Batches(one, ONE_RANK), 1)):
-        state = json.loads(json.dumps(others[0].state_dict()))
+    for others in (mixed(), Batches(before.sources[1:2], [1], ONE_RANK)):
+        state = json.loads(json.dumps(others.state_dict()))
+        caplog.clear()
         with pytest.raises(ValueError, match="--resume_other_data"):
             in_place(tmp_path).load_state_dict(state | {"position": 200})
         batches, fresh = in_place(tmp_path), in_place(tmp_path)
         batches.takes_other_data = True
         batches.load_state_dict(state | {"position": 200})
-        assert "goes on with another text" in capsys.readouterr().out
+        assert "goes on with another text" in caplog.text
         for _ in range(100):
             next(fresh)
         assert all(torch.equal(next(batches), next(fresh)) for _ in range(30))
@@ -144,7 +143,7 @@ def test_what_each_source_has_given_is_logged_and_said():
         Reading("source/1", 160, 160 / 70),
         Reading("source/2", 64, 64 / 9),
     ]
-    assert sum(reading.windows for reading in batches.windows.reading(77)) == 77
+    assert sum(Turns(PARTS).before(77)) == 77
     assert batches.scalars()["data/2_source_2/tokens"] == 320 and batches.scalars()["data/0_source_0/epochs"] == 2.4
     assert sorted(lines) == [
         "--dataset source/0: read 1 time, begins again",
@@ -157,6 +156,15 @@ def test_what_each_source_has_given_is_logged_and_said():
     ]
 
 
+def test_what_a_run_will_read_is_said_of_every_source():
+    assert mixed().summary(100).splitlines() == [
+        "shares of the tokens; a source that ends begins again",
+        "30.00% source/0: 200 tokens; the run reads 300 (1.50 epochs)",
+        "50.00% source/1: 350 tokens; the run reads 500 (1.43 epochs)",
+        "20.00% source/2: 45 tokens; the run reads 200 (4.44 epochs)",
+    ]
+
+
 def documents(name):
     return [f"{name} {text}" if text.strip() else text for text in texts(14)]
 
@@ -166,7 +174,7 @@ def streams(folder):
     for name in ("one", "two"):
         if not (folder / name).exists():
             write_stream(folder / name, documents(name))
-        result.append(FileStream(f"stream:{folder / name}", find_files(folder / name), "text"))
+        result.append(stream_of(folder / name))
     return result
 
 
@@ -174,10 +182,10 @@ def in_place(folder, layout=ONE_RANK):
     """A text that is there whole and two streams, without processes."""
     sources = [packed(0, 30)]
     for stream in streams(folder):
-        streamed = plan_stream(stream, byte_tokenizer(), folder / "data", SIZES)
-        producer = InPlace(job(stream, Path(streamed.folder)))
-        sources.append(StreamedWindows(streamed, SEED, Alone(), producer))
-    return Batches(MixedWindows(sources, (2, 5, 3), SEED), layout)
+        windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, Ranks())
+        windows.producer = InPlace(windows.producer.job)
+        sources.append(windows)
+    return Batches(sources, (2, 5, 3), layout)
 
 
 def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_the_cache(tmp_path):
@@ -195,7 +203,7 @@ def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_th
             for start in range(position, position + 18, 6):
                 assert torch.equal(torch.cat([next(rank) for rank in ranks]), expected[start : start + 6])
         next(batches)
-    assert [reading.windows for reading in batches.windows.reading(640)] == [128, 320, 192]
+    assert Turns((2, 5, 3)).before(640) == [128, 320, 192]
     for name, reading in zip(("one", "two"), batches.reading()[1:], strict=True):
         once = sum(1 + len(text) for text in documents(name) if text.strip())
         assert abs(reading.epochs - reading.windows * 5 / once) < 1.5 + 80 / once, "with what was read ahead"
@@ -205,17 +213,16 @@ def read_on_ranks(folder, steps, state):
     """The same with a real process group and a process for each stream."""
     ranks, sources = Ranks(), [packed(0, 30)]
     for stream in streams(folder):
-        streamed = ranks.on_first(lambda stream=stream: plan_stream(stream, byte_tokenizer(), folder / "data", SIZES))
-        sources.append(open_stream(streamed, stream, byte_tokenizer(), BYTE_VOCABULARY, SEED, ranks))
-    batches = Batches(MixedWindows(sources, (2, 5, 3), SEED), Layout(3, 2, ranks.world_size, ranks.rank))
+        sources.append(open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks))
+    batches = Batches(sources, (2, 5, 3), Layout(3, 2, ranks.world_size, ranks.rank))
     batches.load_state_dict(state)
     rows = []
     for _ in range(steps):
         batches.prepare_step()
         rows += [next(batches), next(batches)]
     for source in sources[1:]:
-        if isinstance(source._producer, Producer):
-            source._producer.close()
+        if source.producer is not None:
+            source.producer.close()
     return torch.stack(rows)
 
 

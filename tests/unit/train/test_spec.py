@@ -1,4 +1,4 @@
-"""A plan is made in a moment, without a weight in memory, and finds what is wrong with a run."""
+"""A spec is made in a moment, without a weight in memory, and finds what is wrong with a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.data.packing import Packed
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
-from sparseforge_ds.train.plan import make_plan
 from sparseforge_ds.train.pretrained import empty_model, load_model
+from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 
@@ -37,20 +36,20 @@ def arguments(tmp_path, model):
 
 
 def test_a_plan_knows_the_run(arguments):
-    plan = make_plan(arguments(max_steps=20), world_size=2)
-    assert plan.config.max_steps == 20
-    assert (plan.stage, plan.dtype, plan.tokens_per_step) == (3, torch.float32, 4 * 32)
-    assert plan.teacher is plan.model
-    assert len(plan.weights) == plan.coverage.weights == 14
-    assert plan.coverage.of_linear == 100.0
-    assert next(empty_model(plan.model).parameters()).is_meta
-    assert "leaf_module" not in plan.deepspeed["zero_optimization"]
+    spec = make_spec(arguments(max_steps=20), world_size=2)
+    assert spec.config.max_steps == 20
+    assert (spec.stage, spec.dtype, spec.tokens_per_step) == (3, torch.float32, 4 * 32)
+    assert spec.teacher is spec.model
+    assert len(spec.weights) == spec.coverage.weights == 14
+    assert spec.coverage.of_linear == 100.0
+    assert next(empty_model(spec.model).parameters()).is_meta
+    assert "leaf_module" not in spec.deepspeed["zero_optimization"]
 
 
 def test_loaded_weights_are_those_of_the_file(arguments, model):
-    plan = make_plan(arguments(), world_size=1)
+    spec = make_spec(arguments(), world_size=1)
     expected = load_file(model / "model.safetensors")
-    loaded = load_model(plan.model, torch.bfloat16, None).model.state_dict()
+    loaded = load_model(spec.model.folder, "--model", torch.bfloat16, None).state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name].bfloat16()) for name in expected)
 
@@ -62,36 +61,39 @@ def test_layers_that_cannot_be_measured_are_refused_before_weights_are_read(argu
     MambaForCausalLM(MambaConfig(**sizes, time_step_rank=4)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
 
-    def plan(**block):
-        return make_plan(arguments(deepspeed_json(**block), model=str(folder)), 1)
+    def spec(**block):
+        return make_spec(arguments(deepspeed_json(**block), model=str(folder)), 1)
 
     with pytest.raises(ValueError, match=r"are not covered: .* Paste this into the sparseforge block") as raised:
-        plan()
+        spec()
     keys = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
     with pytest.raises(ValueError, match=r'paste "exclude": ') as raised:
-        plan(**keys)
+        spec(**keys)
     keys["exclude"] = ["backbone.layers.*.mixer.dt_proj.weight"]
     assert json.dumps(keys["exclude"]) in str(raised.value)
     assert keys["allow_dense"] == ["backbone.layers.*.mixer.A_log", "backbone.layers.*.mixer.conv1d.weight"]
-    dense = plan(**keys).coverage.dense
+    dense = spec(**keys).coverage.dense
     assert set(dense) == {*keys["allow_dense"], "backbone.layers.*.mixer.dt_proj.weight"}
     everything = {"include": ["*"], "allow_dense": keys["allow_dense"]}
     cure = '"exclude": ["backbone.layers.*.mixer.dt_proj.weight"]'
     with pytest.raises(ValueError, match=rf"mixer.dt_proj.weight \(2 of 8 .*{re.escape(cure)}"):
-        plan(**everything)
-    assert plan(**everything, exclude=["backbone.layers.*.mixer.dt_proj.weight"]).coverage.dense == dense
+        spec(**everything)
+    assert spec(**everything, exclude=["backbone.layers.*.mixer.dt_proj.weight"]).coverage.dense == dense
+
+
+TEXT = "text.jsonl: 40 documents"
 
 
 def test_the_banner_says_what_will_happen(arguments):
-    plan = make_plan(arguments(max_steps=100, learning_rate=1e-3), world_size=2)
-    text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
+    spec = make_spec(arguments(max_steps=100, learning_rate=1e-3), world_size=2)
+    text = banner(spec, TEXT)
     for part in (
         "llama",
         "2:4 in 14 weights: 100.0% of the linear weights between embedding and head and ",
         "heating 0-25, hardening 25-75, frozen 75-100",
         "0.001 after 3 warm-up steps, cosine to 0.0001",
         "4 x 32 tokens = 2 a rank x 1 accumulated x 2 ranks",
-        "40 documents, 3,200 tokens; the run reads 12,800 (4.00 epochs)",
+        "text       text.jsonl: 40 documents",
         "ZeRO-3, float32",
         "a rank before activations",
     ):
@@ -100,32 +102,32 @@ def test_the_banner_says_what_will_happen(arguments):
 
 @pytest.mark.parametrize(("frame", "line"), [("auto", "<s> ..."), ("eos", "... </s>"), ("both", "<s> ... </s>")])
 def test_the_banner_says_where_documents_end(arguments, frame, line):
-    text = banner(make_plan(arguments(document_frame=frame), world_size=1), Packed("x", "key", "uint16", 3200, 40, 256))
+    text = banner(make_spec(arguments(document_frame=frame), world_size=1), TEXT)
     assert re.search(rf"^ *documents +each as {re.escape(line)}$", text, re.MULTILINE)
 
 
 def test_a_frame_that_the_tokenizer_does_not_have_is_found_at_once(arguments, model):
     byte_tokenizer(bos=False).save_pretrained(model)
     with pytest.raises(ValueError, match="--document_frame both: the tokenizer has no BOS"):
-        make_plan(arguments(document_frame="both"), world_size=1)
+        make_spec(arguments(document_frame="both"), world_size=1)
 
 
 def test_the_banner_says_what_low_rank_branches_cost(arguments):
-    plan = make_plan(arguments(deepspeed_json(3, low_rank={"k": 8})), world_size=1)
-    parameters, flops = plan.low_rank_share
-    added = sum(weight.numel // 8 for weight in plan.weights)
-    assert parameters == pytest.approx(added / (plan.coverage.total - added))
-    text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
+    spec = make_spec(arguments(deepspeed_json(3, low_rank={"k": 8})), world_size=1)
+    parameters, flops = spec.low_rank_share
+    added = sum(weight.numel // 8 for weight in spec.weights)
+    assert parameters == pytest.approx(added / (spec.coverage.total - added))
+    text = banner(spec, TEXT)
     assert f"runs of 8 inputs: {parameters:.1%} more parameters, {flops:.1%} more FLOPs" in text
-    assert "SLoRB" not in banner(make_plan(arguments(), world_size=1), Packed("x", "key", "uint16", 3200, 40, 256))
+    assert "SLoRB" not in banner(make_spec(arguments(), world_size=1), TEXT)
 
 
 def test_memory_is_divided_as_zero_divides_it(arguments):
-    total = make_plan(arguments(), world_size=1).coverage.total
-    masked = make_plan(arguments(), world_size=1).coverage.masked
+    total = make_spec(arguments(), world_size=1).coverage.total
+    masked = make_spec(arguments(), world_size=1).coverage.masked
 
     def memory(stage, world_size, **block):
-        return memory_per_rank(make_plan(arguments(deepspeed_json(stage, **block)), world_size))
+        return memory_per_rank(make_spec(arguments(deepspeed_json(stage, **block)), world_size))
 
     one, four = memory(3, 1), memory(3, 4)
     assert one == {name: 4 * size for name, size in four.items()}
@@ -159,50 +161,66 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
         ),
         ({"include": ["*.embed_tokens.*"]}, {}, "only model.embed_tokens.weight, which stays dense"),
         ({"include": ["q_proj"]}, {}, r"'q_proj' matches no weight.*for example '\*\.q_proj\.\*'"),
-        ({"schedule": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
+        ({"method": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
     ],
 )
 def test_what_does_not_fit_is_named(arguments, block, flags, message):
     with pytest.raises(ValueError, match=message):
-        make_plan(arguments(deepspeed_json(**block), **flags), world_size=2)
+        make_spec(arguments(deepspeed_json(**block), **flags), world_size=2)
 
 
 def test_unknown_keys_inside_deepspeed_blocks_are_errors(arguments):
     content = deepspeed_json()
     content["zero_optimization"]["stagee"] = 2
     with pytest.raises(ValueError, match="stagee"):
-        make_plan(arguments(content), world_size=2)
+        make_spec(arguments(content), world_size=2)
 
 
 def test_an_unsupported_family_is_named(arguments, tmp_path):
     config = BloomConfig(vocab_size=BYTE_VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
     folder = write_model(tmp_path / "bloom", BloomForCausalLM(config))
     with pytest.raises(ValueError, match="no rows for 'bloom'. Paste this into the sparseforge block") as raised:
-        make_plan(arguments(model=str(folder)), world_size=2)
+        make_spec(arguments(model=str(folder)), world_size=2)
     pasted = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
-    assert make_plan(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.of_linear == 100
+    assert make_spec(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.of_linear == 100
     chosen = deepspeed_json(include=["*.mlp.*"], allow_dense=["*.query_key_value.*"])
-    plan = make_plan(arguments(chosen, model=str(folder), allow_dense=["*.dense.*"]), world_size=2)
-    assert [weight.name.split(".")[-2] for weight in plan.weights] == ["dense_h_to_4h", "dense_4h_to_h"]
-    assert plan.config.allow_dense == ("*.query_key_value.*", "*.dense.*") and plan.uncovered == []
+    spec = make_spec(arguments(chosen, model=str(folder), allow_dense=["*.dense.*"]), world_size=2)
+    assert [weight.name.split(".")[-2] for weight in spec.weights] == ["dense_h_to_4h", "dense_4h_to_h"]
+    assert spec.config.allow_dense == ("*.query_key_value.*", "*.dense.*") and spec.uncovered == []
 
 
 def test_an_allow_dense_that_is_not_needed_is_a_line(arguments):
-    plan = make_plan(arguments(allow_dense=["*.nothing"]), world_size=2)
+    spec = make_spec(arguments(allow_dense=["*.nothing"]), world_size=2)
     line = "allow_dense  *.nothing: not needed, it matches no weight that is undecided\n"
-    assert banner(plan, Packed("x", "key", "uint16", 3200, 40, 256)).count(line) == 1
+    assert banner(spec, TEXT).count(line) == 1
 
 
 def test_the_banner_names_what_is_not_covered(arguments):
-    plan = dataclasses.replace(make_plan(arguments(), world_size=1), uncovered=["model.odd.weight (1, 1.2%)"])
-    text = banner(plan, Packed("x", "key", "uint16", 3200, 40, 256))
+    spec = dataclasses.replace(make_spec(arguments(), world_size=1), uncovered=["model.odd.weight (1, 1.2%)"])
+    text = banner(spec, TEXT)
     assert "not covered  model.odd.weight (1, 1.2%): stays dense; no row of the family table names it\n" in text
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(arguments, tmp_path):
     other = write_model(tmp_path / "other", tiny_llama(vocab_size=300))
     with pytest.raises(ValueError, match=f"--teacher .* has a vocabulary of 300, --model .* of {BYTE_VOCABULARY}"):
-        make_plan(arguments(teacher=str(other)), world_size=2)
+        make_spec(arguments(teacher=str(other)), world_size=2)
+
+
+def test_hidden_states_of_a_deeper_teacher_are_refused(arguments, tmp_path):
+    other = write_model(tmp_path / "other", tiny_llama(vocab_size=BYTE_VOCABULARY, num_hidden_layers=3))
+    hidden = {"hidden": {"weight": 4.0}}
+    make_spec(arguments(deepspeed_json(distillation=hidden)), world_size=2)
+    with pytest.raises(ValueError, match="the student is 2 layers deep and the teacher 3"):
+        make_spec(arguments(deepspeed_json(distillation=hidden), teacher=str(other)), world_size=2)
+
+
+def test_hidden_states_of_a_teacher_in_another_order_are_refused(arguments, tmp_path):
+    other = write_model(tmp_path / "other", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    content = deepspeed_json(distillation={"hidden": {}}, permute={})
+    make_spec(arguments(content), world_size=2)
+    with pytest.raises(ValueError, match="permute puts the channels of --model .* into another order"):
+        make_spec(arguments(content, teacher=str(other)), world_size=2)
 
 
 @pytest.mark.parametrize("damage", ["config", "cut", "gone", "tokenizer", "index", "empty"])
@@ -213,7 +231,7 @@ def test_a_damaged_model_is_refused(arguments, model, damage):
     elif damage == "cut":
         whole = (model / "model.safetensors").read_bytes()
         (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-        message = r"model\.safetensors is damaged"
+        message = r"model\.safetensors: not a readable safetensors file"
     elif damage == "gone":
         (model / "model.safetensors").unlink()
         message = r"no model\.safetensors"
@@ -224,21 +242,21 @@ def test_a_damaged_model_is_refused(arguments, model, damage):
         (model / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "model-00001.safetensors"}})
         )
-        message = r"no model-00001\.safetensors"
+        message = r"model-00001\.safetensors: not a readable safetensors file"
     else:
         (model / "config.json").unlink()
         message = r"no config\.json"
     with pytest.raises(ValueError, match=message):
-        make_plan(arguments(), world_size=2)
+        make_spec(arguments(), world_size=2)
 
 
 def test_weights_that_are_missing_in_the_file_are_named(arguments, model):
     weights = load_file(model / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    plan = make_plan(arguments(), world_size=2)
+    spec = make_spec(arguments(), world_size=2)
     with pytest.raises(ValueError, match=r"hold no model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(plan.model, torch.float32, None).check()
+        load_model(spec.model.folder, "--model", torch.float32, None)
 
 
 def test_a_hub_id_without_a_network_says_so(arguments, monkeypatch):
@@ -246,4 +264,4 @@ def test_a_hub_id_without_a_network_says_so(arguments, monkeypatch):
     with pytest.raises(
         ValueError, match="--model owner/name: neither a folder nor a model that can be had from the hub"
     ):
-        make_plan(arguments(model="owner/name"), world_size=2)
+        make_spec(arguments(model="owner/name"), world_size=2)

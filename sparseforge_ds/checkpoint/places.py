@@ -1,0 +1,102 @@
+"""Which weights the files of a checkpoint hold, and in which slots of which flats: names, shapes and sizes only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sparseforge_ds.checkpoint import layout
+from sparseforge_ds.checkpoint.rank_files import RankFiles
+from sparseforge_ds.checkpoint.zero_partitions import field, stage0_names, zero12_alignment, zero12_partitions
+
+FlatShapes = list[dict[str, tuple[int, ...]]]
+"""Names and full shapes of the weights in each flat, in its order."""
+
+
+def read_aliases(files: RankFiles, module: dict[str, Any]) -> dict[str, str]:
+    """Tied weights: name without data -> name that holds it."""
+    if files.stage:
+        return dict(field(files.model[0], dict, "shared_params"))
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    aliases = {}
+    for name, tensor in module.items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            source = seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+            if source != name:
+                aliases[name] = source
+    return aliases
+
+
+def read_flat_shapes(files: RankFiles, module: dict[str, Any], forge_state: dict[str, Any]) -> FlatShapes:
+    """What lies in the flats of every rank."""
+    if files.stage == 0:
+        return stage0_names(files.model[0], files.flats(0), _shapes(module), forge_state)
+    groups = field(files.model[0], list, "param_shapes")
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[layout.Slot]]:
+    """Where the elements of every weight lie, all inside of the flats that are there.
+
+    Raises:
+        ValueError: the files of the ranks do not fit together.
+    """
+    first, masters = files.model[0], files.flats(0).masters
+    if masters is not None and len(masters) != len(flat_shapes):
+        raise ValueError(
+            f"{files.state_file(0).path}: has {len(masters)} partitions, {first.path.name} names {len(flat_shapes)}"
+        )
+    if files.stage == 3:
+        slots = layout.zero3_slots(flat_shapes, files.world_size)
+    elif files.stage == 0:
+        slots = layout.whole_slots(flat_shapes)
+    else:
+        partitions = [zero12_partitions(archive, files.flats(r)) for r, archive in enumerate(files.optimizer)]
+        for archive, partition in zip(files.optimizer, partitions, strict=True):
+            if partition != partitions[0]:
+                raise ValueError(f"{archive.path}: partitions of {partition} elements, rank 0 has {partitions[0]}")
+        slots = layout.zero12_slots(flat_shapes, zero12_alignment(files.optimizer[0], flat_shapes), partitions[0])
+    _check_flats(files, slots)
+    return slots
+
+
+def read_shapes(
+    files: RankFiles, module: dict[str, Any], flat_shapes: FlatShapes, without: set[str]
+) -> dict[str, tuple[int, ...]]:
+    """Full shapes of all weights and buffers but `without`, in the order of the module.
+
+    Raises:
+        ValueError: module and optimizer give a weight different shapes.
+    """
+    first = files.model[0]
+    held = _shapes(module)
+    if files.stage == 3:  # where the module holds pieces of its weights
+        buffers = {name: held[name] for name in field(first, list, "buffer_names") if name in held}
+        frozen = first.content.get("frozen_param_shapes") or {}
+        held = {name: shape for group in flat_shapes for name, shape in group.items()}
+        held |= {name: tuple(shape) for name, shape in frozen.items()} | buffers
+    for name, shape in (item for group in flat_shapes for item in group.items()):
+        if held.get(name) != shape:
+            raise ValueError(f"{first.path}: {name} is {held.get(name)} in the module, {shape} in the optimizer")
+    order = {name: position for position, name in enumerate(module)}
+    names = sorted(held.keys() - without, key=lambda name: (order.get(name, len(order)), name))
+    return {name: held[name] for name in names}
+
+
+def _shapes(module: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in module.items() if isinstance(value, Tensor)}
+
+
+def _check_flats(files: RankFiles, slots: dict[str, list[layout.Slot]]) -> None:
+    """Every slot lies inside the flat it points into, and all masters have one dtype, as DeepSpeed has them."""
+    masters = [m for rank in range(max(1, len(files.optimizer))) for m in files.flats(rank).masters or ()]
+    if len(dtypes := sorted({str(master.dtype) for master in masters})) > 1:
+        raise ValueError(f"{files.folder}: its masters are of several dtypes, {', '.join(dtypes)}; it was changed")
+    for name, slot in ((name, slot) for name, held in slots.items() for slot in held):
+        held = files.flats(slot.rank).masters
+        if held is not None and held[slot.group].numel() < slot.stop:
+            raise ValueError(
+                f"{files.state_file(slot.rank).path}: its partition {slot.group} has {held[slot.group].numel()} "
+                f"elements, {name} needs {slot.stop}; the file does not belong to {files.model[0].path.name}"
+            )

@@ -1,0 +1,126 @@
+"""A text that is tokenised whole before training starts: one file of ids, mapped into memory.
+
+A finished cache is two files: `<key>.bin`, the ids as uint16 or uint32, and `<key>.json`, its record, which appears
+last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparseforge_ds.checkpoint.disk import sync
+from sparseforge_ds.config.arguments import DocumentFrame
+from sparseforge_ds.data.packing import cache_key, token_dtype, tokenise, without_text
+from sparseforge_ds.data.text_files import Source
+
+_LEFTOVER_SECONDS = 600
+"""A temporary file that nobody has written to for so long belongs to a run that was killed."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A finished cache."""
+
+    path: str
+    key: str
+    dtype: str
+    tokens: int
+    documents: int
+    largest_id: int
+    skipped: int
+    """Documents without any text."""
+    facts: Mapping[str, Any]
+    """What the key stands for."""
+
+    def open(self) -> np.memmap:
+        """(tokens,) ids, read only; errors as `open_tokens`."""
+        return open_tokens(Path(self.path), self.dtype, self.tokens)
+
+    def counted(self) -> str:
+        """Of its documents, for the banner."""
+        skipped = f" ({self.skipped:,} without text were skipped)" if self.skipped else ""
+        return f"{self.documents:,} documents{skipped}, "
+
+
+def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
+    """(tokens,) ids of a file, read only.
+
+    Raises:
+        ValueError: this process cannot see the file.
+    """
+    try:
+        return np.memmap(path, dtype=dtype, mode="r", shape=(tokens,))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: the token cache cannot be opened ({error}); --output_dir must be a folder that all "
+            "machines of the run share"
+        ) from error
+
+
+def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto") -> Packed:
+    """The token cache of a text, made if it is not there yet.
+
+    Args:
+        source: the text.
+        tokenizer: its tokenizer.
+        folder: where caches lie.
+        frame: which of its tokens stand around every document.
+
+    Raises:
+        ValueError: the text cannot be read or is empty, or the tokenizer cannot frame documents so.
+        OSError: the disk is full.
+    """
+    key, facts = cache_key(source, tokenizer, frame)
+    record, path = folder / f"{key}.json", folder / f"{key}.bin"
+    if record.exists():  # the folder may have moved, and the files may have other names now
+        return Packed(**{**json.loads(record.read_text()), "path": str(path), "facts": facts})
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    tokens = count = largest = skipped = 0
+    with whole_file(path) as file:
+        for batch in tokenise(source.read(), tokenizer, frame):
+            file.write(batch.token.tobytes())
+            tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
+            largest = max(largest, int(batch.token.max(initial=0)))
+        if not tokens:
+            raise without_text(source.name, skipped)
+    packed = Packed(str(path), key, token_dtype(tokenizer), tokens, count, largest, skipped, facts)
+    with whole_file(record) as file:
+        file.write(json.dumps(asdict(packed)).encode())
+    return packed
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when it is written and on the disk; when that fails, nothing of it stays.
+
+    Its temporary name is its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs were writing."""
+    for leftover in folder.glob("*.tmp"):
+        if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
+            leftover.unlink(missing_ok=True)

@@ -1,0 +1,226 @@
+"""Distillation of hidden states: what layers of the student hand on is drawn to what the teacher's hand on.
+
+    d_l = mean over tokens of  |h_student - h_teacher|^2 / |h_teacher|^2     behind layer l
+    L   = (eq. 12)  +  hidden.weight * mean over the chosen layers of d_l
+
+Each token counts by its own length, so that the few that are a hundred times longer than the others do not drown them,
+and so that the loss of a batch does not depend on how it is divided. The distance is formed where the layer returns, by
+an identity in the graph that saves nothing but the two states: a layer's gradient exists when the backward pass gets
+there and not before, and its fp32 differences exist a block of tokens at a time.
+
+Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sparseforge_ds.config import DistillationConfig, HiddenConfig
+from sparseforge_ds.model.distill import IGNORED, DistillationLoss, blocks, first_derivative_only
+
+
+def chosen_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
+    """The transformer layers behind which states are compared, in the order in which they run.
+
+    Raises:
+        ValueError: the model has no layers that transformers can checkpoint, which is how they are known.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, GradientCheckpointingLayer) and not inside:
+            found[name] = module
+    if not found:
+        raise ValueError(
+            f"distillation.hidden: {type(model).__name__} has no layers of transformers' GradientCheckpointingLayer, "
+            'behind which hidden states could be compared; set "hidden" to null'
+        )
+    layers = list(found.values())
+    return layers[-1:] if config.every is None else layers[:: -config.every][::-1]
+
+
+def same_states(student: Any, teacher: Any) -> None:
+    """Raise a ValueError where the states of two models cannot be compared layer by layer.
+
+    Args:
+        student: its configuration.
+        teacher: the teacher's.
+    """
+    for key, what in (("hidden_size", "wide"), ("num_hidden_layers", "layers deep")):
+        mine, other = (getattr(config.get_text_config(), key, None) for config in (student, teacher))
+        if mine != other:
+            raise ValueError(
+                f"distillation.hidden compares hidden states layer by layer, but the student is {mine} {what} and the "
+                f'teacher {other}; use a teacher of the same {key}, such as the dense model itself, or set "hidden" to '
+                "null"
+            )
+
+
+@contextmanager
+def captured_states(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """While active, collects the (B, S, H) hidden state that each layer returns."""
+    found: list[Tensor] = []
+    handles = [
+        layer.register_forward_hook(lambda _layer, _given, output: found.append(_state(output))) for layer in layers
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Distance:
+    """What `compared` found."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        self.weight = weight
+        self.mean: Tensor | None = None
+        """() fp32 with its graph, after the pass; None where nothing was compared."""
+
+    def added_to(self, losses: DistillationLoss) -> DistillationLoss:
+        """The losses of logits with that of hidden states."""
+        if self.mean is None:
+            return losses
+        return losses._replace(total=losses.total + self.weight * self.mean, hidden=self.mean.detach())
+
+
+@contextmanager
+def compared(
+    student: nn.Module, states: list[Tensor] | None, next_T: Tensor, config: DistillationConfig
+) -> Iterator[Distance]:
+    """While active, a forward pass of the student is compared with its teacher's; nothing is without states.
+
+    A student's layers get a forward hook for good at the first time, which does nothing in other passes.
+
+    Args:
+        student: the model itself.
+        states: (B, S, H) of `captured_states`, which are let go of in the backward pass.
+        next_T: (T,) what each token predicts; those that predict nothing do not count.
+        config: which layers, what they count for and the tokens of a block.
+
+    Raises:
+        ValueError: states of different shapes, or not one pass of every layer.
+    """
+    if config.hidden is None or states is None:
+        if config.hidden is not None:
+            raise ValueError(
+                "distillation.hidden is set, but the target has no hidden states of the teacher; get it from the "
+                "targets of a Teacher that was made with this configuration"
+            )
+        yield Distance()
+        return
+    layers = chosen_layers(student, config.hidden)
+    if student not in _students or _students[student].layers != layers:
+        _students[student] = _Student(layers, _students.get(student))
+    hooked, distance = _students[student], Distance(config.hidden.weight)
+    if len(states) != len(layers):
+        raise ValueError(f"{len(states)} hidden states of a teacher for {len(layers)} layers of the student")
+    hooked.batch, hooked.found = _Batch(states, next_T != IGNORED, config.chunk_tokens), {}
+    try:
+        yield distance
+        if len(hooked.found) != len(layers):
+            raise ValueError(f"{len(hooked.found)} of {len(layers)} layers ran in a pass that is compared")
+        distance.mean = torch.stack(list(hooked.found.values())).mean()
+    finally:
+        hooked.found = None
+        if distance.mean is None or not distance.mean.requires_grad:
+            hooked.batch = None
+
+
+class _Student:
+    """The hooks of a student's layers, instead of those that it had."""
+
+    def __init__(self, layers: list[nn.Module], before: _Student | None) -> None:
+        for handle in before.handles if before else ():
+            handle.remove()
+        self.layers = layers
+        self.batch: _Batch | None = None
+        self.found: dict[int, Tensor] | None = None
+        """Distances by layer, while a forward pass is compared."""
+        # Before the hooks of DeepSpeed: behind them a checkpointed layer would be recomputed before it is gathered.
+        self.handles: list[RemovableHandle] = [
+            layer.register_forward_hook(lambda _layer, _given, output, n=number: self._seen(n, output), prepend=True)
+            for number, layer in enumerate(layers)
+        ]
+
+    def _seen(self, number: int, output: Any) -> Any:
+        batch = self.batch
+        if batch is None or not batch.states:  # no pass that is compared, or its backward is done
+            return None
+        state_BSH, teacher_BSH = _state(output), batch.states[number]
+        if state_BSH.shape != teacher_BSH.shape:
+            raise ValueError(
+                f"distillation.hidden: the student's layer returns {tuple(state_BSH.shape)} and the teacher's "
+                f"{tuple(teacher_BSH.shape)}; use a teacher of the same hidden_size"
+            )
+        state_BSH, distance = _Distance.apply(state_BSH, teacher_BSH, batch)  # type: ignore[no-untyped-call]
+        if self.found is not None:  # else the layer is computed again for its backward pass
+            self.found[number] = distance
+            batch.pending += distance.requires_grad
+        return (state_BSH, *output[1:]) if isinstance(output, tuple) else state_BSH
+
+
+_students: WeakKeyDictionary[nn.Module, _Student] = WeakKeyDictionary()
+
+
+class _Batch:
+    """What a pass is compared with, until its backward pass is done."""
+
+    def __init__(self, states: list[Tensor], trained_T: Tensor, block: int) -> None:
+        self.states = states
+        self.trained_T = trained_T
+        self.trained = trained_T.sum()
+        self.block = block
+        self.pending = 0
+
+
+class _Distance(torch.autograd.Function):
+    """An identity, and d_l beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, state_BSH: Tensor, teacher_BSH: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(state_BSH, teacher_BSH)
+        ctx.batch = batch
+        total = torch.zeros((), dtype=torch.promote_types(state_BSH.dtype, torch.float32), device=state_BSH.device)
+        for _rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, batch):
+            total += difference_TH.square_().mul_(weight_T1).sum()
+        return state_BSH.detach(), total
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSH: Tensor, of_distance: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        first_derivative_only()
+        state_BSH, teacher_BSH = ctx.saved_tensors
+        found_BSH = torch.empty_like(state_BSH, memory_format=torch.contiguous_format)
+        found_TH, grad_TH = found_BSH.flatten(0, 1), grad_BSH.flatten(0, 1)
+        for rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, ctx.batch):
+            found_TH[rows] = difference_TH.mul_(weight_T1).mul_(2 * of_distance).add_(grad_TH[rows])
+        ctx.batch.pending -= 1
+        if ctx.batch.pending == 0:
+            ctx.batch.states.clear()
+        return found_BSH, None, None
+
+
+def _differences(state_BSH: Tensor, teacher_BSH: Tensor, batch: _Batch) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """By blocks of tokens: which, (T, H) student less teacher, and (T, 1) what its square counts for."""
+    exact = torch.promote_types(state_BSH.dtype, torch.float32)
+    state_TH, teacher_TH = state_BSH.flatten(0, 1), teacher_BSH.flatten(0, 1)
+    for rows in blocks(len(state_TH), batch.block):
+        aim_TH = teacher_TH[rows].to(exact)
+        power_T1 = aim_TH.square().sum(-1, keepdim=True).clamp_min(torch.finfo(exact).eps)
+        weight_T1 = batch.trained_T[rows, None] / (power_T1 * batch.trained)
+        yield rows, torch.sub(state_TH[rows], aim_TH), weight_T1
+
+
+def _state(output: Any) -> Tensor:
+    """What a layer hands on to the next."""
+    state: Tensor = output[0] if isinstance(output, tuple) else output
+    return state

@@ -1,0 +1,107 @@
+"""The processes of a run or an evaluation, and how they agree on an error: what one rank finds, every rank raises.
+
+Python objects travel over a gloo group of its own, which needs no GPU and is patient: the others may wait for hours
+while rank 0 tokenises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_PATIENCE = timedelta(days=7)
+
+
+class AgreedError(ValueError):
+    """An error that every rank raises together, so that it needs to be printed once."""
+
+
+class Ranks:
+    """This process among all; without a process group it is alone."""
+
+    def __init__(self) -> None:
+        joined = dist.is_initialized()
+        self.rank = dist.get_rank() if joined else 0
+        self.world_size = dist.get_world_size() if joined else 1
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if joined else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in rank order."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def all_or_raise(self, work: Callable[[], T]) -> T:
+        """Do `work` on every rank. It must not communicate.
+
+        Raises:
+            AgreedError: it was refused (ValueError) or failed (OSError) on some rank.
+        """
+        result, verdict = _attempt(work)
+        for rank, other in enumerate(self.gather(verdict)):
+            if other is not None:
+                raise AgreedError(other if rank == 0 else f"on rank {rank}: {other}")
+        return cast(T, result)
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 and give its (picklable) result to every rank.
+
+        Raises:
+            AgreedError: it was refused (ValueError) or failed (OSError).
+        """
+        answer: list[Any] = [_attempt(work) if self.first else None]
+        if self._group is not None:
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        result, verdict = answer[0]
+        if verdict is not None:
+            raise AgreedError(verdict)
+        return cast(T, result)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+    def leave(self) -> None:
+        """Wait for every rank and close the connections, so that no rank takes the end of another for a failure."""
+        self.barrier()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def launched_ranks() -> Iterator[Ranks]:
+    """The ranks that torchrun or deepspeed has started, or this process alone, for the time of the block."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Ranks()
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("gloo")
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()
+
+
+def _attempt(work: Callable[[], T]) -> tuple[Any, str | None]:
+    try:
+        return work(), None
+    except ValueError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -1,0 +1,228 @@
+"""Distillation of hidden states against the textbook, for every family, with and without activation checkpointing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sparseforge_ds.config import DistillationConfig, HiddenConfig
+from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels
+from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
+from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared, same_states
+from tests.tiny_models import BUILDERS, tiny_gpt2, tiny_llama, token_batch
+
+EVERY = [1, 2, 3, None]
+
+
+def _config(every: int | None = 1, weight: float = 0.8, **more: Any) -> DistillationConfig:
+    return DistillationConfig(task_weight=0.4, hidden=HiddenConfig(weight, every), **{"chunk_tokens": 5, **more})
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    batch = token_batch()
+    batch["labels"][1, :5] = IGNORED
+    return batch["input_ids"], batch["labels"]
+
+
+def _target(teacher: PreTrainedModel, ids: Tensor, config: DistillationConfig) -> Target:
+    assert config.hidden is not None
+    with torch.no_grad(), captured_states(chosen_layers(teacher, config.hidden)) as states:
+        hidden = hidden_states(teacher, lambda: teacher(input_ids=ids, use_cache=False))
+    layer = head_of(teacher)
+    return Target(hidden, Head(layer.weight, layer.bias), states)
+
+
+def _found(student: PreTrainedModel, teacher: PreTrainedModel, config: DistillationConfig) -> Any:
+    ids, labels = _batch()
+    return loss_in_head(student, labels, config, _target(teacher.eval(), ids, config), input_ids=ids)[0]
+
+
+def _textbook(student: PreTrainedModel, teacher: PreTrainedModel, every: int | None) -> Tensor:
+    """The mean distance by plain autograd, on the states that plain hooks see, token by token."""
+    ids, labels = _batch()
+    trained = next_labels(labels).view_as(labels) != IGNORED
+    found = [_states(model, ids) for model in (student, teacher)]
+    last = len(found[0]) - 1
+    wanted = [n for n in range(last + 1) if (n == last if every is None else (last - n) % every == 0)]
+    distances = []
+    for layer in wanted:
+        mine, other = found[0][layer], found[1][layer].detach()
+        tokens = [
+            ((mine[b, s] - other[b, s]) ** 2).sum() / (other[b, s] ** 2).sum()
+            for b in range(ids.shape[0])
+            for s in range(ids.shape[1])
+            if trained[b, s]
+        ]
+        distances.append(torch.stack(tokens).mean())
+    return torch.stack(distances).mean()
+
+
+def _states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    states: list[Tensor] = []
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    handles = [
+        layer.register_forward_hook(lambda _m, _i, out: states.append(out[0] if isinstance(out, tuple) else out))
+        for layer in layers
+    ]
+    model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return states
+
+
+def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_it_is_the_textbook_for_every_family(family: str) -> None:
+    student, teacher = BUILDERS[family](), BUILDERS[family](seed=1).eval()
+    config = _config()
+    plain = DistillationConfig(task_weight=0.4, chunk_tokens=5)
+    student.eval()  # no dropout; training mode is below
+    ids, labels = _batch()
+    with torch.no_grad():
+        wanted = teacher(input_ids=ids, use_cache=False).logits
+    expected = distillation_loss(student(input_ids=ids, use_cache=False).logits, wanted, labels, plain).total
+    distance = _textbook(student, teacher, 1)
+    expected_gradients = _gradients(student, expected + 0.8 * distance)
+    losses = _found(student, teacher, config)
+    torch.testing.assert_close(losses.hidden, distance.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(losses.total, (expected + 0.8 * distance).detach(), rtol=1e-5, atol=1e-6)
+    assert losses.hidden > 0.01
+    torch.testing.assert_close(_gradients(student, losses.total), expected_gradients, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("block", [1, 7, 1024])
+def test_layers_and_blocks(build: Any, every: int | None, block: int) -> None:
+    student, teacher = build().eval(), build(seed=1).eval()
+    distance = _textbook(student, teacher, every)
+    found = _found(student, teacher, _config(every, chunk_tokens=block))
+    torch.testing.assert_close(found.hidden, distance.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_activation_checkpointing_changes_nothing(reentrant: bool, every: int) -> None:
+    found = []
+    for checkpointing in (False, True):
+        student, teacher = tiny_llama().train(), tiny_llama(seed=1).eval()
+        if checkpointing:
+            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        found.append(_gradients(student, _found(student, teacher, _config(every)).total))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def test_a_batch_may_be_divided() -> None:
+    """The mean over equal parts is that of the whole, which an own normalisation of a batch would not give."""
+    student, teacher, config = tiny_llama().eval(), tiny_llama(seed=1).eval(), _config()
+    ids = token_batch(4)["input_ids"]
+    parts = [
+        loss_in_head(student, part, config, _target(teacher, part, config), input_ids=part)[0].hidden
+        for part in (ids, ids[:2], ids[2:])
+    ]
+    torch.testing.assert_close(parts[0], (parts[1] + parts[2]) / 2, rtol=1e-5, atol=0)
+
+
+def test_the_gradient_of_a_layer_exists_when_the_backward_pass_gets_there() -> None:
+    """Formed after the pass, the gradients of all layers' distances would wait for their layers side by side."""
+    student, teacher, config = tiny_llama().train(), tiny_llama(seed=1).eval(), _config()
+    losses = _found(student, teacher, config)
+    order: list[str] = []
+    for node in _nodes(losses.total):
+        if type(node).__name__ == "_DistanceBackward":
+            node.register_hook(lambda *_: order.append("distance"))
+    for layer in student.model.layers:
+        layer.mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: order.append("layer"))
+    losses.total.backward()
+    assert order == ["distance", "layer"] * len(student.model.layers)
+
+
+def _nodes(tensor: Tensor) -> set[Any]:
+    found: set[Any] = set()
+    ahead = [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return found
+
+
+def test_other_passes_see_nothing_and_states_go_with_the_backward_pass() -> None:
+    student, teacher, config = tiny_llama().train(), tiny_llama(seed=1).eval(), _config()
+    ids, labels = _batch()
+    before = student(input_ids=ids, use_cache=False).logits
+    target = _target(teacher, ids, config)
+    assert target.states is not None and len(target.states) == len(student.model.layers)
+    losses, _ = loss_in_head(student, labels, config, target, input_ids=ids)
+    losses.total.backward()
+    assert target.states == [], "the teacher's states outlive the backward pass"
+    after = student(input_ids=ids, use_cache=False).logits
+    assert not any(type(node).__name__ == "_DistanceBackward" for node in _nodes(after.sum()))
+    assert torch.equal(before, after)
+    with torch.no_grad():
+        again = loss_in_head(student, labels, config, _target(teacher, ids, config), input_ids=ids)[0]
+    assert torch.equal(again.hidden, losses.hidden) and torch.equal(again.total, losses.total)
+
+
+def test_a_copy_is_at_no_distance_and_has_no_gradient() -> None:
+    student, teacher = tiny_llama().eval(), tiny_llama().eval()
+    config = DistillationConfig(weight=1e-30, task_weight=0.0, hidden=HiddenConfig())
+    losses = _found(student, teacher, config)
+    assert losses.hidden == 0
+    assert all(gradient.abs().max() < 1e-25 for gradient in _gradients(student, losses.total).values())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    student, teacher, config = tiny_llama(), tiny_llama(seed=1).eval(), _config()
+    ids, labels = _batch()
+    target = _target(teacher, ids, config)
+    with pytest.raises(ValueError, match="no hidden states of the teacher"):
+        loss_in_head(student, labels, config, target._replace(states=None), input_ids=ids)
+    with pytest.raises(ValueError, match="1 hidden states of a teacher for"):
+        loss_in_head(student, labels, config, target._replace(states=target.states[:1]), input_ids=ids)
+    with pytest.raises(ValueError, match="the student's layer returns"):
+        narrow = [state[..., :-1] for state in target.states]
+        loss_in_head(student, labels, config, target._replace(states=narrow), input_ids=ids)
+    with pytest.raises(ValueError, match="sees logits alone"):
+        distillation_loss(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.long), config)
+    with pytest.raises(ValueError, match="Linear has no layers"):
+        chosen_layers(nn.Linear(2, 2), HiddenConfig())
+    states, next_T = [torch.zeros(1)], torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match="0 of 1 layers ran"), compared(student, states, next_T, _config(every=None)):
+        pass
+
+
+@pytest.mark.parametrize(("key", "words"), [("hidden_size", "wide"), ("num_hidden_layers", "layers deep")])
+def test_two_shapes_of_model_are_refused(key: str, words: str) -> None:
+    def shaped(**sizes: int) -> Any:
+        shape = SimpleNamespace(**{"hidden_size": 8, "num_hidden_layers": 2, **sizes})
+        return SimpleNamespace(get_text_config=lambda: shape)
+
+    same_states(shaped(), shaped())
+    with pytest.raises(ValueError, match=f"the student is .* {words} .* same {key}"):
+        same_states(shaped(), shaped(**{key: 3}))
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"weight": 0.0}, 'distillation.hidden.weight = 0.0 is not valid: use a value > 0, or "hidden": null'),
+        ({"every": 0}, "distillation.hidden.every = 0 is not valid: use null or an integer >= 1"),
+    ],
+)
+def test_impossible_settings(block: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace(".", "\\.")):
+        HiddenConfig(**block)
