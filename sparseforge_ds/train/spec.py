@@ -175,7 +175,7 @@ def make_spec(
         _check_vocabulary(model, teacher)
         if config.distillation.hidden is not None:
             same_states(model.config, teacher.config)
-            _check_channels(config, model, teacher)
+            _check_order(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         positions = getattr(each.config.get_text_config(), "max_position_embeddings", None) if each else None
         if each is not None and positions is not None and arguments.seq_length > positions:
@@ -249,7 +249,7 @@ def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_si
         )
 
 
-def _check_channels(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
+def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
     """Whether hidden states can be compared channel by channel."""
     if config.permute is not None and teacher is not model:
         raise ValueError(
