@@ -83,7 +83,7 @@ def test_lines_stand_above_the_bar(console, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     console(0)
     monitor = Monitor(tmp_path, start=0, max_steps=7, tokens_per_step=2048, every=5)
-    monitor.step(1, SCALARS, DIALS)
+    monitor.step(1, SCALARS, "hardening", DIALS)
     capsys.readouterr()
     logging.getLogger("sparseforge_ds").info("a line")
     said = capsys.readouterr()
