@@ -3,7 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.config.methods import METHODS
-from sparseforge_ds.config.parts import DistillationConfig, HiddenConfig, LowRankConfig, ReconstructionConfig
+from sparseforge_ds.config.parts import (
+    DistillationConfig,
+    HiddenConfig,
+    LowRankConfig,
+    PermuteConfig,
+    ReconstructionConfig,
+)
 from sparseforge_ds.config.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -15,6 +21,7 @@ __all__ = [
     "DistillationConfig",
     "HiddenConfig",
     "LowRankConfig",
+    "PermuteConfig",
     "ReconstructionConfig",
     "SparseForgeConfig",
 ]

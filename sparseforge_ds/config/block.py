@@ -24,6 +24,7 @@ from sparseforge_ds.config.parts import (
     Importance,
     LowRankConfig,
     MonitorConfig,
+    PermuteConfig,
     ReconstructionConfig,
 )
 from sparseforge_ds.config.presets import PRESETS
@@ -57,6 +58,7 @@ class SparseForgeConfig:
     seed: int = 0
     """Seed of probes and of sampled labels."""
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    permute: PermuteConfig | None = None
     low_rank: LowRankConfig | None = None
     distillation: DistillationConfig | None = field(default_factory=DistillationConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -88,6 +90,11 @@ class SparseForgeConfig:
             "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
             'training step; leave it out, or use "probe"',
         )
+        if self.permute is not None and not isinstance(self.parsed_pattern, NM):
+            raise ValueError(
+                f"sparseforge.permute: channels share groups in n:m patterns only, not in {self.pattern}; set permute "
+                "to null"
+            )
         if self.low_rank is not None and self.shifts:
             pattern = self.parsed_pattern
             self._require(

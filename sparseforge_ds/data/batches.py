@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseforge_ds.data.turns import Turns
@@ -86,11 +87,15 @@ class Batches:
             AgreedError: the text cannot be read any further.
         """
         micro_batch = self.layout.micro_batch
-        self._prepare(position, micro_batch * self.layout.world_size)
+        self.prepare(position, micro_batch * self.layout.world_size)
         first = position + self.layout.rank * micro_batch
-        places = [self._turns.place(first + j) for j in range(micro_batch)]
-        window_BS = np.stack([self.sources[source].window(window) for source, window in places])
+        window_BS = np.stack([self.window(first + j) for j in range(micro_batch)])
         return torch.from_numpy(window_BS.astype(np.int64))
+
+    def window(self, place: int) -> NDArray[Any]:
+        """(S,) tokens of one of the run's sequences, which `prepare` has at hand."""
+        source, window = self._turns.place(place)
+        return self.sources[source].window(window)
 
     def summary(self, steps: int) -> str:
         """What a run of so many steps reads, for its banner; of a mixture a line for every source."""
@@ -106,9 +111,10 @@ class Batches:
 
     def prepare_step(self) -> None:
         """Have the whole next global batch at hand, so that text cannot end in the middle of a step; errors as `at`."""
-        self._prepare(self.position, self.layout.global_batch)
+        self.prepare(self.position, self.layout.global_batch)
 
-    def _prepare(self, first: int, count: int) -> None:
+    def prepare(self, first: int, count: int) -> None:
+        """Have so many of the run's sequences at hand. Every rank calls it with the same numbers; errors as `at`."""
         ranges = zip(self.sources, self._turns.before(first), self._turns.before(first + count), strict=True)
         for source, begin, end in ranges:
             if begin < end:

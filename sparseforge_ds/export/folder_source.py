@@ -23,6 +23,7 @@ from sparseforge_ds.export.source import (
 )
 from sparseforge_ds.export.stored import StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.mask.pattern import parse_pattern, top_n
+from sparseforge_ds.permutation.record import Permutation
 
 _KEYS = ("format", "dtype", *HEAD)
 
@@ -46,6 +47,8 @@ class FolderSource(Source):
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
+        self.permutation = Permutation.load(self.folder)
+        self.check_permutation(self.record["permutation"], self.folder / "sparsity.json")
         self.pattern = parse_pattern(str(self.record["pattern"]))
         self.model_folder = self.folder if model is None else Path(model)
         stored_config = read_json(self.folder / "config.json")

@@ -57,6 +57,12 @@ def export(
             "(low_rank.shift), and no mask of the dense model's own weights; use --format hf, or train with "
             '"shift": false'
         )
+    permuted = isinstance(config := source.record.get("config"), dict) and config.get("permute")
+    if format == "mask" and permuted and source.permutation is None:
+        raise ValueError(
+            f"{source.opened[0]}: its channels were permuted before the run, and without the folder `permutation` of "
+            "the run its mask fits no dense model; export from the run's own folder, or use --format hf"
+        )
     packed = format == "packed24"
     if packed and source.pattern != NM(2, 4):
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")

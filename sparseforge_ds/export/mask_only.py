@@ -3,7 +3,8 @@
 OUT holds `mask.safetensors`, whose bytes begin with the first element in the lowest bit, and `mask.json`. `apply` gives
 a Hugging Face folder back: mask * dense with exact +0.0, which for a run that only learned its mask is the model.
 From a run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N
-non-zeros the first zeros count as kept.
+non-zeros the first zeros count as kept. Where channels were permuted before the run, the permutation lies beside the
+mask, and `apply` permutes the dense model as it reads it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from typing_extensions import override
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.export.permuted_folder import read_text_config
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import HEAD, Source, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.writer import write_json, write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.permutation.record import Permutation, Reordering
 
 FORMAT = 1
 """Version of mask.json and of the bytes."""
@@ -58,6 +61,8 @@ def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> d
         "proof": None,
     }
     write_json(folder / "mask.json", record)
+    if source.permutation is not None:
+        source.permutation.save(folder)
     return record
 
 
@@ -77,6 +82,7 @@ class MaskFolder:
         if not isinstance(self.content.get("pattern"), str) or not set(HEAD) <= set(self.content):
             raise ValueError(f"{self._path}: is damaged; export the mask again")
         self.pattern = parse_pattern(self.content["pattern"])
+        self.permutation = Permutation.load(self.folder)
         self._tensors = TensorFolder(self.folder, "mask")
         self.prunable: dict[str, SparseWeight] = {}
         self.fused_name: dict[str, str] = {}
@@ -128,6 +134,8 @@ class MaskedSource(Source):
         if held != expected:
             raise ValueError(f"{model}: is a {held}, the mask in {path} is of a {expected}; give its dense model")
         self._tensors = TensorFolder(self.model_folder)
+        self.permutation = masks.permutation
+        self.check_permutation(masks.content["permutation"], masks.folder / "mask.json")
         self.pattern, self.prunable, self.fused_name = masks.pattern, masks.prunable, masks.fused_name
         self.branches = {}
         prefix = self._prefix()
@@ -139,6 +147,7 @@ class MaskedSource(Source):
                     f"{model}: {name} is {found or 'missing'} there, the mask in {path} is for {weight.shape}; give "
                     "the dense model that it was learned for"
                 )
+        self._reorder = self._order_of_dense()
         chosen = None if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.specs = {}
         for name, part in self._stored.items():
@@ -151,7 +160,10 @@ class MaskedSource(Source):
     @override
     def read(self, name: str) -> Tensor:
         part = self._stored[name]
-        value = self._tensors.read_slice(part.of, part.start, part.stop).view(part.shape).to(self.specs[name].dtype)
+        value = self._tensors.read_slice(part.of, part.start, part.stop).view(part.shape)
+        if self._reorder is not None:
+            value = self._reorder(name, value)
+        value = value.to(self.specs[name].dtype)
         if name in self.prunable:
             value = masked(value, self.read_mask(name))
         require_finite(value, name, self.model_folder)
@@ -160,6 +172,22 @@ class MaskedSource(Source):
     @override
     def read_mask(self, name: str) -> Tensor:
         return self._masks.read(name)
+
+    def _order_of_dense(self) -> Reordering | None:
+        """What the channels of the dense model go through to be in the order of the mask."""
+        of_dense = Permutation.load(self.model_folder)
+        held = None if of_dense is None else of_dense.sha256
+        if held == self.permutation_sha256:
+            return None
+        if self.permutation is None or of_dense is not None:
+            raise ValueError(
+                f"{self.model_folder}: its channels are in the order of permutation {held}, those of the mask in "
+                f"{self._masks.folder} of {self.permutation_sha256}; give the dense model in the order that it was "
+                "trained in"
+            )
+        shapes = {name: part.shape for name, part in self._stored.items()}
+        config = read_text_config(self.model_folder)
+        return Reordering(self.permutation, str(self.model_config["model_type"]), config, shapes)
 
     def _prefix(self) -> str:
         """What the dense folder leaves away: some models are stored without the name of their class' inner model."""

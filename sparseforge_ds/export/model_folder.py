@@ -78,6 +78,8 @@ def write_model(
         write_adapter(source, folder)
         write_card(source, folder, packed)
         adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
+    if source.permutation is not None:
+        source.permutation.save(folder)
     copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT} if packed else None)
     record = {
         **source.record,
@@ -99,17 +101,22 @@ def write_model(
 
 def copy_model_files(source: Source, folder: Path, quantization_config: dict[str, Any] | None = None) -> None:
     """Config, tokenizer, licence: all that belongs to a model but its weights; config.json with the exported dtype."""
-    for file in sorted(source.model_folder.iterdir()):
-        weights = ".safetensors" in file.name or ".bin" in file.name
-        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
-        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
-            shutil.copyfile(file, folder / file.name)
+    copy_other_files(source.model_folder, folder)
     # auto_map names Python files, which are not copied
     config = {key: value for key, value in source.model_config.items() if key not in ("torch_dtype", "auto_map")}
     config["dtype"] = str(source.dtype).removeprefix("torch.")
     if quantization_config is not None:
         config["quantization_config"] = quantization_config
     write_json(folder / "config.json", config)
+
+
+def copy_other_files(model_folder: Path, folder: Path) -> None:
+    """Tokenizer, licence and the like: what is neither weights nor config.json, nor written by an export."""
+    for file in sorted(model_folder.iterdir()):
+        weights = ".safetensors" in file.name or ".bin" in file.name
+        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
+            shutil.copyfile(file, folder / file.name)
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:

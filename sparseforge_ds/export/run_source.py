@@ -26,6 +26,7 @@ from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.family_table import LOW_RANK, SCALE
+from sparseforge_ds.permutation.record import Permutation
 
 
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -107,6 +108,8 @@ class RunSource(Source):
         described = read_json(run / "sparseforge.json") if run else {}
         if model is None:
             check_config(self.model_folder, self.model_config, described.get("config_sha256"))
+        self.permutation = Permutation.load(run) if run else None
+        self.check_permutation(described.get("permutation"), Path(run or path) / "sparseforge.json")
         self.record = {
             "format": 1,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -119,6 +122,7 @@ class RunSource(Source):
                 "ranks": checkpoint.world_size,
             },
             "coverage": described.get("coverage") or {},
+            "permutation": self.permutation_sha256,
             "config": self.config.to_dict(),
         }
 

@@ -29,8 +29,9 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.bits import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern
+from sparseforge_ds.permutation.record import FOLDER, Permutation
 
-HEAD = ("pattern", "finished", "step", "source", "coverage", "config")
+HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config")
 """What `sparsity.json` and `mask.json` both say of where a model comes from."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -57,6 +58,8 @@ class Source(abc.ABC):
     """config.json, as the model was given it."""
     branches: dict[str, tuple[int, int]]
     """SLoRB: name of the module -> shape of its B, (out, in/k). Empty without."""
+    permutation: Permutation | None = None
+    """The order of its channels, where it is not the one that the dense model was trained in."""
     opened: tuple[Path, Path | None, str]
     """With these arguments `open_source` opens the same source again, in another process."""
 
@@ -65,6 +68,19 @@ class Source(abc.ABC):
         """Whether the weights gave a part of themselves to their branches, without which they are useless."""
         config = self.record.get("config")
         return isinstance(config, dict) and SparseForgeConfig.from_dict(config).shifts
+
+    @property
+    def permutation_sha256(self) -> str | None:
+        """Of the order of its channels."""
+        return None if self.permutation is None else self.permutation.sha256
+
+    def check_permutation(self, expected: object, where: Path) -> None:
+        """Raise unless the order of channels is the one that was there when `where` was written, as its sha256."""
+        if self.permutation_sha256 != expected:
+            raise ValueError(
+                f"{where}: was written with the channels in the order of permutation {expected!r}, and beside it is "
+                f"{self.permutation_sha256}; bring its folder {FOLDER} back"
+            )
 
     @abc.abstractmethod
     def read(self, name: str) -> Tensor:

@@ -36,6 +36,7 @@ from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
+from sparseforge_ds.permutation.record import Permutation
 
 PATTERNS: tuple[Pattern, ...] = (NM(1, 8), NM(1, 4), NM(2, 8), NM(1, 2), NM(2, 4), NM(4, 8), Block(16))
 """The strictest first."""
@@ -140,6 +141,11 @@ def check_folder(
         notes.append("config.json gives another dtype than the weights have")
     if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
         notes.append("config.json is not the exported one: the weights may be those of another model")
+    order = Permutation.load(folder)
+    if sparsity.get("permutation") != (None if order is None else order.sha256):
+        notes.append(
+            "permutation/ is not the exported one: a mask of these weights would be in another order of channels"
+        )
     if sparsity.get("adapter"):
         try:
             require_adapter(folder)

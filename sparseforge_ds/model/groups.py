@@ -13,6 +13,9 @@ from torch import nn
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import LOW_RANK, full_shape, prunable_weights
 
+PERMUTED = "channels_are_permuted"
+"""Attribute of a model that says so; `permutation.apply` sets it."""
+
 
 def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: float = 0.0) -> list[dict[str, Any]]:
     """What to give to `deepspeed.initialize` as `model_parameters`.
@@ -27,8 +30,15 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
         weight_decay: of the first two groups.
 
     Raises:
-        ValueError: a prunable weight is frozen, or `prunable_weights` cannot place the model.
+        ValueError: a prunable weight is frozen, the model is not permuted as `config.permute` wants it, or
+            `prunable_weights` cannot place the model.
     """
+    if config.permute is not None and not getattr(model, PERMUTED, False):
+        raise ValueError(
+            "sparseforge.permute: the launcher permutes the model before DeepSpeed has it, and this one is not "
+            "permuted; in a loop of your own call sparseforge_ds.permutation.apply.permute_model before prepare, or "
+            "load a folder that `sparseforge permute` wrote and leave permute out"
+        )
     names = {weight.name for weight in prunable_weights(model, config)}
     prunable, matrix, vector, low_rank = [], [], [], []
     for name, parameter in model.named_parameters():

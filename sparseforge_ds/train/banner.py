@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
@@ -51,6 +52,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             "schedule",
             ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(steps) if stop > start),
         ),
+        *_permute_line(config),
         *_low_rank_line(spec),
         (
             "rate",
@@ -84,6 +86,12 @@ def _mask_line(spec: RunSpec) -> str:
     if isinstance(method, RefreshedMaskConfig):
         line += f", chosen anew every {method.every} steps, decay {method.decay:g}"
     return line
+
+
+def _permute_line(config: SparseForgeConfig) -> list[Row]:
+    if config.permute is None:
+        return []
+    return [("permuted", f"{config.permute.dimensions}, by {config.permute.score}: the student before the first step")]
 
 
 def _low_rank_line(spec: RunSpec) -> list[Row]:

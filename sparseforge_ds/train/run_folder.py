@@ -4,6 +4,7 @@
       sparseforge.json   the algorithm, the weights under a mask, the run flags, versions
       ds_config.json     the resolved DeepSpeed configuration
       model/             config and tokenizer of the model, no weights
+      permutation/       the order of the model's channels, where it is not the one that they were trained in
       data/              the token cache
       checkpoints/       DeepSpeed checkpoints (see checkpoints.py)
       tensorboard/       event files
@@ -40,6 +41,7 @@ from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
+from sparseforge_ds.train.permuting import keep_permutation
 from sparseforge_ds.train.spec import RunSpec
 
 _LOG = logging.getLogger(__name__)
@@ -177,8 +179,8 @@ def write_folder(spec: RunSpec) -> None:
         GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
-    written = read_json(final / "config.json")
-    write_json(spec.folder / "sparseforge.json", {**describe(spec), "config_sha256": config_sha256(written)})
+    more = {"permutation": keep_permutation(spec), "config_sha256": config_sha256(read_json(final / "config.json"))}
+    write_json(spec.folder / "sparseforge.json", {**describe(spec), **more})
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
@@ -23,9 +24,13 @@ from sparseforge_ds.config.deepspeed_config import (
 )
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.permutation.channels import dimensions
+from sparseforge_ds.permutation.find import check_pattern
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
@@ -159,6 +164,8 @@ def make_spec(
     if find is None:
         find, model = find_model, find_model(arguments.model, "--model")
         frame_tokens(model.tokenizer, arguments.document_frame)  # for its errors
+        if config.permute is not None:
+            DenseFolder(model.folder)  # for its errors
     else:
         model = find(arguments.model, "--model")
     hardware = hardware or Hardware.here()
@@ -168,6 +175,7 @@ def make_spec(
         _check_vocabulary(model, teacher)
         if config.distillation.hidden is not None:
             same_states(model.config, teacher.config)
+            _check_order(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         positions = getattr(each.config.get_text_config(), "max_position_embeddings", None) if each else None
         if each is not None and positions is not None and arguments.seq_length > positions:
@@ -177,6 +185,8 @@ def make_spec(
             )
     empty = empty_model(model)
     weights_to_prune(empty, config)  # for its errors
+    if config.permute is not None:
+        _check_channels(empty, config)
     weights = prunable_weights(prepare(empty, config), config)
     uncovered = uncovered_weights(empty, config)
     filled = resolve(
@@ -210,6 +220,15 @@ def make_spec(
     )
 
 
+def _check_channels(empty: PreTrainedModel, config: SparseForgeConfig) -> None:
+    """Whether the channels of the model can be permuted as `config.permute` says."""
+    assert config.permute is not None
+    shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+    model_type, sizes = empty.config.model_type, empty.config.get_text_config()
+    found = dimensions(model_type, sizes, shapes, config.permute.dimensions)
+    check_pattern(config.parsed_pattern, found, prunable_weights(empty, config))
+
+
 def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
     """Drop the ZeRO-3 leaf suffixes that this model has no module for; DeepSpeed would warn on every rank."""
     zero = filled.get("zero_optimization", {})
@@ -227,6 +246,21 @@ def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_si
         raise ValueError(
             f"sparseforge.curvature.sequences = {sequences}: {world_size} ranks with a micro-batch of "
             f"{at_once // world_size} read {at_once} at a time; use a multiple of that, or null for those of a step"
+        )
+
+
+def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
+    """Whether hidden states can be compared channel by channel."""
+    if config.permute is not None and teacher is not model:
+        raise ValueError(
+            f"--teacher {teacher.name}: permute puts the channels of --model {model.name} into another order, and "
+            "distillation.hidden compares them one by one; leave --teacher out, or set one of the two to null"
+        )
+    ours, theirs = (Permutation.load(each.folder) for each in (model, teacher))
+    if (ours and ours.sha256) != (theirs and theirs.sha256):
+        raise ValueError(
+            f"--teacher {teacher.name} has its channels in another order than --model {model.name}, and "
+            'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'
         )
 
 

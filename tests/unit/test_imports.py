@@ -23,6 +23,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config.arguments", "checkpoint.disk", "ranks"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
     "methods": {"torch", "transformers.pytorch_utils", "config", "mask", "zero", "model", "curvature"},
+    "permutation": {
+        "torch",
+        "safetensors",
+        "transformers",
+        "tqdm",
+        "config",
+        "mask.pattern",
+        "checkpoint",
+        "model.families",
+        "zero",
+    },
     "forge": {"torch", "config", "mask.anneal", "zero", "model", "methods", "checkpoint"},
     "export": {
         "torch",
@@ -34,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
         "model.families",
         "model.registration",
+        "permutation",
     },
     "planning": {"torch", "transformers", "config", "mask", "model"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
@@ -56,6 +68,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
     "cli.compare": {"compare"},
     "cli.inspect": {"model.coverage"},
+    "cli.permute": {"evaluate", "model.families", "permutation"},
     "cli.train": {"train.run"},
     "cli.plan": {"transformers", "planning", "train"},
     "compare.figures": {"matplotlib", "pandas"},
@@ -85,6 +98,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "model.hub": {"huggingface_hub"},
     "model.low_rank": {"deepspeed"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
+    "permutation.apply": {"deepspeed", "model.groups"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }
 # The public names.

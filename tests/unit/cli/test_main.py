@@ -19,6 +19,7 @@ from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.evaluate import perplexity, pretrained, published, zero_shot
 from sparseforge_ds.export import formats, source
+from sparseforge_ds.permutation import channels
 
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "safetensors", "tqdm")
 
@@ -55,6 +56,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("export", "--format"): formats.FORMATS,
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
+        ("permute", "--dimensions"): channels.PARTS,
         (perplexity.__name__, "--dtype"): pretrained.DTYPES,
         (perplexity.__name__, "--protocol"): get_args(perplexity.Protocol),
         (zero_shot.__name__, "--dtype"): pretrained.DTYPES,

@@ -215,6 +215,14 @@ def test_hidden_states_of_a_deeper_teacher_are_refused(arguments, tmp_path):
         make_spec(arguments(deepspeed_json(distillation=hidden), teacher=str(other)), world_size=2)
 
 
+def test_hidden_states_of_a_teacher_in_another_order_are_refused(arguments, tmp_path):
+    other = write_model(tmp_path / "other", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    content = deepspeed_json(distillation={"hidden": {}}, permute={})
+    make_spec(arguments(content), world_size=2)
+    with pytest.raises(ValueError, match="permute puts the channels of --model .* into another order"):
+        make_spec(arguments(content, teacher=str(other)), world_size=2)
+
+
 @pytest.mark.parametrize("damage", ["config", "cut", "gone", "tokenizer", "index", "empty"])
 def test_a_damaged_model_is_refused(arguments, model, damage):
     if damage == "config":

@@ -1,0 +1,108 @@
+"""`sparseforge permute`: a dense model with its channels in the order that suits a pattern best."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.export.permuted_folder import DenseFolder
+    from sparseforge_ds.permutation.record import Permutation
+
+DIMENSIONS = ("mlp", "mlp+heads", "all")
+
+_EPILOG = """\
+dimensions:
+  mlp        the inner dimension of every MLP and of every expert
+  mlp+heads  also the values of every key-value head, and the latents of latent attention
+  all        also the residual stream, in one order for all layers
+
+OUT is an ordinary model of its family, which computes what MODEL computes, within rounding. Train it as --model; the
+teacher may be either. OUT/permutation keeps the order, and runs, exports and masks of OUT carry it along.
+
+By magnitude, weights are read one at a time. With --text the whole model is loaded, on the GPU where there is one, and
+weights count by Wanda's score, |W| times the norm of the input.
+
+examples:
+  sparseforge permute models/Qwen3-14B models/Qwen3-14B-permuted
+  sparseforge permute models/Qwen3-14B models/Qwen3-14B-permuted --text calibration.jsonl --dimensions mlp+heads
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "permute",
+        help="a dense model with its channels in the order in which a pattern keeps the most; its function stays",
+        description="Reorder the channels of a dense model, so that large weights share fewer groups of the pattern. "
+        "OUT appears only when it is complete.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
+    add("out", metavar="OUT", help="folder to write; must not exist or be empty")
+    add("--dimensions", default="all", choices=DIMENSIONS, help="see below (default: all)")
+    add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
+    add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
+    add("--text", help="calibration text, as for the perplexity command: score by activations")
+    add("--sequences", type=int, default=32, metavar="N", help="of the text (default: 32)")
+    add("--seq_length", type=int, default=512, metavar="N", help="tokens of a sequence (default: 512)")
+    add("--rows", type=int, default=2048, metavar="N", help="of the weights that read a dimension, so many are sampled")
+    add("--seed", type=int, default=0, help="of the sample and of the search (default: 0)")
+    add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    add("--workers", type=int, help="threads that write (default: one per processor, at most 8)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Permute, and say what was gained."""
+    from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.export.permuted_folder import DenseFolder
+    from sparseforge_ds.export.workers import default_workers
+    from sparseforge_ds.export.writer import unfinished_folder
+
+    for flag in ("sequences", "seq_length", "rows"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag} {getattr(args, flag)}: use an integer >= 1")
+    config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
+    dense = DenseFolder(args.model)
+    progress = sys.stderr.isatty()
+    with unfinished_folder(args.out) as folder:
+        found = _find(args, config, dense, progress)
+        workers = default_workers() if args.workers is None else args.workers
+        dense.write(found, folder, args.max_shard_size, workers, progress)
+    for part, kept in found.facts["kept"].items():
+        before, after = kept["before"], kept["after"]
+        lost = 1 - (1 - after) / (1 - before)
+        print(f"{part}: {config.pattern} keeps {after:.2%} of the score, {before:.2%} before: {lost:.1%} less is lost")
+    print(f"{args.out}: {len(found.index_BC)} dimensions in a new order, found in {found.facts['seconds']:.0f} s")
+    return 0
+
+
+def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder, progress: bool) -> Permutation:
+    import torch
+
+    if args.text is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return dense.find(config, args.dimensions, args.rows, device=device, progress=progress)
+
+    from sparseforge_ds.evaluate.passages import windows
+    from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
+    from sparseforge_ds.evaluate.text import read_documents
+    from sparseforge_ds.model.families import prunable_weights
+    from sparseforge_ds.permutation.activations import find_by_activations
+
+    documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
+    passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length, keep_tail=False)
+    model = load_model(str(Path(args.model)))
+    batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
+    weights = prunable_weights(model, config)
+    return find_by_activations(model, weights, batches, config, args.dimensions, args.rows, progress)
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge permute`")

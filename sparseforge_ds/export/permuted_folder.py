@@ -1,0 +1,126 @@
+"""A dense Hugging Face folder with its channels in another order: another folder of the same family and function."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.adapter import CONFIG
+from sparseforge_ds.export.model_folder import copy_other_files
+from sparseforge_ds.export.published_names import published_tensors
+from sparseforge_ds.export.source import read_model_config
+from sparseforge_ds.export.writer import parse_size, write_tensors
+from sparseforge_ds.model.families import PrunableWeight, prunable_names
+from sparseforge_ds.model.registration import register_families
+from sparseforge_ds.permutation.channels import check_family
+from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
+
+
+def read_text_config(folder: Path) -> Any:
+    """transformers' config of the text model of a folder.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    register_families()
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: its config.json cannot be used ({error})") from None
+
+
+class DenseFolder:
+    """The weights of a dense model in files, whose channels have the order that they were trained in.
+
+    Raises:
+        ValueError: it cannot be read, is sparse or permuted already, or has an adapter.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.model_type = str(read_model_config(self.folder).get("model_type"))
+        for file, what in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (FOLDER, "is permuted")):
+            if (self.folder / file).exists():
+                raise ValueError(f"{folder}: {what} already ({file}); permute the dense model that it was made of")
+        check_family(self.model_type)
+        self.config = read_text_config(self.folder)
+        self.tensors = TensorFolder(self.folder)
+
+    def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]] | None) -> list[PrunableWeight]:
+        """Those that will be in the pattern, under their names in the files.
+
+        Args:
+            config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
+            shapes: of the model in memory, whose names the globs mean; None where files and memory agree.
+        """
+        names = {name: part.of for name, part in published_tensors(self.model_type, shapes or {}).items()}
+        names |= {name.partition(".")[2]: of for name, of in names.items()}
+        held = {name: of for name, of in names.items() if name in self.tensors.specs and name != of}
+        return prunable_names(self.model_type, self.tensors.shapes, config, held)
+
+    def find(
+        self,
+        config: SparseForgeConfig,
+        which: str,
+        rows: int,
+        shapes: dict[str, tuple[int, ...]] | None = None,
+        device: torch.device | str = "cpu",
+        progress: bool = False,
+    ) -> Permutation:
+        """The permutation by magnitude; arguments as of `weights` and `find_permutation`."""
+        return find_permutation(
+            self.tensors.read,
+            self.tensors.shapes,
+            self.weights(config, shapes),
+            self.model_type,
+            self.config,
+            config.parsed_pattern,
+            which,
+            rows,
+            config.seed,
+            device=device,
+            progress=progress,
+        )
+
+    def write(
+        self,
+        permutation: Permutation,
+        folder: Path,
+        max_shard_size: str = "5GB",
+        workers: int = 1,
+        progress: bool = False,
+    ) -> None:
+        """Write the model with its channels in their new order, and the permutation beside it, one tensor at a time.
+
+        Args:
+            permutation: of this model.
+            folder: is there already, and empty.
+            max_shard_size: largest safetensors file.
+            workers: threads.
+            progress: show a bar on stderr.
+        """
+        reorder = Reordering(permutation, self.model_type, self.config, self.tensors.shapes)
+
+        def make(name: str) -> dict[str, Tensor]:
+            return {name: reorder(name, self.tensors.read(name))}
+
+        write_tensors(
+            folder,
+            "model",
+            self.tensors.specs,
+            make,
+            max_shard_bytes=parse_size(max_shard_size),
+            workers=workers,
+            progress=progress,
+        )
+        copy_other_files(self.folder, folder)
+        shutil.copyfile(self.folder / "config.json", folder / "config.json")
+        permutation.save(folder)

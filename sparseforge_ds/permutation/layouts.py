@@ -1,0 +1,75 @@
+"""Where the channels of a hidden vector lie along an axis of a tensor that has them.
+
+A layout takes the config of the text model, the shape of the tensor and the axis (negative), and gives positions along
+the axis: (copies, blocks, channels). Each block has an order of its own, all copies have the same. Of fused experts,
+(experts, out, in), the positions are those along experts times the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Layout = Callable[[Any, tuple[int, ...], int], Tensor]
+
+
+def whole(_config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """The whole axis, in a block for every fused expert."""
+    experts = shape[0] if len(shape) == 3 else 1
+    return torch.arange(experts * shape[axis]).view(1, experts, shape[axis])
+
+
+def shared(_config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """The whole axis, which has the same channels in every fused expert."""
+    return whole(_config, shape, axis).transpose(0, 1)
+
+
+def stacked(_config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """Gate and up of every fused expert, end to end."""
+    return torch.arange(shape[0] * shape[axis]).view(shape[0], 2, shape[axis] // 2).transpose(0, 1)
+
+
+def values(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """A block for every key-value head."""
+    return torch.arange(shape[axis]).view(1, _key_value_heads(config), -1)
+
+
+def attended(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """What the query heads return, which has the channels of the key-value head that their group shares."""
+    groups = _key_value_heads(config)
+    return torch.arange(shape[axis]).view(groups, config.num_attention_heads // groups, -1).transpose(0, 1)
+
+
+def values_of_fused(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """GPT-2's queries, keys and values are one weight; a block for every head of the values."""
+    third = shape[axis] // 3
+    return torch.arange(2 * third, 3 * third).view(1, config.num_attention_heads, -1)
+
+
+def values_of_latent(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """Latent attention computes a key and a value of every head by one weight."""
+    head_HD = torch.arange(shape[axis]).view(1, config.num_attention_heads, -1)
+    return head_HD[..., config.qk_nope_head_dim :]
+
+
+def each_head(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """A block for every query head."""
+    return torch.arange(shape[axis]).view(1, config.num_attention_heads, -1)
+
+
+def key_value_latent(config: Any, _shape: tuple[int, ...], _axis: int) -> Tensor:
+    """The compressed keys and values, in front of the key that is rotated."""
+    return torch.arange(config.kv_lora_rank).view(1, 1, -1)
+
+
+def embedded(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """OPT's embedding has the channels of the residual stream unless a projection stands between them."""
+    projected = config.word_embed_proj_dim != config.hidden_size
+    return torch.empty(0, 1, config.hidden_size, dtype=torch.long) if projected else whole(config, shape, axis)
+
+
+def _key_value_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -1,0 +1,121 @@
+"""A permutation as it is kept beside what it was applied to, and applied to one tensor at a time.
+
+FOLDER/permutation/ holds `permutation.json` (what was asked for, what it gained, a sha256) and
+`permutation.safetensors`: (blocks, channels) int32 a dimension, for every channel the one that takes its place. It is a
+folder of its own so that no loader takes it for weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
+from sparseforge_ds.permutation.channels import Axis, dimensions
+
+FOLDER = "permutation"
+"""Name of the folder."""
+FORMAT = 1
+_STEM = "permutation"
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """New orders of the channels of a model."""
+
+    which: str
+    """The dimensions that were asked for; key of `PARTS`."""
+    index_BC: Mapping[str, Tensor]
+    """(blocks, channels) a dimension: for every channel the one that takes its place."""
+    facts: Mapping[str, Any]
+    """Plain JSON: how it was found, and what it gained."""
+
+    @property
+    def sha256(self) -> str:
+        """Of all orders."""
+        digest = hashlib.sha256()
+        for name, index_BC in sorted(self.index_BC.items()):
+            digest.update(f"{name} {tuple(index_BC.shape)}\n".encode())
+            digest.update(tensor_bytes(index_BC.to(torch.int32)))
+        return digest.hexdigest()
+
+    def save(self, parent: Path) -> None:
+        """Write `parent`/permutation; what was there is replaced when the new one is complete."""
+        final, temporary = parent / FOLDER, parent / f"{FOLDER}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        tensors = {name: index_BC.to(torch.int32).contiguous() for name, index_BC in self.index_BC.items()}
+        save_file(tensors, temporary / f"{_STEM}.safetensors")
+        content = {"format": FORMAT, "dimensions": self.which, "sha256": self.sha256, **self.facts}
+        (temporary / f"{_STEM}.json").write_text(json.dumps(content, indent=2) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.replace(final)
+
+    @classmethod
+    def load(cls, parent: Path) -> Permutation | None:
+        """Of a folder that may have one.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        folder = parent / FOLDER
+        if not folder.is_dir():
+            return None
+        facts = read_json(folder / f"{_STEM}.json")
+        tensors = TensorFolder(folder, _STEM)
+        index = {name: tensors.read(name).long() for name in tensors.specs}
+        format, which, sha256 = (facts.pop(key, None) for key in ("format", "dimensions", "sha256"))
+        found = cls(str(which), index, facts)
+        if format != FORMAT or found.sha256 != sha256:
+            raise ValueError(f"{folder}: is damaged or of another version (format, or sha256); permute again")
+        for name, index_BC in index.items():
+            whole = torch.arange(index_BC.shape[-1]).expand_as(index_BC)
+            if index_BC.dim() != 2 or not torch.equal(index_BC.sort(-1).values, whole):
+                raise ValueError(f"{folder}: {name} is no order of channels; permute again")
+        return found
+
+
+class Reordering:
+    """A permutation on the tensors of one model.
+
+    Args:
+        permutation: what `find_permutation` found for the model, under whatever names of its tensors.
+        model_type, config, shapes: as in `dimensions`.
+
+    Raises:
+        ValueError: it is the permutation of another model.
+    """
+
+    def __init__(
+        self, permutation: Permutation, model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._axes: dict[str, list[tuple[Axis, Tensor]]] = defaultdict(list)
+        found = dimensions(model_type, config, shapes, permutation.which)
+        sizes = {name: (held.blocks, held.channels) for name, held in found.items()}
+        if sizes != {name: tuple(index_BC.shape) for name, index_BC in permutation.index_BC.items()}:
+            raise ValueError("the permutation is one of another model: it has other channels")
+        for name, held in found.items():
+            for axis in held.axes:
+                self._axes[axis.tensor].append((axis, permutation.index_BC[name]))
+
+    @property
+    def moved(self) -> list[str]:
+        """Names of the tensors that have channels."""
+        return list(self._axes)
+
+    def __call__(self, name: str, value: Tensor) -> Tensor:
+        """A tensor of the model with its channels in their new order."""
+        for axis, index_BC in self._axes.get(name, ()):
+            value = axis.reorder(value, index_BC)
+        return value

@@ -1,0 +1,84 @@
+"""`sparseforge permute`: an ordinary folder that computes the same, with the order beside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.permutation.channel_table import CHANNELS
+from sparseforge_ds.permutation.record import Permutation
+from tests.tiny_folders import BYTE_VOCABULARY, write_model
+from tests.tiny_models import BUILDERS, token_batch
+from tests.unit.permutation.test_channels import randomized
+
+
+@torch.no_grad()
+def logits(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model(input_ids=token_batch()["input_ids"]).logits
+
+
+@pytest.mark.parametrize("family", CHANNELS)
+def test_published_files_of_every_family(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    model = randomized(BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
+    folder, out = write_model(tmp_path / "dense", model), tmp_path / "out"
+    assert main(["permute", str(folder), str(out), "--max_shard_size", "50KB"]) == 0
+    printed = capsys.readouterr().out
+    assert "mlp: 2:4 keeps" in printed and "residual: 2:4 keeps" in printed
+    torch.testing.assert_close(logits(out), logits(folder), rtol=1e-4, atol=2e-5)
+    assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (out / "tokenizer.json").is_file() and (out / "model.safetensors.index.json").is_file()
+    found = Permutation.load(out)
+    assert found is not None and found.which == "all" and found.facts["score"] == "magnitude"
+    assert [file.name for file in tmp_path.iterdir() if file.suffix == ".tmp"] == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_scores_by_activations(family: str, tmp_path: Path) -> None:
+    model = randomized(BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
+    folder, text = write_model(tmp_path / "dense", model), tmp_path / "text.txt"
+    text.write_text("Once there was a model that wanted to be small. " * 20)
+    options = ["--text", str(text), "--seq_length", "32", "--sequences", "4", "--dimensions", "mlp+heads"]
+    assert main(["permute", str(folder), str(tmp_path / "out"), *options]) == 0
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(folder), rtol=1e-4, atol=2e-5)
+    found = Permutation.load(tmp_path / "out")
+    assert found is not None and found.which == "mlp+heads" and found.facts["score"] == "activations"
+
+
+def test_the_same_every_time(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "dense")
+    for name in ("a", "b"):
+        assert main(["permute", str(folder), str(tmp_path / name)]) == 0
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
+    assert a == b and a != (folder / "model.safetensors").read_bytes()
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write_model(tmp_path / "dense"), tmp_path / "out"
+
+    def error(*words: str) -> str:
+        assert main(["permute", *words]) == 2
+        assert not list(tmp_path.glob(".*"))
+        return capsys.readouterr().err
+
+    assert "use an integer >= 1" in error(str(folder), str(out), "--rows", "0")
+    assert "n:m patterns only" in error(str(folder), str(out), "--pattern", "block16")
+    assert main(["permute", str(folder), str(out)]) == 0
+    assert "exists and is not an empty folder" in error(str(folder), str(out))
+    assert "is permuted already" in error(str(out), str(tmp_path / "twice"))
+    sparse = shutil.copytree(folder, tmp_path / "sparse")
+    (sparse / "sparsity.json").write_text("{}")
+    assert "is sparse already" in error(str(sparse), str(tmp_path / "twice"))
+    other = write_model(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "falcon"}))
+    assert 'add a line "falcon" to CHANNELS' in error(str(other), str(tmp_path / "twice"))

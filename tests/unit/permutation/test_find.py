@@ -1,0 +1,108 @@
+"""A permutation found for a model: what it counts, and what it is kept as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.permutation.activations import input_squares
+from sparseforge_ds.permutation.channel_table import CHANNELS
+from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.record import Permutation, Reordering
+from tests.tiny_models import BUILDERS, token_batch
+from tests.unit.permutation.test_channels import logits, randomized, shapes_of
+
+
+def find(model: PreTrainedModel, which: str = "all", pattern: str = "2:4", **more: object) -> Permutation:
+    parameters = dict(model.named_parameters())
+    return find_permutation(
+        lambda name: parameters[name].detach(),
+        shapes_of(parameters),
+        prunable_weights(model, SparseForgeConfig(exclude=more.pop("exclude", ()))),  # type: ignore[arg-type]
+        model.config.model_type,
+        model.config.get_text_config(),
+        parse_pattern(pattern),
+        which,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("family", CHANNELS)
+def test_kept_share_of_every_family_rises(family: str) -> None:
+    model = randomized(BUILDERS[family]())
+    parameters = dict(model.named_parameters())
+    weights = prunable_weights(model, SparseForgeConfig())
+    squares = input_squares(model, weights, [token_batch()["input_ids"]])
+    assert {name: value.shape[-1] for name, value in squares.items()} == {
+        w.name: w.shape[w.input_axis] for w in weights
+    }
+    before = logits(model)
+    for found in (find(model, squares=squares), find(model)):
+        assert {"mlp", "heads", "residual"} == set(found.facts["kept"])
+        for part in found.facts["kept"].values():
+            assert part["after"] > part["before"]
+    reorder = Reordering(found, family, model.config.get_text_config(), shapes_of(parameters))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(reorder(name, parameter))
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=2e-5)
+
+
+def test_input_squares_are_those_of_the_inputs() -> None:
+    model = BUILDERS["llama"]()
+    weights = prunable_weights(model, SparseForgeConfig())
+    seen = []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    batches = [token_batch(seed=0)["input_ids"], token_batch(seed=1)["input_ids"]]
+    squares = input_squares(model, weights, batches)["model.layers.1.mlp.down_proj.weight"]
+    torch.testing.assert_close(squares, torch.cat(seen).square().mean((0, 1)))
+
+
+def test_a_weight_that_stays_dense_does_not_count() -> None:
+    model = BUILDERS["llama"]()
+    found = find(model, "mlp", exclude=("*.layers.0.mlp.down_proj.weight",))
+    order = found.index_BC["layers.0.mlp"]
+    assert torch.equal(order[0], torch.arange(64)) and not torch.equal(found.index_BC["layers.1.mlp"], order)
+
+
+def test_a_sample_of_rows_gains_too() -> None:
+    model = BUILDERS["llama"](hidden_size=64, intermediate_size=128)
+    found = find(model, rows=24)
+    assert found.facts["rows"] == 24
+    assert all(part["after"] > part["before"] for part in found.facts["kept"].values())
+
+
+@pytest.mark.parametrize("pattern", ["block16", "2:4"])
+def test_refused_where_groups_are_not_neighbours_of_a_block(pattern: str) -> None:
+    model = BUILDERS["llama"](head_dim=6) if pattern == "2:4" else BUILDERS["llama"]()
+    with pytest.raises(ValueError, match="n:m patterns only" if pattern == "block16" else "blocks of 6"):
+        find(model, "mlp+heads", pattern)
+
+
+def test_saved_and_read_back(tmp_path: Path) -> None:
+    model = BUILDERS["qwen3_moe"]()
+    found = find(model)
+    found.save(tmp_path)
+    found.save(tmp_path)  # over another
+    read = Permutation.load(tmp_path)
+    assert read is not None and read.sha256 == found.sha256 and read.which == "all" and read.facts == found.facts
+    assert Permutation.load(tmp_path / "elsewhere") is None
+    file = tmp_path / "permutation" / "permutation.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "sha256": "0"}))
+    with pytest.raises(ValueError, match="damaged"):
+        Permutation.load(tmp_path)
+
+
+def test_another_model_is_refused() -> None:
+    found = find(BUILDERS["llama"](), "mlp")
+    other = BUILDERS["llama"](intermediate_size=32)
+    shapes = shapes_of(dict(other.named_parameters()))
+    with pytest.raises(ValueError, match="of another model"):
+        Reordering(found, "llama", other.config, shapes)
