@@ -23,6 +23,9 @@ DocumentFrame = Literal["auto", "bos", "eos", "both"]
 SampleBy = Literal["document", "paragraph", "line"]
 """What is a document of a .txt file; the words are those of `datasets`."""
 
+LossOn = Literal["all", "completion"]
+"""Which tokens of a record the loss is the mean over."""
+
 NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
 """Flags that change nothing of what a run does."""
 
@@ -70,8 +73,14 @@ class RunArguments:
         "text",
         "field of a record that holds the text, or the messages of a conversation, which the tokenizer's chat template "
         "makes text of; null or empty records are skipped. Without that field a record may have messages, or prompt "
-        "and completion, as in datasets. The loss is that of all tokens",
+        "and completion, as in datasets; --loss_on says which of its tokens are trained on",
         "NAME",
+    )
+    loss_on: LossOn = _flag(
+        "all",
+        "what the loss is the mean over: all tokens, or those of the completion alone: of records with prompt and "
+        "completion all that follows the prompt, of records with messages the assistant's turns, which the tokenizer's "
+        "chat template must put between {%% generation %%} and {%% endgeneration %%}. Plain text is then refused",
     )
     sample_by: SampleBy = _flag("document", "what is a document of a .txt file: all of it, a paragraph or a line")
     document_frame: DocumentFrame = _flag(

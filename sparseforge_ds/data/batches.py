@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseforge_ds.data.turns import Turns
-from sparseforge_ds.data.windows import Reading, Windows
+from sparseforge_ds.data.windows import Reading, Windows, ids_of, trained_of
+from sparseforge_ds.ranks import AgreedError
 
+IGNORED = -100
+"""Label of a token that is not trained on, as in transformers."""
 _SHOWN = 8
 """Differences that are named in one line."""
 _log = logging.getLogger(__name__)
@@ -40,6 +42,27 @@ class Layout:
     def global_batch(self) -> int:
         """Sequences of an optimizer step, over all ranks."""
         return self.micro_batch * self.accumulation * self.world_size
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences of a rank that go through the model together, and what of them is trained on."""
+
+    token_BS: Tensor
+    """(B, S) int64 ids."""
+    label_BS: Tensor
+    """(B, S) the same ids, -100 where they are not trained on."""
+    trained: float | None = None
+    """What a sum over its trained tokens is divided by, so that the mean over all micro-batches of a batch is the mean
+    over the trained tokens of that batch: their number, over that of its micro-batches. None where all are trained on,
+    as many in each."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """On another device; does not wait for it."""
+        token_BS = self.token_BS.to(device, non_blocking=True)
+        same = self.label_BS is self.token_BS
+        label_BS = token_BS if same else self.label_BS.to(device, non_blocking=True)
+        return MicroBatch(token_BS, label_BS, self.trained)
 
 
 class Batches:
@@ -73,10 +96,38 @@ class Batches:
         self.position += self.layout.micro_batch * self.layout.world_size
         return batch_BS
 
-    def step(self) -> list[Tensor]:
+    def step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next global batch, as `next` will give them; consumes nothing, as `at`."""
+        return self.micro_batches(range(self.position, self.position + self.layout.global_batch))
+
+    def micro_batches(self, batch: range) -> list[MicroBatch]:
+        """This rank's part of consecutive sequences, whose mean loss is wanted; consumes nothing, as `at`.
+
+        Args:
+            batch: their positions, a multiple of those of a micro-batch of all ranks.
+        """
         stride = self.layout.micro_batch * self.layout.world_size
-        return [self.at(self.position + stride * number) for number in range(self.layout.accumulation)]
+        trained = self.trained(batch)
+        # At least one, so that the loss of a batch without any is 0.
+        share = None if trained is None else max(1, trained) * self.layout.micro_batch / len(batch)
+        found = []
+        for position in batch[::stride]:
+            row_BS = self._rows(position)
+            token_BS = label_BS = _ids(row_BS)
+            if share is not None:
+                label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
+            found.append(MicroBatch(token_BS, label_BS, share))
+        return found
+
+    def trained(self, batch: range) -> int | None:
+        """How many tokens of some consecutive sequences are predicted and trained on; None where that is all.
+
+        Every rank counts all of them, so that nothing is to be agreed on.
+        """
+        self.prepare(batch.start, len(batch))
+        if self._window(batch.start).dtype.names is None:
+            return None
+        return sum(int(np.count_nonzero(trained_of(self._window(position))[1:])) for position in batch)
 
     def at(self, position: int) -> Tensor:
         """This rank's (B, S) micro-batch when the run has consumed `position` sequences; consumes nothing.
@@ -86,16 +137,22 @@ class Batches:
         Raises:
             AgreedError: the text cannot be read any further.
         """
+        return _ids(self._rows(position))
+
+    def _rows(self, position: int) -> np.ndarray:
+        """The same as tokens, see `packing.token_dtype`."""
         micro_batch = self.layout.micro_batch
         self.prepare(position, micro_batch * self.layout.world_size)
         first = position + self.layout.rank * micro_batch
-        window_BS = np.stack([self.window(first + j) for j in range(micro_batch)])
-        return torch.from_numpy(window_BS.astype(np.int64))
+        return np.stack([self._window(first + number) for number in range(micro_batch)])
 
-    def window(self, place: int) -> NDArray[Any]:
-        """(S,) tokens of one of the run's sequences, which `prepare` has at hand."""
-        source, window = self._turns.place(place)
+    def _window(self, position: int) -> np.ndarray:
+        source, window = self._turns.place(position)
         return self.sources[source].window(window)
+
+    def window(self, position: int) -> Tensor:
+        """(S,) int64 ids of one of the run's sequences, which `prepare` has at hand."""
+        return _ids(self._window(position))
 
     def summary(self, steps: int) -> str:
         """What a run of so many steps reads, for its banner; of a mixture a line for every source."""
@@ -110,8 +167,21 @@ class Batches:
         return "\n".join(["shares of the tokens; a source that ends begins again", *lines])
 
     def prepare_step(self) -> None:
-        """Have the whole next global batch at hand, so that text cannot end in the middle of a step; errors as `at`."""
-        self.prepare(self.position, self.layout.global_batch)
+        """Have the whole next global batch at hand, so that text cannot end in the middle of a step.
+
+        Raises:
+            AgreedError: as `at`; or nothing of it is trained on.
+        """
+        self.require_trained(range(self.position, self.position + self.layout.global_batch))
+
+    def require_trained(self, batch: range) -> None:
+        """Raise an AgreedError where nothing of some consecutive sequences is trained on."""
+        if self.trained(batch) == 0:
+            raise AgreedError(
+                f"--loss_on completion: no token of the run's sequences {batch.start:,} to {batch.stop - 1:,} is "
+                "trained on; raise --global_batch or --seq_length (or curvature.sequences, where that is set), or "
+                "leave the flag out"
+            )
 
     def prepare(self, first: int, count: int) -> None:
         """Have so many of the run's sequences at hand. Every rank calls it with the same numbers; errors as `at`."""
@@ -187,6 +257,10 @@ class Batches:
             )
         if self.layout.rank == 0:
             _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", what)
+
+
+def _ids(row_BS: np.ndarray) -> Tensor:
+    return torch.from_numpy(ids_of(row_BS).astype(np.int64))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """The token cache of a stream: a folder of chunks that grows while the run goes on, and stays.
 
-    chunk_000003.bin    ids as uint16 or uint32: a whole number of windows, and behind them what the next begins with
+    chunk_000003.bin    tokens as in `packed`: a whole number of windows, and behind them what the next begins with
     chunk_000003.json   its record, which appears last: how many ids these are, and where the reader of the text stood
 
 The first chunks are small, so that training starts soon, and each is twice its predecessor up to the largest size.
@@ -80,7 +80,7 @@ class Chunks:
         return next(chunk for chunk in range(len(there) + 1) if chunk not in there)
 
     def open(self, chunk: int, left: int = 0) -> np.memmap:
-        """(tokens + left,) the ids of a chunk that exists; errors as `open_tokens`."""
+        """(tokens + left,) of a chunk that exists; errors as `open_tokens`."""
         return open_tokens(self._path(chunk, "bin"), self.dtype, self.tokens(chunk) + left)
 
     def record(self, chunk: int) -> Record | None:
@@ -110,7 +110,7 @@ class Chunks:
             raise self._damaged(path, "its hash is another")
 
     def write(self, chunk: int, token: np.ndarray, reader: dict[str, Any], epoch: int, skipped: int) -> None:
-        """Write a chunk, the first that is not there yet: its ids with those behind its windows, then its record.
+        """Write a chunk, the first that is not there yet: its tokens with those behind its windows, then its record.
 
         Raises:
             OSError: the disk is full.

@@ -18,13 +18,11 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from sparseforge_ds.config.arguments import SampleBy
+from sparseforge_ds.config.arguments import LossOn, SampleBy
+from sparseforge_ds.data.documents import Conversation, Document, PromptAndCompletion
 from sparseforge_ds.data.local_rows import load_rows
 
 _LINES = (".txt", ".jsonl", ".json", ".csv", ".tsv")
@@ -37,49 +35,6 @@ _BYTE_ORDER_MARK = "\ufeff"
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt at a file of the hub, after the attempts that huggingface_hub makes by itself."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A record that the tokenizer's chat template makes text of."""
-
-    messages: tuple[dict[str, Any], ...]
-    """Each with a role and content."""
-    where: str
-    """File and record, for errors."""
-
-    def __len__(self) -> int:
-        """About the characters."""
-        return sum(len(str(message.get("content"))) for message in self.messages)
-
-    def render(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """The text, with the template's own special tokens.
-
-        Raises:
-            ValueError: there is no template, or it refuses the conversation.
-        """
-        from jinja2 import TemplateError
-
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"{self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
-                "model's folder (chat_template.jinja), or name a field with text by --text_field"
-            )
-        try:
-            return str(tokenizer.apply_chat_template(list(self.messages), tokenize=False))
-        except TemplateError as error:
-            raise ValueError(
-                f"{self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or remove it"
-            ) from None
-
-
-Document = str | Conversation
-
-
-def is_blank(document: Document) -> bool:
-    """Whether it has no text."""
-    contents = [document] if isinstance(document, str) else [message.get("content") for message in document.messages]
-    return not any(str(content or "").strip() for content in contents)
 
 
 def is_readable(name: str) -> bool:
@@ -100,7 +55,9 @@ def kind_of(file: str) -> tuple[str, str]:
     return kind, compression
 
 
-def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -> Iterator[Document]:
+def documents_of(
+    file: str, text_field: str, sample_by: SampleBy = "document", loss_on: LossOn = "all"
+) -> Iterator[Document]:
     """The documents of one file, "" for each without text.
 
     Args:
@@ -108,6 +65,7 @@ def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -
         text_field: field of a record that holds the text or the messages of a conversation. Records without it may
             have `messages`, or `prompt` and `completion`.
         sample_by: what is a document of a .txt file: a line, a paragraph, or the file.
+        loss_on: with `completion` plain text is refused.
 
     After a failure of the network it goes on with the next document.
 
@@ -122,6 +80,12 @@ def documents_of(file: str, text_field: str, sample_by: SampleBy = "document") -
     while True:
         try:
             for document in itertools.islice(_documents_of(file, text_field, sample_by), done, None):
+                if loss_on == "completion" and _is_plain(document):
+                    raise ValueError(
+                        f"{file}, document {done + 1}: is plain text, which --loss_on completion cannot divide; give "
+                        "records with messages, or with prompt and completion, or leave the flag out (a field that "
+                        "holds messages is named by --text_field)"
+                    )
                 yield document
                 done, failures = done + 1, 0
             return
@@ -247,12 +211,17 @@ def document_of(record: object, text_field: str, where: str) -> Document:
     fields = _fields(list(record), text_field, where)
     values: list[Any] = ["" if record[name] is None else record[name] for name in fields]
     if all(isinstance(value, str) for value in values):
-        return "".join(values)
+        return PromptAndCompletion(*values) if len(values) > 1 else str(values[0])
     if all(map(_is_conversation, values)):
-        return Conversation(tuple(itertools.chain.from_iterable(values)), where)
+        prompt = len(values[0]) if len(values) > 1 else None
+        return Conversation(tuple(itertools.chain.from_iterable(values)), where, prompt)
     wrong = next((i for i, value in enumerate(values) if not isinstance(value, str) and not _is_conversation(value)), 0)
     what = f"is {type(values[wrong]).__name__}, not text nor a list of messages with a role and content"
     raise ValueError(f"{where}: field {fields[wrong]!r} {what}; use --text_field")
+
+
+def _is_plain(document: Document) -> bool:
+    return isinstance(document, str) and not isinstance(document, PromptAndCompletion) and bool(document.strip())
 
 
 def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:

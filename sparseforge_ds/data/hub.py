@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.config.arguments import SampleBy
+from sparseforge_ds.config.arguments import LossOn, SampleBy
 from sparseforge_ds.data.formats import KINDS, is_readable
 from sparseforge_ds.data.splits import choose, describe, split_of
 from sparseforge_ds.data.text_files import Reader, Source
@@ -28,13 +28,14 @@ class HubText(Source):
     text_field: str
     split: str = "train"
     sample_by: SampleBy = "document"
+    loss_on: LossOn = "all"
     streamed = True
 
     @property
     def facts(self) -> dict[str, Any]:
         """See `Source`; without the revision, which the reader's state has."""
         how = {"--text_field": self.text_field, "--split": self.split, "--sample_by": self.sample_by}
-        return {"hub dataset": self.name, **how}
+        return {"hub dataset": self.name, **how, "--loss_on": self.loss_on}
 
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
         """See `Source`; reads the state's `revision`, or today's without one."""
@@ -42,7 +43,7 @@ class HubText(Source):
             state = {**(state or {}), "revision": self._latest_revision()}
         files = self._find_files(state["revision"])
         _log.info("--dataset %s: %s", self.name, describe(files, self.split))
-        return Reader(files, self.text_field, self.sample_by, state)
+        return Reader(files, self.text_field, self.sample_by, state, self.loss_on)
 
     def _find_files(self, revision: str | None) -> list[str]:
         """Addresses of the split's files, in the order of their names."""

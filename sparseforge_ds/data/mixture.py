@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from sparseforge_ds.config.arguments import EMBEDDED_TEXT, SampleBy
+from sparseforge_ds.config.arguments import EMBEDDED_TEXT, LossOn, SampleBy
 from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.splits import find_files
@@ -33,7 +33,11 @@ class Mixture:
 
 
 def find_text(
-    dataset: Sequence[str], text_field: str, split: str = "train", sample_by: SampleBy = "document"
+    dataset: Sequence[str],
+    text_field: str,
+    split: str = "train",
+    sample_by: SampleBy = "document",
+    loss_on: LossOn = "all",
 ) -> Mixture:
     """The text of a run.
 
@@ -42,6 +46,7 @@ def find_text(
         text_field: field of a record that holds the text.
         split: split of a folder or hub dataset, or several, joined by +.
         sample_by: what is a document of a .txt file.
+        loss_on: which tokens are trained on.
 
     Raises:
         ValueError: a source or file cannot be used or comes twice, a weight is missing or no number above 0, or there
@@ -59,7 +64,7 @@ def find_text(
             "(without any, all have the same)"
         )
     parts = whole_parts(names, [Fraction(1) if weight is None else weight for _, weight in pairs])
-    sources = tuple(find_source(name, text_field, split, sample_by) for name in names)
+    sources = tuple(find_source(name, text_field, split, sample_by, loss_on) for name in names)
     owners: dict[Path, str] = {}
     for path, name in ((path.resolve(), source.name) for source in sources for path in _paths(source)):
         if owners.setdefault(path, name) != name:
@@ -73,7 +78,13 @@ def find_text(
     return Mixture(sources, parts)
 
 
-def find_source(dataset: str, text_field: str, split: str = "train", sample_by: SampleBy = "document") -> Source:
+def find_source(
+    dataset: str,
+    text_field: str,
+    split: str = "train",
+    sample_by: SampleBy = "document",
+    loss_on: LossOn = "all",
+) -> Source:
     """One source of `--dataset`.
 
     Looks, but reads nothing except the first record of a file, whose field must exist.
@@ -83,18 +94,23 @@ def find_source(dataset: str, text_field: str, split: str = "train", sample_by: 
         text_field: field of a record that holds the text.
         split: split of a folder or hub dataset, or several, joined by +.
         sample_by: what is a document of a .txt file.
+        loss_on: which tokens are trained on.
 
     Raises:
-        ValueError: no such file, a folder without usable files or that split, an unknown kind of file, or a field that
-            is missing.
+        ValueError: no such file, a folder without usable files or that split, an unknown kind of file, a field that is
+            missing, or plain text where the loss is on the completion.
     """
     if dataset == EMBEDDED_TEXT:
         if "train" not in split.split("+"):
             raise ValueError(f"--split {split}: --dataset {EMBEDDED_TEXT} has train only; name another text")
-        return LocalText(dataset, find_files(stdlib_file("train")), "text")
+        embedded = LocalText(dataset, find_files(stdlib_file("train")), "text", loss_on=loss_on)
+        if loss_on == "completion":
+            next(embedded.read())  # for its error
+        return embedded
     path = Path(dataset.removeprefix(STREAM))
     if path.exists():
-        source = LocalText(dataset, find_files(path, split), text_field, sample_by, dataset.startswith(STREAM))
+        streamed = dataset.startswith(STREAM)
+        source = LocalText(dataset, find_files(path, split), text_field, sample_by, streamed, loss_on)
         for number in range(len(source.files.paths)):
             next(source.read({"file": number}), None)
         return source
@@ -104,7 +120,7 @@ def find_source(dataset: str, text_field: str, split: str = "train", sample_by: 
             f"--dataset {dataset}: no such file or folder; give a file of {KINDS}, a folder of them, "
             f"{STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}; in a mixture with =WEIGHT"
         )
-    return HubText(dataset, text_field, split, sample_by)
+    return HubText(dataset, text_field, split, sample_by, loss_on)
 
 
 def file_lines(source: Source) -> list[str]:

@@ -1,7 +1,7 @@
 """A text that is tokenised whole before training starts: one file of ids, mapped into memory.
 
-A finished cache is two files: `<key>.bin`, the ids as uint16 or uint32, and `<key>.json`, its record, which appears
-last.
+A finished cache is two files: `<key>.bin`, the ids as uint16 or uint32, each with a byte that says whether it is
+trained on where not all are, and `<key>.json`, its record, which appears last.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sparseforge_ds.checkpoint.disk import sync
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.packing import cache_key, token_dtype, tokenise, without_text
 from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.windows import ids_of, trained_of
 
 _LEFTOVER_SECONDS = 600
 """A temporary file that nobody has written to for so long belongs to a run that was killed."""
@@ -40,21 +41,24 @@ class Packed:
     largest_id: int
     skipped: int
     """Documents without any text."""
+    trained: int | None
+    """Tokens that are trained on; None for all."""
     facts: Mapping[str, Any]
     """What the key stands for."""
 
     def open(self) -> np.memmap:
-        """(tokens,) ids, read only; errors as `open_tokens`."""
+        """(tokens,) of `token_dtype`, read only; errors as `open_tokens`."""
         return open_tokens(Path(self.path), self.dtype, self.tokens)
 
     def counted(self) -> str:
         """Of its documents, for the banner."""
         skipped = f" ({self.skipped:,} without text were skipped)" if self.skipped else ""
-        return f"{self.documents:,} documents{skipped}, "
+        loss = "" if self.trained is None else f"loss on {self.trained:,} of "
+        return f"{self.documents:,} documents{skipped}, {loss}"
 
 
 def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
-    """(tokens,) ids of a file, read only.
+    """(tokens,) of a file, read only.
 
     Raises:
         ValueError: this process cannot see the file.
@@ -86,16 +90,19 @@ def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame
     if record.exists():  # the folder may have moved, and the files may have other names now
         return Packed(**{**json.loads(record.read_text()), "path": str(path), "facts": facts})
     folder.mkdir(parents=True, exist_ok=True)
+    completion = source.loss_on == "completion"
     remove_leftovers(folder)
-    tokens = count = largest = skipped = 0
+    tokens = count = largest = skipped = trained = 0
     with whole_file(path) as file:
-        for batch in tokenise(source.read(), tokenizer, frame):
+        for batch in tokenise(source.read(), tokenizer, frame, source.loss_on):
             file.write(batch.token.tobytes())
             tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
-            largest = max(largest, int(batch.token.max(initial=0)))
+            trained += int(np.count_nonzero(trained_of(batch.token))) if completion else 0
+            largest = max(largest, int(ids_of(batch.token).max(initial=0)))
         if not tokens:
             raise without_text(source.name, skipped)
-    packed = Packed(str(path), key, token_dtype(tokenizer), tokens, count, largest, skipped, facts)
+    dtype = token_dtype(tokenizer, source.loss_on)
+    packed = Packed(str(path), key, dtype, tokens, count, largest, skipped, trained if completion else None, facts)
     with whole_file(record) as file:
         file.write(json.dumps(asdict(packed)).encode())
     return packed

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.config.arguments import DocumentFrame
-from sparseforge_ds.data.formats import Conversation, Document, is_blank
+from sparseforge_ds.config.arguments import DocumentFrame, LossOn
+from sparseforge_ds.data.documents import Conversation, Document, Span, is_blank, trained_spans
 from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.windows import ids_of, trained_of
 
 _DOCUMENTS_AT_A_TIME = 256
 _CHARACTERS_AT_A_TIME = 2**22
@@ -77,22 +78,75 @@ def encode(
     ]
 
 
+def encode_trained(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+) -> list[tuple[list[int], np.ndarray]]:
+    """The ids of every document, those of `encode`, and which of them `--loss_on completion` trains on, as booleans.
+
+    A token counts when it begins inside the completion; a token behind a document, which ends it, counts too.
+
+    Raises:
+        ValueError: as `encode`; or the tokenizer or its template does not say which tokens these are.
+    """
+    front, behind = frame_tokens(tokenizer, frame)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"--loss_on completion: the tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) is a slow "
+            "one, which does not say where in the text its tokens begin; put a tokenizer.json into its folder, or "
+            "leave the flag out"
+        )
+    pairs = [trained_spans(each, tokenizer) for each in documents]
+    texts = [_LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text, _ in pairs]
+    batch = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+    )
+    found = []
+    for document, (_, spans), ids, offsets in zip(
+        documents, pairs, batch["input_ids"], batch["offset_mapping"], strict=True
+    ):
+        trained = _begin_inside(offsets, spans)
+        if isinstance(document, Conversation):
+            found.append((list(ids), trained))
+        else:
+            around = np.array([*([False] * len(front)), *trained, *([True] * len(behind))], dtype=bool)
+            found.append(([*front, *ids, *behind], around))
+    return found
+
+
+def check_trained(source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto") -> None:
+    """Look at the first document of a text, so that what `encode_trained` refuses is found early; errors as there."""
+    first = next((document for document in source.read() if not is_blank(document)), None)
+    if first is not None:
+        encode_trained([first], tokenizer, frame)
+
+
+def _begin_inside(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+    begin = np.array([first for first, _ in offsets], dtype=np.int64)
+    trained = np.zeros(len(begin), dtype=bool)
+    for start, stop in spans:
+        trained |= (start <= begin) & (begin < stop)
+    return trained
+
+
 @dataclass(frozen=True)
 class Batch:
     """Some documents in a row, as tokens."""
 
     token: np.ndarray
-    """(tokens,) ids."""
+    """(tokens,) of `token_dtype`."""
     documents: int
     skipped: int
     """Documents without text, which are not among `documents`."""
 
 
 def tokenise(
-    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+    documents: Iterator[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    frame: DocumentFrame = "auto",
+    loss_on: LossOn = "all",
 ) -> Iterator[Batch]:
     """All documents, some at a time; takes no more from the iterator than it has given; errors as `encode`."""
-    dtype = token_dtype(tokenizer)
+    dtype = token_dtype(tokenizer, loss_on)
     while True:
         batch, characters = [], 0
         for document in itertools.islice(documents, _DOCUMENTS_AT_A_TIME):
@@ -103,8 +157,16 @@ def tokenise(
         if not batch:
             return
         used = [document for document in batch if not is_blank(document)]
-        ids = itertools.chain.from_iterable(encode(used, tokenizer, frame)) if used else ()
-        yield Batch(np.fromiter(ids, dtype=dtype), len(used), len(batch) - len(used))
+        if not used:
+            token = np.empty(0, dtype=dtype)
+        elif loss_on == "completion":
+            ids, trained = zip(*encode_trained(used, tokenizer, frame), strict=True)
+            token = np.empty(sum(map(len, ids)), dtype=dtype)
+            ids_of(token)[:] = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64)
+            trained_of(token)[:] = np.concatenate(trained)
+        else:
+            token = np.fromiter(itertools.chain.from_iterable(encode(used, tokenizer, frame)), dtype=dtype)
+        yield Batch(token, len(used), len(batch) - len(used))
 
 
 def without_text(name: str, skipped: int) -> ValueError:
@@ -123,9 +185,9 @@ def unsuitable(largest: int, vocabulary: int) -> ValueError:
     )
 
 
-def token_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The smallest of numpy's types that holds every id."""
-    return "uint16" if len(tokenizer) <= 2**16 else "uint32"
+def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all") -> str:
+    """The smallest of numpy's types that holds every id, and with `completion` beside it whether it is trained on."""
+    return ("uint16" if len(tokenizer) <= 2**16 else "uint32") + (",?" if loss_on == "completion" else "")
 
 
 def cache_key(

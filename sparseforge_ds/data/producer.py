@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.chunks import Chunks, Record, Sizes
 from sparseforge_ds.data.packing import Batch, token_dtype, tokenise, unsuitable, without_text
 from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.windows import ids_of
 
 AHEAD = 2
 """Chunks that are made before they are needed."""
@@ -54,7 +56,7 @@ class Job:
     @property
     def chunks(self) -> Chunks:
         """The folder that the chunks lie in."""
-        return Chunks(self.folder, self.sizes, token_dtype(self.tokenizer))
+        return Chunks(self.folder, self.sizes, token_dtype(self.tokenizer, self.source.loss_on))
 
 
 class Maker:
@@ -81,7 +83,7 @@ class Maker:
             self._left = np.array(self.chunks.open(last, record["left"])[self.chunks.tokens(last) :])
         self._epoch, self._skipped = record["epoch"], record["skipped"]
         self._reader = job.source.read(record["reader"])
-        self._batches = tokenise(self._reader, job.tokenizer, job.frame)
+        self._batches = self._tokenise()
 
     def make(self) -> None:
         """Make the next chunk.
@@ -97,11 +99,15 @@ class Maker:
             parts.append(batch.token)
             had += len(batch.token)
         token = np.concatenate(parts)
-        if int(token.max()) >= self._job.vocabulary:
-            raise unsuitable(int(token.max()), self._job.vocabulary)
+        largest = int(ids_of(token).max())
+        if largest >= self._job.vocabulary:
+            raise unsuitable(largest, self._job.vocabulary)
         self.chunks.write(self.finished, token, self._reader.state(), self._epoch, self._skipped)
         self._left = token[wanted:]
         self.finished += 1
+
+    def _tokenise(self) -> Iterator[Batch]:
+        return tokenise(self._reader, self._job.tokenizer, self._job.frame, self._job.source.loss_on)
 
     def _next_batch(self) -> Batch:
         """Documents with text, with those without text before them; the first ones again after the last."""
@@ -112,7 +118,7 @@ class Maker:
                 if len(batch.token):
                     return dataclasses.replace(batch, skipped=skipped)
             self._reader.rewind()
-            self._batches = tokenise(self._reader, self._job.tokenizer, self._job.frame)
+            self._batches = self._tokenise()
             self._epoch, ends = self._epoch + 1, ends + 1
         raise without_text(self._job.source.name, skipped)
 

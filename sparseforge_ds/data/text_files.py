@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparseforge_ds.config.arguments import SampleBy
-from sparseforge_ds.data.formats import Document, documents_of
+from sparseforge_ds.config.arguments import LossOn, SampleBy
+from sparseforge_ds.data.documents import Document
+from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.splits import Files
 
 
@@ -22,11 +23,19 @@ class Reader:
         text_field: field of a record that holds the text.
         sample_by: what is a document of a .txt file.
         state: where to begin, as `state` gave it; without a file at the first document.
+        loss_on: with `completion` plain text is refused.
     """
 
-    def __init__(self, files: Sequence[str], text_field: str, sample_by: SampleBy, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        files: Sequence[str],
+        text_field: str,
+        sample_by: SampleBy,
+        state: Mapping[str, Any],
+        loss_on: LossOn = "all",
+    ) -> None:
         self._files = files
-        self._how = text_field, sample_by
+        self._how = text_field, sample_by, loss_on
         self._pinned = {name: value for name, value in state.items() if name not in ("file", "record")}
         self._go_to(state.get("file", 0), state.get("record", 0))
 
@@ -63,6 +72,8 @@ class Source(ABC):
     """What users call it."""
     streamed: bool
     """Whether it is tokenised while the run goes on, and not whole before it starts."""
+    loss_on: LossOn = "all"
+    """Which of its tokens are trained on."""
 
     @property
     @abstractmethod
@@ -92,12 +103,15 @@ class LocalText(Source):
     text_field: str
     sample_by: SampleBy = "document"
     streamed: bool = False
+    loss_on: LossOn = "all"
 
     @property
     def facts(self) -> dict[str, Any]:
         """See `Source`."""
-        return {"--text_field": self.text_field, "--sample_by": self.sample_by, "files": self.files.contents}
+        how = {"--text_field": self.text_field, "--sample_by": self.sample_by, "--loss_on": self.loss_on}
+        return {**how, "files": self.files.contents}
 
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
         """See `Source`."""
-        return Reader([str(path) for path in self.files.paths], self.text_field, self.sample_by, state or {})
+        files = [str(path) for path in self.files.paths]
+        return Reader(files, self.text_field, self.sample_by, state or {}, self.loss_on)

@@ -9,6 +9,17 @@ from typing import Any, Protocol
 import numpy as np
 
 
+def ids_of(token: np.ndarray) -> np.ndarray:
+    """The ids of tokens, a view; `packing.token_dtype` says what tokens are."""
+    return token if token.dtype.names is None else token["f0"]
+
+
+def trained_of(token: np.ndarray) -> np.ndarray:
+    """Which of the tokens are trained on, a view of booleans; only with `--loss_on completion`."""
+    trained: np.ndarray = token["f1"]
+    return trained
+
+
 @dataclass(frozen=True)
 class Reading:
     """How far a source of text has been read."""
@@ -47,7 +58,7 @@ class Windows(Protocol):
         ...
 
     def window(self, sample: int) -> np.ndarray:
-        """(S,) ids of a window that is at hand, of any type of integer."""
+        """(S,) tokens of a window that is at hand: ids of any type of integer, perhaps with what `trained_of` gets."""
         ...
 
     def state(self) -> dict[str, Any]:

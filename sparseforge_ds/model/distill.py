@@ -38,19 +38,26 @@ class DistillationLoss(NamedTuple):
 
 
 def distillation_loss(
-    student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, labels_BS: Tensor, config: DistillationConfig
+    student_logits_BSV: Tensor,
+    teacher_logits_BSV: Tensor,
+    labels_BS: Tensor,
+    config: DistillationConfig,
+    trained: float | None = None,
 ) -> DistillationLoss:
     """The training loss, with the shift by one of transformers' causal models inside: logits at s predict label s + 1.
 
     The gradient is formed in the backward pass, block by block in fp32, times whatever scale comes from above, and then
     stored in the dtype of the logits: fp16 loss scaling protects it. A non-finite logit gives a non-finite loss; a
-    batch in which every label is ignored gives NaN, like `torch.nn.functional.cross_entropy`.
+    batch in which every label is ignored gives NaN, like `torch.nn.functional.cross_entropy`, or 0 with `trained`.
 
     Args:
         student_logits_BSV: (B, S, V) in any floating dtype.
         teacher_logits_BSV: (B, S, V), no gradient flows to it.
         labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         config: weights, temperature and the tokens of a block.
+        trained: what sums over the labels that are not ignored are divided by; None for their number here. With their
+            number in a whole step, over that of its micro-batches on all ranks, the mean over the micro-batches is that
+            of the step.
 
     Raises:
         ValueError: shapes that do not belong together, above all two different vocabularies; a config that distils
@@ -69,21 +76,26 @@ def distillation_loss(
             f"{tuple(labels_BS.shape)} do not belong together; give (B, S, V), (B, S, V) and (B, S) of one batch"
         )
     losses = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        student_logits_BSV.reshape(-1, V), teacher_logits_BSV.detach().reshape(-1, V), next_labels(labels_BS), config
+        student_logits_BSV.reshape(-1, V),
+        teacher_logits_BSV.detach().reshape(-1, V),
+        next_labels(labels_BS),
+        config,
+        trained,
     )
     return parts_of(losses)
 
 
-def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024) -> Tensor:
+def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024, trained: float | None = None) -> Tensor:
     """() fp32 next-token cross-entropy without a teacher, a block of tokens at a time like `distillation_loss`.
 
     Args:
         logits_BSV: (B, S, V) in any floating dtype.
         labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         chunk_tokens: most tokens whose fp32 log-probabilities exist at a time.
+        trained: see `distillation_loss`.
     """
     losses: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        logits_BSV.flatten(0, 1), None, next_labels(labels_BS), task_only(chunk_tokens)
+        logits_BSV.flatten(0, 1), None, next_labels(labels_BS), task_only(chunk_tokens), trained
     )
     return losses[0]
 
@@ -129,9 +141,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student_TV: Tensor, teacher_TV: Tensor | None, next_T: Tensor, config: DistillationConfig
+        ctx: Any,
+        student_TV: Tensor,
+        teacher_TV: Tensor | None,
+        next_T: Tensor,
+        config: DistillationConfig,
+        trained: float | None,
     ) -> Tensor:
-        tokens = TokenLosses(next_T, config, student_TV.dtype)
+        tokens = TokenLosses(next_T, config, student_TV.dtype, trained)
         for rows in blocks(len(next_T), block_tokens(config, student_TV.shape[1])):
             tokens.add(rows, student_TV[rows], None if teacher_TV is None else teacher_TV[rows])
         ctx.save_for_backward(student_TV, teacher_TV)
@@ -147,7 +164,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in blocks(len(student_TV), block_tokens(tokens.config, student_TV.shape[1])):
             teacher = None if teacher_TV is None else teacher_TV[rows]
             gradient_TV[rows] = tokens.gradient(student_TV[rows], teacher, of_losses[0][0], rows=rows)
-        return gradient_TV, None, None, None
+        return gradient_TV, None, None, None, None
 
 
 def first_derivative_only() -> None:
@@ -168,12 +185,16 @@ class TokenLosses:
         next_T: what each token predicts.
         config: weights and temperature.
         dtype: of the logits; sums are in fp32, or in fp64 where the logits are.
+        trained: what sums are divided by, see `distillation_loss`.
     """
 
-    def __init__(self, next_T: Tensor, config: DistillationConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, next_T: Tensor, config: DistillationConfig, dtype: torch.dtype, trained: float | None = None
+    ) -> None:
         self.config = config
         self.exact = torch.promote_types(dtype, torch.float32)
         self.ignored_T1 = (next_T == IGNORED)[:, None]
+        self.trained = self.ignored_T1.numel() - self.ignored_T1.sum() if trained is None else trained
         self.target_T1 = next_T[:, None].masked_fill(self.ignored_T1, 0)
         # Columns: KL and cross-entropy; log-normalizers of the student at temperature 1, of both at the set one.
         self.kl_T1, self.cross_entropy_T1, self.student_T1, self.tempered_T1, self.teacher_T1 = torch.zeros(
@@ -212,7 +233,6 @@ class TokenLosses:
 
     def means(self) -> Tensor:
         """(3,) total, cross-entropy and KL over the tokens that are trained on."""
-        self.trained = self.ignored_T1.numel() - self.ignored_T1.sum()
         cross_entropy, kl = (
             token_T1.masked_fill(self.ignored_T1, 0.0).sum() / self.trained
             for token_T1 in (self.cross_entropy_T1, self.kl_T1)

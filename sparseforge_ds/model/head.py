@@ -134,6 +134,7 @@ def loss_in_head(
     labels_BS: Tensor,
     config: DistillationConfig | None = None,
     target: Target | None = None,
+    trained: float | None = None,
     **inputs: Any,
 ) -> tuple[DistillationLoss, Any]:
     """Run a model and form its loss, `distillation_loss` to rounding, without the logits of either model.
@@ -146,6 +147,7 @@ def loss_in_head(
         config: weights, temperature and the tokens of a block; None for the task loss alone.
         target: what the teacher says of these inputs (`Teacher.targets`); None for the task loss alone. Its states are
             let go of in the backward pass.
+        trained: what sums over the labels that are not ignored are divided by, see `distillation_loss`.
         **inputs: of the forward pass, `input_ids` above all.
 
     Returns:
@@ -169,11 +171,11 @@ def loss_in_head(
             raise ValueError(f"labels {tuple(labels_BS.shape)} do not belong to inputs {tuple(hidden_BSH.shape[:2])}")
         dtype = _computing(hidden_BSH)
         found: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_BSH.flatten(0, 1), head.weight, head.bias, *teacher, next_T, config, dtype
+            hidden_BSH.flatten(0, 1), head.weight, head.bias, *teacher, next_T, config, dtype, trained
         )
         return found
 
-    with compared(model, target.states if target else None, next_T, config) as distance:
+    with compared(model, target.states if target else None, next_T, config, trained) as distance:
         output = computed_in_head(model, lambda: engine(use_cache=False, **inputs), losses)
     return distance.added_to(parts_of(output.logits)), output
 
@@ -203,11 +205,12 @@ class _HeadLoss(torch.autograd.Function):
         next_T: Tensor,
         config: DistillationConfig,
         dtype: torch.dtype,
+        trained: float | None,
     ) -> Tensor:
         given = (hidden_TH, weight_VH, bias_V, teacher_TH, teacher_weight_VH, teacher_bias_V)
         ctx.save_for_backward(*given)
         ctx.dtype, ctx.size, ctx.kept = dtype, block_tokens(config, len(weight_VH)), None
-        ctx.tokens = TokenLosses(next_T, config, dtype)
+        ctx.tokens = TokenLosses(next_T, config, dtype, trained)
         kind = hidden_TH.device.type
         with torch.autocast(kind, enabled=False) if _casts(kind) else nullcontext():
             student, teacher = _logits_of(given, dtype)
@@ -242,7 +245,7 @@ class _HeadLoss(torch.autograd.Function):
                 grad_VH[columns] = gradient_TV.T @ hidden
             if grad_V is not None:
                 grad_V[columns] = gradient_TV.sum(0)
-        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype), grad_VH, grad_V, *[None] * 6)
+        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype), grad_VH, grad_V, *[None] * 7)
 
 
 def _columns(most: int) -> int:

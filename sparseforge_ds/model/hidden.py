@@ -95,7 +95,11 @@ class Distance:
 
 @contextmanager
 def compared(
-    student: nn.Module, states: list[Tensor] | None, next_T: Tensor, config: DistillationConfig
+    student: nn.Module,
+    states: list[Tensor] | None,
+    next_T: Tensor,
+    config: DistillationConfig,
+    trained: float | None = None,
 ) -> Iterator[Distance]:
     """While active, a forward pass of the student is compared with its teacher's; nothing is without states.
 
@@ -106,6 +110,7 @@ def compared(
         states: (B, S, H) of `captured_states`, which are let go of in the backward pass.
         next_T: (T,) what each token predicts; those that predict nothing do not count.
         config: which layers, what they count for and the tokens of a block.
+        trained: what sums over the tokens that count are divided by, see `distillation_loss`.
 
     Raises:
         ValueError: states of different shapes, or not one pass of every layer.
@@ -124,7 +129,7 @@ def compared(
     hooked, distance = _students[student], Distance(config.hidden.weight)
     if len(states) != len(layers):
         raise ValueError(f"{len(states)} hidden states of a teacher for {len(layers)} layers of the student")
-    hooked.batch, hooked.found = _Batch(states, next_T != IGNORED, config.chunk_tokens), {}
+    hooked.batch, hooked.found = _Batch(states, next_T != IGNORED, config.chunk_tokens, trained), {}
     try:
         yield distance
         if len(hooked.found) != len(layers):
@@ -175,10 +180,10 @@ _students: WeakKeyDictionary[nn.Module, _Student] = WeakKeyDictionary()
 class _Batch:
     """What a pass is compared with, until its backward pass is done."""
 
-    def __init__(self, states: list[Tensor], trained_T: Tensor, block: int) -> None:
+    def __init__(self, states: list[Tensor], trained_T: Tensor, block: int, trained: float | None) -> None:
         self.states = states
         self.trained_T = trained_T
-        self.trained = trained_T.sum()
+        self.trained = trained_T.sum() if trained is None else trained
         self.block = block
         self.pending = 0
 

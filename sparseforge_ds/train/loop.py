@@ -17,6 +17,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
+from sparseforge_ds.data.batches import MicroBatch
 from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.banner import readable_bytes
@@ -71,15 +72,16 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
                 save(context, checkpoints, monitor, before)
             raise
         losses = torch.zeros(len(LOSSES), device=context.device)
-        micro_batches = [token_BS.to(context.device, non_blocking=True) for token_BS in batches.step()]
+        micro_batches = [batch.to(context.device) for batch in batches.step()]
         with ExitStack() as teaching:
-            for number, token_BS in enumerate(micro_batches, 1):
+            for number, batch in enumerate(micro_batches, 1):
                 next(batches)
                 if number == 1 or context.objective.one_at_a_time:
                     teaching.close()
-                    together = [token_BS] if context.objective.one_at_a_time else micro_batches
-                    targets = iter(teaching.enter_context(context.objective.targets(together)))
-                loss, parts = context.objective.loss(token_BS, next(targets))
+                    together = [batch] if context.objective.one_at_a_time else micro_batches
+                    tokens = [each.token_BS for each in together]
+                    targets = iter(teaching.enter_context(context.objective.targets(tokens)))
+                loss, parts = context.objective.loss(batch, next(targets))
                 engine.backward(loss)
                 if number == len(micro_batches):
                     teaching.close()
@@ -174,14 +176,15 @@ class ProbeText:
 
     def passes(self, batch: int) -> list[Closure]:
         """This rank's micro-batches of a probe batch."""
-        layout = self.context.batches.layout
-        size = self.context.spec.config.curvature.sequences or layout.global_batch
+        batches = self.context.batches
+        size = self.context.spec.config.curvature.sequences or batches.layout.global_batch
         first = max(0, self.position + size * (batch if self.direction > 0 else -1 - batch))
-        stride = layout.micro_batch * layout.world_size
-        return [partial(self._loss, position) for position in range(first, first + size, stride)]
+        sequences = range(first, first + size)
+        batches.require_trained(sequences)
+        return [partial(self._loss, micro_batch) for micro_batch in batches.micro_batches(sequences)]
 
-    def _loss(self, position: int) -> Tensor:
-        return self.context.objective.cross_entropy(self.context.batches.at(position).to(self.context.device))
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        return self.context.objective.cross_entropy(batch.to(self.context.device))
 
 
 def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
@@ -190,8 +193,10 @@ def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
     if every.histograms_every and step % every.histograms_every == 0:
         monitor.histograms(step, context.forge.histograms())
     if every.gap_every and step % every.gap_every == 0:
-        token_BS = context.batches.at(context.batches.position).to(context.device)
-        gap = context.forge.soft_to_hard_gap(lambda: context.objective.cross_entropy(token_BS))
+        layout, position = context.batches.layout, context.batches.position
+        (batch,) = context.batches.micro_batches(range(position, position + layout.micro_batch * layout.world_size))
+        batch = batch.to(context.device)
+        gap = context.forge.soft_to_hard_gap(lambda: context.objective.cross_entropy(batch))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.data.batches import MicroBatch
 from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import compared
@@ -71,40 +72,43 @@ class Objective:
             with self.teacher.targets(micro_batches) as targets:
                 yield targets
 
-    def loss(self, token_BS: Tensor, target: Target | None) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: MicroBatch, target: Target | None) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, and its `LOSSES` for the log.
 
         Args:
-            token_BS: (B, S) ids.
+            batch: the micro-batch.
             target: its own, of `targets`.
         """
         if self.whole:
-            losses, output = self._of_whole_logits(token_BS)
+            losses, output = self._of_whole_logits(batch)
         else:
-            losses, output = loss_in_head(self.engine, token_BS, self.config, target, input_ids=token_BS)
+            losses, output = loss_in_head(
+                self.engine, batch.label_BS, self.config, target, batch.trained, input_ids=batch.token_BS
+            )
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
         uneven = torch.zeros_like(total) if balance is None else balance
         parts = [total, losses.cross_entropy, losses.kl, losses.hidden, uneven]
         return total, torch.stack([part.detach().float() for part in parts])
 
-    def cross_entropy(self, token_BS: Tensor) -> Tensor:
+    def cross_entropy(self, batch: MicroBatch) -> Tensor:
         """The task loss alone, which probes of the curvature take."""
         if self.whole or self.draws_labels:
-            return task_loss(self._run(token_BS).logits, token_BS)
-        return loss_in_head(self.engine, token_BS, input_ids=token_BS)[0].total
+            return task_loss(self._run(batch.token_BS).logits, batch.label_BS, trained=batch.trained)
+        return loss_in_head(self.engine, batch.label_BS, trained=batch.trained, input_ids=batch.token_BS)[0].total
 
-    def _of_whole_logits(self, token_BS: Tensor) -> tuple[DistillationLoss, Any]:
+    def _of_whole_logits(self, batch: MicroBatch) -> tuple[DistillationLoss, Any]:
+        token_BS, label_BS, trained = batch.token_BS, batch.label_BS, batch.trained
         if self.teacher is None or self.config is None:
             output = self._run(token_BS)
-            total = task_loss(output.logits, token_BS)
+            total = task_loss(output.logits, label_BS, trained=trained)
             nothing = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), nothing, nothing), output
         with self.teacher.captured() as states:
             teacher_BSV = self.teacher(token_BS)
-        with compared(self.engine.module, states, next_labels(token_BS), self.config) as distance:
+        with compared(self.engine.module, states, next_labels(label_BS), self.config, trained) as distance:
             output = self._run(token_BS)
-        losses = distillation_loss(output.logits, teacher_BSV, token_BS, replace(self.config, hidden=None))
+        losses = distillation_loss(output.logits, teacher_BSV, label_BS, replace(self.config, hidden=None), trained)
         return distance.added_to(losses), output
 
     def _run(self, token_BS: Tensor) -> Any:

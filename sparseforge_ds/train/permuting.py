@@ -69,7 +69,7 @@ def _found(spec: RunSpec, settings: PermuteConfig, batches: Batches) -> Permutat
             spec.config, settings.dimensions, settings.rows, shapes, device=device
         )
     else:
-        windows = (torch.from_numpy(batches.window(i).astype("int64"))[None] for i in range(settings.sequences))
+        windows = (batches.window(i)[None] for i in range(settings.sequences))
         loaded = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, None)
         model = loaded.to(device)  # type: ignore[arg-type]
         found = find_by_activations(

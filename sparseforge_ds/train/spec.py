@@ -23,7 +23,8 @@ from sparseforge_ds.config.deepspeed_config import (
     zero_stage,
 )
 from sparseforge_ds.data.mixture import Mixture, find_text
-from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.data.packing import check_trained, frame_tokens
+from sparseforge_ds.data.text_files import LocalText
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
@@ -213,7 +214,7 @@ def make_spec(
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
-        text=find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by),
+        text=_find_text(arguments, config, model),
         sizes=describe(empty, weights, leaves),
         teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
         world_size=world_size,
@@ -227,6 +228,21 @@ def _check_channels(empty: PreTrainedModel, config: SparseForgeConfig) -> None:
     model_type, sizes = empty.config.model_type, empty.config.get_text_config()
     found = dimensions(model_type, sizes, shapes, config.permute.dimensions)
     check_pattern(config.parsed_pattern, found, prunable_weights(empty, config))
+
+
+def _find_text(arguments: RunArguments, config: SparseForgeConfig, model: Pretrained) -> Mixture:
+    text = find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by, arguments.loss_on)
+    if arguments.loss_on == "completion":
+        if config.importance == "gauss_newton":
+            raise ValueError(
+                "--loss_on completion: sparseforge.importance gauss_newton draws a label for every token, those of "
+                "prompts too; use fisher, or leave the flag out"
+            )
+        if model.folder.is_dir():  # else a dry run of a model on the hub
+            for source in text.sources:
+                if isinstance(source, LocalText):
+                    check_trained(source, model.tokenizer, arguments.document_frame)
+    return text
 
 
 def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:

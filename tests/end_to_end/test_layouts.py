@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.data.batches import IGNORED, Batches, Layout
+from sparseforge_ds.data.windows import PackedWindows
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import deepspeed_json
 
@@ -17,11 +21,11 @@ STEPS = 8
 """Masks move after 1 to 5, hardening begins after 2, and the frozen finetune takes the last two."""
 
 
-def flags(folder: Path, block: dict[str, Any], stage: int, micro: int, run: Path) -> list[str]:
+def flags(folder: Path, block: dict[str, Any], stage: int, micro: int, run: Path, **more: Any) -> list[str]:
     """Those of a run of 12 sequences a step; `run` is the last."""
     content = deepspeed_json(stage, batch=12, max_steps=STEPS, **block)
     return flags_of(
-        folder, content, global_batch=12, micro_batch=micro, save_every=3, keep_checkpoints=0, output_dir=run
+        folder, content, global_batch=12, micro_batch=micro, save_every=3, keep_checkpoints=0, output_dir=run, **more
     )
 
 
@@ -83,6 +87,37 @@ def test_any_layout_and_resumed_across(tmp_path: Path, name: str) -> None:
         run = taken_back(tmp_path / start, 3, tmp_path / f"{start}-to-{ranks}x{micro}-{stage}")
         train(*flags(tmp_path, block, stage, micro, run), "--resume", ranks=ranks)
         assert_same(run, expected)
+
+
+@pytest.mark.parametrize("source", ["training", "probe"])
+def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source: str) -> None:
+    """Micro-batches have few trained tokens, many or none, and every layout divides a step in another way."""
+    block = {"curvature": {"source": source}, "distillation": {"hidden": {"weight": 4.0}}}
+    text = tmp_path / "pairs.jsonl"
+    lines = ({"prompt": f"What is {i}? " * (i % 12 + 1), "completion": f"{i * i} " * (i % 3)} for i in range(200))
+    text.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    completions, expected = {"dataset": text, "loss_on": "completion"}, None
+    for ranks, micro, stage in LAYOUTS[:3]:
+        run = tmp_path / f"{ranks}x{micro}-{stage}"
+        train(*flags(tmp_path, block, stage, micro, run, **completions), ranks=ranks)
+        expected = states(run) if expected is None else expected
+        assert_same(run, expected)
+    assert expected is not None
+    (tokens,) = (tmp_path / "1x4-0" / "data").glob("*.bin")
+    windows = PackedWindows(np.fromfile(tokens, dtype="uint16,?"), "text", 32, seed=0, at_least=12)
+    batches = Batches([windows], [1], Layout(micro_batch=4, accumulation=3, world_size=1, rank=0))
+    counts = []
+    for _ in range(24):
+        counts.append(int((batches.step()[0].label_BS[:, 1:] != IGNORED).sum()))
+        next(batches)
+    assert 0 in counts and len(set(counts)) > 5
+
+    again = taken_back(tmp_path / "1x4-0", 3, tmp_path / "again")
+    train(*flags(tmp_path, block, 3, 3, again, **completions), "--resume", ranks=2)
+    assert_same(again, expected)
+    run = tmp_path / "all"
+    train(*flags(tmp_path, block, 0, 4, run, dataset=text), ranks=1)
+    assert any((dense - expected[name][1]).abs().max() > 1e-3 for name, (_, dense) in states(run).items())
 
 
 PASSES_OF_THEIR_OWN: dict[str, dict[str, Any]] = {

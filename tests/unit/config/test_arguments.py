@@ -20,6 +20,7 @@ PINNED = {
     "split": "train",
     "text_field": "text",
     "sample_by": "document",
+    "loss_on": "all",
     "document_frame": "auto",
     "max_steps": None,
     "global_batch": None,
@@ -66,7 +67,7 @@ def test_resume_has_three_values(flag, value):
 def test_every_flag_is_parsed():
     line = (
         "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 "
-        "--split test --text_field body --sample_by line --document_frame both "
+        "--split test --text_field body --sample_by line --loss_on completion --document_frame both "
         "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --output_dir o --learning_rate 1e-4 "
         "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
         "--seed 9 --resume --resume_other_data --allow_dense *.a *.b --activation_checkpointing --allow_dense *.c "
@@ -80,6 +81,7 @@ def test_every_flag_is_parsed():
         ["d=1", "e=2", "f=3"],
         "test",
         "body",
+        "completion",
         "line",
         "both",
         7,

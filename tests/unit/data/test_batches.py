@@ -45,7 +45,7 @@ def test_a_step_is_seen_ahead_and_consumes_nothing():
         position = stream.position
         ahead = stream.step()
         assert stream.position == position and len(ahead) == 3
-        assert all(torch.equal(seen, next(stream)) for seen in ahead)
+        assert all(torch.equal(seen.token_BS, next(stream)) and seen.trained is None for seen in ahead)
 
 
 def test_windows_are_consecutive_tokens():

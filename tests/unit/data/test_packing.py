@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from sparseforge_ds.data.formats import Conversation
+from sparseforge_ds.data.documents import Conversation
 from sparseforge_ds.data.packed import pack
 from sparseforge_ds.data.packing import cache_key
 from sparseforge_ds.data.text_files import Source

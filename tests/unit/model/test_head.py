@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, Gemma2Config, GraniteConfig, PreTrainedModel
 
-from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.config import DistillationConfig, HiddenConfig
+from sparseforge_ds.model.distill import distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
+from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
 from tests.tiny_models import _LLAMA_LIKE, BUILDERS, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
 
 SEVERAL = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=5)
@@ -217,3 +219,39 @@ def test_what_is_not_finite_shows(value: float) -> None:
     with torch.no_grad():
         student.lm_head.weight[3, 3] = value
     assert not loss_in_head(student, _batch()[1], SEVERAL, input_ids=_batch()[0])[0].total.isfinite()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("hidden", [None, HiddenConfig(weight=2.0)])
+def test_parts_of_a_step_add_up_to_its_mean(whole: bool, hidden: HiddenConfig | None) -> None:
+    """Losses over a common number of trained tokens; a part without any gives zeros, and its backward pass runs."""
+    config = replace(SEVERAL, hidden=hidden)
+    student, teacher, ids = tiny_llama(), tiny_llama(seed=1).eval(), _batch()[0]
+    labels = ids.clone()
+    labels[0], labels[1, 3:] = -100, -100
+
+    def losses(rows: slice, trained: float | None) -> Any:
+        with torch.no_grad(), captured_states(chosen_layers(teacher, hidden) if hidden else []) as states:
+            wanted = teacher(input_ids=ids[rows], use_cache=False).logits
+        target = _target(teacher, ids[rows])._replace(states=states if hidden else None)
+        if not whole:
+            return loss_in_head(student, labels[rows], config, target, trained, input_ids=ids[rows])[0]
+        with compared(student, target.states, next_labels(labels[rows]), config, trained) as distance:
+            logits = student(input_ids=ids[rows], use_cache=False).logits
+        plain = distillation_loss(logits, wanted, labels[rows], replace(config, hidden=None), trained)
+        assert torch.equal(task_loss(logits, labels[rows], trained=trained).detach(), plain.cross_entropy)
+        return distance.added_to(plain)
+
+    expected = losses(slice(None), None)
+    of_step = _gradients(student, expected.total)
+    number = int((labels[:, 1:] != -100).sum())
+    parts, of_parts = [], []
+    for row in range(len(ids)):
+        parts.append(losses(slice(row, row + 1), number / len(ids)))
+        of_parts.append(_gradients(student, parts[-1].total))
+        parts[-1] = torch.stack(parts[-1]).detach()
+    assert not parts[0].any() and not any(gradient.any() for gradient in of_parts[0].values())
+    torch.testing.assert_close(torch.stack(parts).mean(0), torch.stack(expected).detach())
+    for name, gradient in of_step.items():
+        found = torch.stack([own[name] for own in of_parts]).mean(0)
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, OlmoeConfig, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig, SparseForgeConfig
+from sparseforge_ds.data.batches import MicroBatch
 from sparseforge_ds.model.distill import distillation_loss, task_loss
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.teacher import Teacher
@@ -58,7 +59,7 @@ def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, who
     assert student.training
     with objective.targets(_micro_batches()) as targets:
         for token_BS, target in zip(_micro_batches(), targets, strict=True):
-            total, parts = objective.loss(token_BS, target)
+            total, parts = objective.loss(MicroBatch(token_BS, token_BS), target)
             torch.testing.assert_close(parts[:3], _expected(student, _gemma(cap), token_BS).detach())
             assert parts[3:].tolist() == [0, 0]
             total.backward()
@@ -70,7 +71,8 @@ def test_a_student_that_caps_its_logits() -> None:
     objective = Objective(Engine(student), None, CONFIG)
     assert "Gemma2ForCausalLM scales or caps" in str(objective.decide(_micro_batches()[0][:1, :1]))
     token_BS = _micro_batches()[0]
-    assert torch.equal(objective.cross_entropy(token_BS), task_loss(student(input_ids=token_BS).logits, token_BS))
+    found = objective.cross_entropy(MicroBatch(token_BS, token_BS))
+    assert torch.equal(found, task_loss(student(input_ids=token_BS).logits, token_BS))
 
 
 @pytest.mark.parametrize("importance", ["fisher", "gauss_newton"])
@@ -81,7 +83,7 @@ def test_the_task_loss_of_probes(importance: str) -> None:
     assert objective.decide(token_BS[:1, :1]) is None
     outputs: list[Tensor] = []
     student.lm_head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    found = objective.cross_entropy(token_BS)
+    found = objective.cross_entropy(MicroBatch(token_BS, token_BS))
     torch.testing.assert_close(found, task_loss(student(input_ids=token_BS).logits, token_BS))
     assert (outputs[0].shape[-1] == 64) == (importance == "gauss_newton")
 
@@ -89,7 +91,7 @@ def test_the_task_loss_of_probes(importance: str) -> None:
 def test_the_balance_of_experts_is_added() -> None:
     student = tiny_mixture(OlmoeConfig, output_router_logits=True, router_aux_loss_coef=0.1)
     objective, token_BS = Objective(Engine(student), None, CONFIG), _micro_batches()[0]
-    total, parts = objective.loss(token_BS, None)
+    total, parts = objective.loss(MicroBatch(token_BS, token_BS), None)
     output = student(input_ids=token_BS)
     torch.testing.assert_close(parts[4], (0.1 * output.aux_loss).detach())
     torch.testing.assert_close(total.detach(), parts[1] + parts[4])
@@ -107,7 +109,7 @@ def test_hidden_states_in_the_head_and_with_whole_logits(cap: float | None) -> N
     assert objective.one_at_a_time
     token_BS = _micro_batches()[0]
     with objective.targets([token_BS]) as (target,):
-        total, parts = objective.loss(token_BS, target)
+        total, parts = objective.loss(MicroBatch(token_BS, token_BS), target)
         total.backward()
     assert parts[3] > 0 and total.item() == pytest.approx(2 * parts[3].item(), rel=1e-5)
     assert all(layer.mlp.down_proj.weight.grad.any() for layer in student.model.layers)

@@ -1,0 +1,122 @@
+"""What a document is, and where in its text the parts lie that `--loss_on completion` trains on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class PromptAndCompletion(str):
+    """The text of a record with both, as strings."""
+
+    prompt: int
+    """Characters of the prompt."""
+
+    def __new__(cls, prompt: str, completion: str) -> PromptAndCompletion:
+        """Join them."""
+        document = super().__new__(cls, prompt + completion)
+        document.prompt = len(prompt)
+        return document
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A record that the tokenizer's chat template makes text of."""
+
+    messages: tuple[dict[str, Any], ...]
+    """Each with a role and content."""
+    where: str
+    """File and record, for errors."""
+    prompt: int | None = None
+    """How many of the messages are the prompt, of a record with prompt and completion."""
+
+    def __len__(self) -> int:
+        """About the characters."""
+        return sum(len(str(message.get("content"))) for message in self.messages)
+
+    def render(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The text, with the template's own special tokens.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation.
+        """
+        return self._render(tokenizer, self.messages)
+
+    def trained(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+        """The text, and what of it is the completion, or the assistant's turns of a record with messages alone.
+
+        Raises:
+            ValueError: as `render`; or the template does not say where these parts are.
+        """
+        text = self.render(tokenizer)
+        if self.prompt is None:
+            return text, self._turns(tokenizer, text)
+        prompt = self._render(tokenizer, self.messages[: self.prompt], add_generation_prompt=True)
+        if not text.startswith(prompt):
+            raise ValueError(
+                f"{self.where}: the chat template of {tokenizer.name_or_path} renders the prompt otherwise when its "
+                "completion follows, so that --loss_on completion cannot tell them apart; give prompt and completion "
+                "as strings"
+            )
+        return text, [(len(prompt), len(text))]
+
+    def _turns(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = tokenizer.get_chat_template()
+        if not _GENERATION.search(template):
+            raise ValueError(
+                f"{self.where}: the chat template of {tokenizer.name_or_path} does not mark the assistant's turns, "
+                "which --loss_on completion trains on; put them between {% generation %} and {% endgeneration %} in "
+                "the template (chat_template.jinja), or give records with prompt and completion"
+            )
+        # Without keys that are null, as `apply_chat_template` has it.
+        messages = [{key: value for key, value in each.items() if value is not None} for each in self.messages]
+        texts, spans = render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+        )
+        assert texts == [text]
+        return [(int(start), int(stop)) for start, stop in spans[0]]
+
+    def _render(self, tokenizer: PreTrainedTokenizerBase, messages: tuple[dict[str, Any], ...], **how: bool) -> str:
+        from jinja2 import TemplateError
+
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"{self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
+                "model's folder (chat_template.jinja), or name a field with text by --text_field"
+            )
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
+        except TemplateError as error:
+            raise ValueError(
+                f"{self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or remove it"
+            ) from None
+
+
+Document = str | Conversation
+
+
+def is_blank(document: Document) -> bool:
+    """Whether it has no text."""
+    contents = [document] if isinstance(document, str) else [message.get("content") for message in document.messages]
+    return not any(str(content or "").strip() for content in contents)
+
+
+def trained_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+    """The text of a document that is no plain text, and what of it `--loss_on completion` trains on.
+
+    Raises:
+        ValueError: there is no telling.
+    """
+    if isinstance(document, Conversation):
+        return document.trained(tokenizer)
+    assert isinstance(document, PromptAndCompletion)
+    return document, [(document.prompt, len(document))]

@@ -1,0 +1,236 @@
+"""`--loss_on completion`: which tokens are trained on, from a record to the labels of a micro-batch."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.data.batches import IGNORED, Batches, Layout
+from sparseforge_ds.data.documents import Conversation
+from sparseforge_ds.data.formats import document_of
+from sparseforge_ds.data.mixture import find_source, find_text
+from sparseforge_ds.data.packed import pack
+from sparseforge_ds.data.packing import encode, encode_trained
+from sparseforge_ds.data.producer import Maker
+from sparseforge_ds.data.windows import PackedWindows, ids_of, trained_of
+from sparseforge_ds.ranks import AgreedError
+from sparseforge_ds.train.spec import make_spec
+from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model
+from tests.tiny_streams import job
+
+PAIR = {"prompt": "ab", "completion": "cde"}
+CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "bc", "tool_calls": None},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "\N{LATIN SMALL LETTER E WITH ACUTE}"},
+]
+PLAIN = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+MARKED = (
+    "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}|"
+    "{% endgeneration %}{% else %}{{ m.content }}|{% endif %}{% endfor %}"
+)
+
+
+def tokenizer_with(template=None):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def trained_text(record, tokenizer, frame="auto"):
+    """The bytes of a record as a string, with a dot in place of each that is not trained on."""
+    document = document_of(record, "text", "a.jsonl, line 1")
+    ((ids, trained),) = encode_trained([document], tokenizer, frame)
+    assert [ids] == encode([document], tokenizer, frame) and len(trained) == len(ids)
+    letters = {256: "<", 257: ">"}
+    return "".join(
+        (letters.get(one) or tokenizer.decode([one])) if own else "." for one, own in zip(ids, trained, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("frame", "expected"), [("auto", "...cde"), ("eos", "..cde>"), ("both", "...cde>")])
+def test_a_completion_and_what_ends_it(frame, expected):
+    assert trained_text(PAIR, byte_tokenizer(), frame) == expected
+
+
+def test_half_of_a_surrogate_pair_moves_nothing():
+    assert trained_text({"prompt": "\ud83d", "completion": "x"}, byte_tokenizer()) == "....x"
+
+
+def test_a_token_counts_where_it_begins():
+    """A token of the end of the prompt and the beginning of the completion belongs to the prompt."""
+    vocabulary = {letter: number for number, letter in enumerate(["a", "b", "c", "d", "e", "bc"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("b", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_special_tokens(["<s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    assert trained_text(PAIR, fast) == "...de"
+    assert encode([document_of(PAIR, "text", "x")], fast) == [[6, 0, 5, 3, 4]]
+
+
+def test_the_turns_of_the_assistant():
+    tokenizer = tokenizer_with(MARKED)
+    document = document_of({"messages": CHAT}, "text", "a.jsonl, line 1")
+    ((ids, trained),) = encode_trained([document], tokenizer)
+    text, turns = "ua|abc|ud|a\N{LATIN SMALL LETTER E WITH ACUTE}|", "bc|\N{LATIN SMALL LETTER E WITH ACUTE}|"
+    assert ids == tokenizer(text)["input_ids"]
+    assert np.array(ids)[trained].tolist() == tokenizer(turns)["input_ids"]
+    assert [ids] == encode([document], tokenizer)
+    assert trained_text({"messages": CHAT[:1]}, tokenizer) == "..."
+
+
+def test_a_conversation_with_a_completion_needs_no_marks():
+    record = {"prompt": CHAT[:3], "completion": CHAT[1:2]}
+    assert trained_text(record, tokenizer_with(PLAIN)) == "." * len("ua|abc|ud|a") + "bc|"
+    counted = "{{ messages | length }}" + PLAIN
+    with pytest.raises(ValueError, match="line 1: the chat template of .* renders the prompt otherwise"):
+        trained_text(record, tokenizer_with(counted))
+
+
+def test_what_says_nothing_of_its_turns_is_refused():
+    conversation = Conversation(tuple(CHAT), "a.jsonl, line 3")
+    tokenizer = tokenizer_with(PLAIN)
+    tokenizer.name_or_path = "tiny"
+    with pytest.raises(ValueError, match=r"line 3: the chat template of tiny does not .*\{% generation %\}.*prompt"):
+        encode_trained([conversation], tokenizer)
+    with pytest.raises(ValueError, match="line 3: is a conversation, and the tokenizer has no chat template"):
+        encode_trained([conversation], tokenizer_with())
+    with pytest.raises(ValueError, match=r"\(ByT5Tokenizer\) is a slow one.*tokenizer.json"):
+        encode_trained([document_of(PAIR, "text", "x")], ByT5Tokenizer())
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def pairs(count=40):
+    """Of very different lengths; some completions are empty."""
+    return [{"prompt": "p" * (i * i % 11 + 1), "completion": "c" * (i * 7 % 5)} for i in range(count)]
+
+
+@pytest.mark.parametrize("stream", ["", "stream:"])
+def test_plain_text_is_refused_at_once(tmp_path, stream):
+    (tmp_path / "a.txt").write_text("a text")
+    write(tmp_path / "b.jsonl", [{"text": "a text"}])
+    for name in ("a.txt", "b.jsonl"):
+        with pytest.raises(ValueError, match=f"{name}, document 1: is plain text, .*--loss_on completion.*messages"):
+            find_text([f"{stream}{tmp_path / name}"], "text", loss_on="completion")
+    with pytest.raises(ValueError, match="is plain text, .*--loss_on completion"):
+        find_text(["stdlib"], "text", loss_on="completion")
+    late = find_source(stream + write(tmp_path / "c.jsonl", [{"text": ""}, PAIR, {"text": "x"}]), "text", "train")
+    assert list(late.read()) == ["", "abcde", "x"]
+    late = find_source(f"{stream}{tmp_path / 'c.jsonl'}", "text", loss_on="completion")
+    with pytest.raises(ValueError, match="c.jsonl, document 3: is plain text"):
+        list(late.read())
+
+
+@pytest.mark.parametrize(
+    ("template", "importance", "message"),
+    [
+        (PLAIN, "fisher", "does not mark the assistant's turns"),
+        (MARKED, "gauss_newton", "--loss_on completion: sparseforge.importance gauss_newton draws a label"),
+        (MARKED, "fisher", None),
+    ],
+)
+def test_a_run_is_refused_before_any_text_is_tokenised(tmp_path, template, importance, message):
+    model = write_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    arguments = RunArguments(
+        deepspeed=str(write_json(tmp_path / "ds.json", deepspeed_json(importance=importance))),
+        model=str(model),
+        dataset=[write(tmp_path / "a.jsonl", [PAIR]), write(tmp_path / "b.jsonl", [{"messages": CHAT}])],
+        output_dir=str(tmp_path / "run"),
+        loss_on="completion",
+        seq_length=16,
+    )
+    if message is None:
+        assert [source.loss_on for source in make_spec(arguments, 1).text.sources] == ["completion"] * 2
+    else:
+        with pytest.raises(ValueError, match=message):
+            make_spec(arguments, 1)
+
+
+def test_a_cache_of_its_own_with_a_mark_for_every_token(tmp_path):
+    path = write(tmp_path / "a.jsonl", pairs())
+    caches = {
+        loss_on: pack(find_source(path, "text", loss_on=loss_on), byte_tokenizer(), tmp_path / "data", "both")
+        for loss_on in ("all", "completion")
+    }
+    whole, marked = caches["all"], caches["completion"]
+    assert whole.key != marked.key and (whole.dtype, marked.dtype) == ("uint16", "uint16,?")
+    token = marked.open()
+    assert ids_of(token).tolist() == whole.open().tolist() and marked.largest_id == whole.largest_id == 257
+    assert np.array_equal(trained_of(token), np.isin(ids_of(token), byte_tokenizer()("c</s>")["input_ids"]))
+    assert whole.trained is None and marked.trained == np.count_nonzero(trained_of(token))
+    assert marked.counted() == f"40 documents, loss on {marked.trained:,} of "
+    again = pack(find_source(path, "text", loss_on="completion"), byte_tokenizer(), tmp_path / "data", "both")
+    assert again == marked
+
+
+def test_a_stream_has_the_marks_of_the_cache_however_often_it_stops(tmp_path):
+    path = write(tmp_path / "a.jsonl", pairs())
+    packed = pack(find_source(path, "text", loss_on="completion"), byte_tokenizer(), tmp_path / "data").open()
+    endless, row = np.tile(packed, 6), []
+    for chunk in range(6):
+        maker = Maker(job(find_source(f"stream:{path}", "text", loss_on="completion"), tmp_path / "chunks"))
+        maker.make()
+        maker.chunks.check(chunk)
+        row.append(maker.chunks.open(chunk))
+    found = np.concatenate(row)
+    assert found.dtype == np.dtype("uint16,?") and len(found) > len(packed)
+    assert np.array_equal(found, endless[: len(found)])
+
+
+S = 10
+
+
+def batches(trained, micro=2, accumulation=1, world_size=1, rank=0):
+    token = np.empty(len(trained), dtype="uint16,?")
+    token["f0"], token["f1"] = np.arange(len(token)), trained
+    return Batches([PackedWindows(token, "text", S, 0, 1)], [1], Layout(micro, accumulation, world_size, rank))
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (2, 6, 1)])
+def test_labels_and_their_mean_do_not_depend_on_the_layout(micro, accumulation, world_size):
+    """With what is predicted as its own loss, the mean over micro-batches is that over the step's trained tokens."""
+    trained = np.random.default_rng(0).random(2000) < np.repeat(np.random.default_rng(1).random(200) ** 4, S)
+    whole = batches(trained, 12)
+    ranks = [batches(trained, micro, accumulation, world_size, rank) for rank in range(world_size)]
+    empty = 0
+    for _ in range(10):
+        (step,) = whole.step()
+        label_T = step.label_BS[:, 1:].flatten()
+        expected = label_T[label_T != IGNORED].double()
+        assert step.trained == len(expected)
+        parts = [part for rank in ranks for part in rank.step()]
+        sums = [part.label_BS[:, 1:].masked_fill(part.label_BS[:, 1:] == IGNORED, 0).sum() for part in parts]
+        means = [value.double() / part.trained for value, part in zip(sums, parts, strict=True)]
+        torch.testing.assert_close(torch.stack(means).mean(), expected.mean())
+        for part in parts:
+            kept = part.label_BS != IGNORED
+            assert torch.equal(part.label_BS[kept], part.token_BS[kept])
+            assert torch.equal(kept, torch.from_numpy(trained)[part.token_BS])
+        empty += sum(bool((part.label_BS[:, 1:] == IGNORED).all()) for part in parts)
+        for stream in (whole, *ranks):
+            for _ in range(stream.layout.accumulation):
+                next(stream)
+    assert (empty > 0) == (micro < 12)
+
+
+def test_a_step_without_any_trained_token_is_an_error():
+    first = np.zeros(400, dtype=bool)
+    first[::S] = True  # the first token of a sequence is not predicted in it
+    stream = batches(first, 2, 2)
+    with pytest.raises(AgreedError, match="sequences 0 to 3 is trained on; raise --global_batch or --seq_length"):
+        stream.prepare_step()
+    one = next(stream.micro_batches(range(4)).__iter__())
+    assert one.trained == 0.5
+    batches(np.ones(400, dtype=bool), 2, 2).prepare_step()
