@@ -117,7 +117,7 @@ def test_a_missing_model(inputs):
 def test_a_damaged_model(inputs):
     whole = (inputs.model / "model.safetensors").read_bytes()
     (inputs.model / "model.safetensors").write_bytes(whole[:1000])
-    assert "model.safetensors is damaged" in inputs.refused()
+    assert "model.safetensors: not a readable safetensors file" in inputs.refused()
     assert not inputs.run.exists()
 
 
