@@ -81,6 +81,8 @@ def _found(spec: RunSpec, settings: PermuteConfig, batches: Batches) -> Permutat
         found = find_by_activations(
             model, prunable_weights(model, spec.config), windows, spec.config, settings.dimensions, settings.rows
         )
+        del model, loaded
+        get_accelerator().empty_cache()  # a whole model was there, and NCCL allocates for itself
     found.save(spec.folder)
     for part, kept in found.facts["kept"].items():
         _LOG.info(
