@@ -247,7 +247,8 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to the children of a rank too, which still trains
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("sparseforge_ds").setLevel(logging.INFO)  # not the root: HTTP clients say every request there
     from sparseforge_ds.data import producer
 
     producer.serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

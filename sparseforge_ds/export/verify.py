@@ -142,7 +142,7 @@ def check_folder(
     if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
         notes.append("config.json is not the exported one: the weights may be those of another model")
     order = Permutation.load(folder)
-    if sparsity.get("permutation") != (None if order is None else order.sha256):
+    if sparsity and sparsity.get("permutation") != (None if order is None else order.sha256):
         notes.append(
             "permutation/ is not the exported one: a mask of these weights would be in another order of channels"
         )

@@ -103,8 +103,10 @@ class _Teacher:
                 self.target = Target(hidden_BSH, Head(layer.weight, layer.bias), states)
                 self.tensors = [hidden_BSH, *layer.parameters()]
             except WholeLogits:
+                states.clear()
+            if self.target is None:  # outside of the handler, where what the error holds is gone
                 model(input_ids=token_BS, use_cache=False)
-        self.states = states[-len(layers) :] if layers else None
+        self.states = states if layers else None
         self.states_bytes = sum(state.numel() * state.element_size() for state in self.states or ())
         self.tensors += self.states or ()
         self.bytes = live.peak - self.states_bytes

@@ -11,13 +11,14 @@ import deepspeed
 import transformers
 from tqdm import tqdm
 
+from sparseforge_ds.train.ranks import rank_from_launcher
+
 
 def set_up_console() -> None:
     """Let our loggers speak, on rank 0 from INFO on and on others from WARNING on, and quieten the others'."""
     logger = logging.getLogger("sparseforge_ds")
-    rank = os.environ.get("RANK", "0")
-    logger.setLevel(logging.INFO if rank == "0" else logging.WARNING)
-    logger.handlers = [_Console(rank)]
+    logger.setLevel(logging.INFO)
+    logger.handlers = [_Console()]
     deepspeed.utils.logger.setLevel(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -28,14 +29,13 @@ def set_up_console() -> None:
 class _Console(logging.Handler):
     """Errors to stderr, the others to stdout; all at once."""
 
-    def __init__(self, rank: str) -> None:
-        super().__init__()
-        self.rank = rank
-
     def emit(self, record: logging.LogRecord) -> None:
+        rank = rank_from_launcher()  # mpirun's ranks learn theirs when DeepSpeed starts
+        if rank and record.levelno < logging.WARNING:
+            return
         text = self.format(record)
         if record.levelno >= logging.WARNING:
-            text = f"{record.levelname.lower()}: {'' if self.rank == '0' else f'on rank {self.rank}: '}{text}"
+            text = f"{record.levelname.lower()}: {f'on rank {rank}: ' if rank else ''}{text}"
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
         tqdm.write(text, file=stream)  # above a bar, if there is one
         stream.flush()

@@ -8,6 +8,7 @@ import shutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import PermuteConfig
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.export.permuted_folder import DenseFolder
@@ -57,6 +58,11 @@ def _saved(spec: RunSpec) -> Permutation:
             f"--resume: {spec.folder} has no {FOLDER}, in whose order its weights are; bring it back, or start in a "
             "new --output_dir"
         )
+    if permutation.sha256 != read_json(spec.folder / "sparseforge.json").get("permutation"):
+        raise ValueError(
+            f"--resume: {spec.folder / FOLDER} is not the one in whose order the weights of the run are; bring it "
+            "back, or start in a new --output_dir"
+        )
     return permutation
 
 
@@ -75,6 +81,8 @@ def _found(spec: RunSpec, settings: PermuteConfig, batches: Batches) -> Permutat
         found = find_by_activations(
             model, prunable_weights(model, spec.config), windows, spec.config, settings.dimensions, settings.rows
         )
+        del model, loaded
+        get_accelerator().empty_cache()  # a whole model was there, and NCCL allocates for itself
     found.save(spec.folder)
     for part, kept in found.facts["kept"].items():
         _LOG.info(

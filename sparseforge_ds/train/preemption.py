@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from sparseforge_ds.train.ranks import rank_from_launcher
+
 _PATIENCE = 5.0
 """Seconds that a start-up has for cleaning up before it is cut off inside whatever it waits for."""
 _ECHO = 2.0
@@ -149,7 +151,7 @@ class Preemption(AbstractContextManager["Preemption"]):
 
 def _tell(line: str) -> None:
     """Say it on rank 0, whatever the main thread may be doing with its buffers, and if anybody is left to listen."""
-    if os.environ.get("RANK", "0") == "0":
+    if rank_from_launcher() == 0:
         with contextlib.suppress(OSError):
             os.write(1, f"{line}\n".encode())
 

@@ -61,6 +61,11 @@ def take_place() -> None:
     os.environ.update(zip(_PLACE, ("0", "0", "1", "127.0.0.1", str(port)), strict=True))
 
 
+def rank_from_launcher() -> int:
+    """This process among those of the run; of mpirun's it is 0 until DeepSpeed has started."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def world_size_from_launcher() -> int:
     """Processes of the run as the launcher announced them, before they have met."""
     return int(os.environ.get("WORLD_SIZE", "1"))

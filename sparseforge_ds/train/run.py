@@ -27,7 +27,7 @@ from sparseforge_ds.train.extension_locks import clear_extension_locks
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
-from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers, world_size_from_launcher
+from sparseforge_ds.train.ranks import rank_from_launcher, take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import begins_anew, check_folder, lock_folder, write_folder, write_json
 from sparseforge_ds.train.spec import make_spec, read_config
@@ -100,7 +100,6 @@ def main(command_line: Sequence[str] | None = None) -> int:
         0 when the run is complete, 1 after an error; 143 when SIGTERM, 130 when Ctrl-C stopped it, saved if it trained.
     """
     set_up_console()
-    first = os.environ.get("RANK", "0") == "0"
     try:
         arguments = parse_arguments(command_line)
         if not arguments.dry_run:
@@ -112,14 +111,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
         if not arguments.dry_run:
             with Preemption() as preemption:
                 run(arguments, preemption)
-        elif first:  # the others would say the same
+        elif rank_from_launcher() == 0:  # the others would say the same
             for section in dry_run(arguments):
                 print(f"{section}\n", flush=True)
     except Stopped as stop:
         _LOG.info(f"stopped by {stop}; continue with --resume")
         return stop.exit_code
     except (ValueError, OSError) as error:  # every rank has the first two kinds; others may be this one's own
-        return _fail(error, first or not isinstance(error, (AgreedError, ForgeError)))
+        return _fail(error, rank_from_launcher() == 0 or not isinstance(error, (AgreedError, ForgeError)))
     return 0
 
 

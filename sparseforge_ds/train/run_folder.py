@@ -39,6 +39,7 @@ from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
+from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.permuting import keep_permutation
@@ -209,7 +210,8 @@ def _check_same_run(spec: RunSpec) -> None:
                 f"--resume: no run in {spec.folder} (no {file.name}); start it without --resume, or with --resume auto"
             )
     try:
-        saved = RunState.parse({"step": 0, "refreshes": 0, **read_json(path)}, str(path))
+        record = read_json(path)
+        saved = RunState.parse({"step": 0, "refreshes": 0, **record}, str(path))
         path = other
         batch = read_json(path)["train_batch_size"]
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -231,6 +233,13 @@ def _check_same_run(spec: RunSpec) -> None:
             f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
             f"{'; '.join(unlike[:3])}; resume with the unchanged model"
         )
+    if spec.config.permute is None and spec.model.folder.is_dir():  # a dry run may know its config only
+        order = Permutation.load(spec.model.folder)
+        if record.get("permutation") != (None if order is None else order.sha256):
+            raise ValueError(
+                f"--resume: --model {spec.arguments.model} has its channels in another order than the model that the "
+                f"run in {spec.folder} was started with; resume with the unchanged model, its folder {FOLDER} included"
+            )
     if batch != spec.deepspeed["train_batch_size"]:
         micro, steps = (spec.deepspeed[f] for f in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         raise ValueError(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
@@ -104,6 +104,20 @@ def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpoint
     assert found.states == sum(state.numel() * state.element_size() for state in told.states)
     assert found.peak == pytest.approx(allocated_by(lambda: run(told)), rel=0.1)
     assert found.teacher + found.states == pytest.approx(allocated_by(target), rel=0.1)
+
+
+def test_states_of_a_teacher_that_caps_its_logits_count_once() -> None:
+    """It runs twice: first to see that it does."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "query_pre_attn_scalar": 8}
+    model = Gemma2ForCausalLM(Gemma2Config(final_logit_softcapping=5.0, **sizes))
+
+    def found(every: int | None) -> Activations:
+        return traced(model, False, True, SparseForgeConfig.from_dict({"distillation": {"hidden": {"every": every}}}))
+
+    last, every = found(None), found(1)
+    assert every.states == 6 * last.states
+    assert 0 < every.teacher + every.states - last.teacher - last.states <= 5 * last.states
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])

@@ -79,6 +79,14 @@ def test_rank_0_says_everything_and_the_others_what_is_wrong(console, capsys):
     assert said.err == "error: no such file\nerror: on rank 3: no such file\n"
 
 
+def test_a_rank_that_learns_its_number_late(console, capsys, monkeypatch):
+    console(0)
+    monkeypatch.setenv("RANK", "2")  # as DeepSpeed sets it for mpirun's processes
+    logging.getLogger("sparseforge_ds").info("a line")
+    logging.getLogger("sparseforge_ds").warning("mine")
+    assert capsys.readouterr().out == "warning: on rank 2: mine\n"
+
+
 def test_lines_stand_above_the_bar(console, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     console(0)

@@ -9,11 +9,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.source import config_sha256
+from sparseforge_ds.permutation.record import FOLDER, Permutation
+from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.run_folder import (
     begins_anew,
     changed_flags,
@@ -155,6 +159,32 @@ def test_a_model_with_another_config_is_not_resumed(spec, tmp_path):
         check_folder(spec(resume=True))
     path.write_text(json.dumps({**config, "transformers_version": "6.0"}))
     check_folder(spec(resume=True))
+
+
+def test_a_model_with_another_order_of_channels_is_not_resumed(spec):
+    first = spec()
+    check_folder(first)
+    Permutation("mlp", {"layers.0.mlp": torch.arange(64)[None].flip(-1)}, {}).save(first.model.folder)
+    write_folder(first)
+    (first.folder / "checkpoints" / "step_10").mkdir(parents=True)
+    check_folder(spec(resume=True))
+    kept = first.model.folder / FOLDER
+    kept.rename(kept.with_name("elsewhere"))
+    with pytest.raises(ValueError, match=r"--model \S+ has its channels in another order than the model that the run"):
+        check_folder(spec(resume=True))
+    assert (first.folder / FOLDER).is_dir()
+
+
+def test_the_order_of_another_run_is_not_taken(spec):
+    first = spec(block={"permute": {}}, resume=True)
+    first.folder.mkdir()
+    found = Permutation("mlp", {"layers.0.mlp": torch.arange(64)[None].flip(-1)}, {})
+    found.save(first.folder)
+    write_folder(first)
+    assert settle_permutation(first, Ranks(), None).sha256 == found.sha256
+    Permutation("mlp", {"layers.0.mlp": torch.arange(64)[None].roll(1, -1)}, {}).save(first.folder)
+    with pytest.raises(AgreedError, match="is not the one in whose order the weights of the run are"):
+        settle_permutation(first, Ranks(), None)
 
 
 def test_what_changed_is_said(spec):
