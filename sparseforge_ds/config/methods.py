@@ -1,4 +1,4 @@
-"""The methods: what each is told, what the block around it starts from, and when its masks move and freeze."""
+"""The methods: the keys of each, what the block around it starts from, and when its masks move and freeze."""
 
 from __future__ import annotations
 
