@@ -28,7 +28,7 @@ _INTRODUCTION = """\
 impossible value is an error that names the key, the value and the cure.
 
 Windows such as `[0.0, 0.2]` are fractions of `max_steps`, so that a setting fits every run length. In short runs they
-are rounded so that masks are updated once before they freeze, which takes 2 steps.
+are rounded so that masks are updated at least once before they freeze, which takes 2 steps.
 
 `"method"` says which rule forms the mask: a name, as in `"method": "ast"`, or an object with the name and the method's
 own keys, as in `"method": {"name": "ast", "decay": 1e-4}`. Without a name it is `sparseforge`, so that
@@ -163,7 +163,8 @@ def _methods() -> str:
         for name, kind in METHODS.items()
     )
     return (
-        "## Methods\n\nWhat the block around a method starts from, and what it may not have; given keys win.\n\n"
+        "## Methods\n\nThe table shows what the block around a method starts from, and which objects it may not have. "
+        "Keys that you give win.\n\n"
         "| `method` | has no use for | starts from |\n|---|---|---|\n" + rows
     )
 

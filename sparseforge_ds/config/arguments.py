@@ -65,8 +65,8 @@ class RunArguments:
     split: str = _flag(
         "train",
         "split of a hub dataset or of a folder that is read, or several, like train+validation. A folder's files are "
-        "of the split that their names, or those of the folders below it, speak of, as in datasets; without such names "
-        "they are of train. The start says which files are read",
+        "of the split that their names, or those of the folders below it, mention, as in datasets; without such names "
+        "they are of train. The start prints which files are read",
         "NAME",
     )
     text_field: str = _flag(
@@ -128,8 +128,8 @@ class RunArguments:
     resume_other_data: bool = _flag(
         False,
         "with --resume: go on although the text is not the one that the checkpoint was trained on (it is known by "
-        "content, so moved or touched files are the same), or is divided into tokens in another way. What differs is "
-        "said. The run reads the new text from its present position on; a stream is first tokenised up to there",
+        "content, so moved or touched files are the same), or is divided into tokens in another way. The start prints "
+        "what differs. The run reads the new text from its present position; a stream is first tokenised up to there",
     )
     allow_dense: list[str] = _list_flag(
         "linear weights that the family table does not know may stay dense where one of these globs names "

@@ -46,8 +46,8 @@ class SparseForgeConfig:
     pattern: str = "2:4"
     """n:m, or block<size>[:density]: `block16` is tiles of 16 x 16 that keep half their entries."""
     importance: Importance = "fisher"
-    """Which curvature the score uses; of other methods than `sparseforge`, what their starting mask goes by, which may
-    also be `sparsegpt`."""
+    """Which curvature the score uses; for other methods than `sparseforge`, the score that chooses their starting mask,
+    which may also be `sparsegpt`."""
     include: tuple[str, ...] = ()
     """Patterns of weight names (fnmatch); when given, only these are pruned."""
     exclude: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ class SparseForgeConfig:
 
     @property
     def can_listen(self) -> bool:
-        """Whether the training step says what masks are to be formed by."""
+        """Whether the curvature can be measured in the training step itself."""
         return self.soft is not None and self.importance == "fisher" and self.keeps_sums
 
     def hears(self, step: int) -> bool:
@@ -278,7 +278,7 @@ class SparseForgeConfig:
         return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
 
     def comparable(self) -> dict[str, Any]:
-        """Of `to_dict`, what a resumed run must have as before: nothing monitored, and equal where the effect is."""
+        """What of `to_dict` a resumed run must have unchanged; values with the same effect are written alike."""
         config = self.to_dict()
         del config["monitor"]
         config["curvature"]["factored"] = self.factored

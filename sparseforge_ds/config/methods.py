@@ -1,4 +1,4 @@
-"""The methods: what each is told, what the block around it starts from, and when its masks move and freeze."""
+"""The methods: the keys of each, what the block around it starts from, and when its masks move and freeze."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ REPORT_EVERY = 10
 _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
 """A mask is chosen before the first step."""
 UPDATES = 15
-"""Mask updates until the freeze by default: rates count updates, so that runs of any length make the same masks."""
+"""Mask updates until the freeze by default, about: rates act once an update, so masks take the same course in runs of
+any length."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,14 @@ class MethodConfig:
     starts_from: ClassVar[dict[str, Any]] = {}
     """The block around the method, as published where it was; a preset and given keys override it."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Objects of the block that it has no use for."""
+    """Objects of the block that the method does not use."""
 
     def schedule(self, max_steps: int) -> MaskSchedule:
         """When masks move and freeze: here never, and before the first step."""
         return MaskSchedule(REPORT_EVERY, 0)
 
     def check_length(self, max_steps: int) -> None:
-        """Raise a ValueError where masks would be frozen before they move: the run would be one of another method,
-        unsaid."""
+        """Raise a ValueError where masks would be frozen before they move: the mask would be fixed all the time."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class SoftMaskConfig(MethodConfig):
     threshold: Literal["midpoint", "nth"] = "midpoint"
     """tau of the soft gate: between the N-th and (N+1)-th score, or at the N-th as the paper writes it."""
     update_every: int | None = None
-    """Optimizer steps between two mask updates (T_update); null: 15 of them until masks freeze, in a run of
-    any length, since `mask_rate` and `curvature.decay` are of an update."""
+    """Optimizer steps between two mask updates (T_update); null: as many as give about 15 updates until masks freeze,
+    in a run of any length, since `mask_rate` and `curvature.decay` act once an update."""
     temperature: float = 1.0
     """T0 of the soft gate (design eq. 5), in standard deviations of the score."""
     temperature_min: float = 0.05

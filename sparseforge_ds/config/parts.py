@@ -17,18 +17,18 @@ class CurvatureConfig:
     decay: float = 0.9
     """EMA decay per refresh, bias-corrected."""
     source: Literal["training", "probe"] | None = None
-    """training: of the training loss, by hooks on the passes of the last steps before a mask update, at no
-    pass of its own (sparseforge with a soft mask, fisher by row and column sums); probe: of the task loss, on passes of
-    its own; null: training where that is possible and the loss has a task part, since the KL of a student that is still
-    its teacher has no gradient."""
+    """training: hooks measure the training loss in the passes of the last steps before a mask update, without extra
+    passes (needs sparseforge with a soft mask, and fisher by row and column sums); probe: the task loss is measured in
+    extra passes; null: training where that is possible and the loss has a task part, since the KL of a student that
+    still equals its teacher has no gradient; else probe."""
     sequences: int | None = None
     """Sequences of a probe batch, over all ranks: a multiple of ranks times micro-batch; null: as many as in a step.
     Where it is given, source null is probe."""
     probes: int = 1
-    """Probe batches averaged in one refresh; of source training: steps before a mask update that are heard, each of
-    them a refresh."""
+    """Probe batches averaged in one refresh; with source training: steps before a mask update that are measured, each
+    of them a refresh."""
     first_probes: int = 4
-    """The same before the first mask update, which has no history to lean on."""
+    """The same before the first mask update, which has no earlier curvature to average with."""
     damping: float = 1e-4
     """eps of the score, relative to the mean curvature of the matrix (eq. 3)."""
     per_token: bool = True
@@ -63,13 +63,13 @@ class LowRankConfig:
     k: int = 16
     """Inputs that share one column of B; must divide the input axis of every prunable weight."""
     shift: bool | None = None
-    """Before the first step every run of k weights gives up to its B the number that leaves the pattern the least to
-    remove, and the mask goes over the rest; the network computes what it did, with the branch on from the start. Needs
-    k to be a multiple of the pattern's M. False: as published, B starts from what the mask removes. Null: true for
-    `sparseforge`, `naive_retrain` and `oneshot` without `start`; the other methods are as published."""
+    """True: before the first step one number is moved from every run of k weights into its B, the one that leaves the
+    pattern the least to remove, and the mask acts on the rest; the network computes the same as before, with the branch
+    on from the start. Needs k to be a multiple of the pattern's M. False: as published, B starts from what the mask
+    removes. Null: true for `sparseforge`, `naive_retrain` and `oneshot` without `start`, else false."""
     start: float | None = None
-    """Without `shift`: when the branch is switched on and B started from what the mask removes at that moment, as a
-    fraction of max_steps; null: when the mask is frozen, and all that it removes is known."""
+    """Without `shift`: when the branch is switched on, with B made from what the mask removes at that moment, as a
+    fraction of max_steps; null: when the mask is frozen (`sparseforge`), or before the first step (other methods)."""
 
     def __post_init__(self) -> None:
         require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
@@ -84,11 +84,11 @@ class LowRankConfig:
 
 @dataclass(frozen=True)
 class HiddenConfig:
-    """Distillation of hidden states, beside that of logits: the squared distance of what a layer of the student hands
-    on from what the teacher's hands on, relative to the teacher's square, averaged over tokens and layers."""
+    """Distillation of hidden states, beside that of logits: the squared distance between the outputs of a layer of the
+    student and of the teacher, relative to the square of the teacher's, averaged over tokens and layers."""
 
     weight: float = 1.0
-    """What the mean distance counts for in the loss."""
+    """Weight of the mean distance in the loss."""
     every: int | None = 1
     """Layers that are compared: 1 is all of them, k every k-th, counted from the last; null is the last alone. The
     states of a micro-batch at these layers of the teacher are kept until its backward pass."""
@@ -138,9 +138,9 @@ class PermuteConfig:
     """activations: Wanda's |W| times the norm of the input, measured by rank 0, which loads the whole model for it;
     magnitude: W^2, read from the files one weight at a time."""
     sequences: int = 32
-    """activations: the first sequences of the run's text that are read."""
+    """activations: how many sequences are read, from the beginning of the run's text."""
     rows: int = 2048
-    """Of the outputs of the weights that read a dimension, so many are sampled where there are more."""
+    """The most outputs of the weights that read a dimension; where there are more, this many are sampled."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "rows"):

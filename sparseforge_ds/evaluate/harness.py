@@ -82,7 +82,7 @@ def load_tasks(names: Sequence[str], data: Mapping[str, Rows], limit: int | None
     Args:
         names: tasks that the harness knows.
         data: local rows by task, from `find_data`; what is absent is downloaded by the harness.
-        limit: only so many rows of each will be asked, and are looked at.
+        limit: how many rows of each task are checked and asked, from the first one on.
 
     Raises:
         ValueError: lm-eval is not installed, a task is unknown or a group, its rows lack a column that the task reads,

@@ -174,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seq_length", type=int, help="tokens of a window or of a document at most")
     result.add_argument("--stride", type=int, help="distance of window starts (default: seq_length, no overlap)")
     result.add_argument("--keep_tail", action="store_true", help="also score what does not fill the last window")
-    result.add_argument("--limit", type=int, help="score only the first so many documents")
+    result.add_argument("--limit", type=int, help="score at most this many documents, from the first on")
     result.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return result
 

@@ -61,10 +61,10 @@ def adapter_of(name: str, given: str | None) -> str | None:
 
     Args:
         name: folder or hub id of the model.
-        given: a folder, `NO_ADAPTER`, or None when nothing was said.
+        given: a folder, `NO_ADAPTER`, or None without the flag.
 
     Raises:
-        ValueError: nothing was said, and the model was exported with an adapter that is not there.
+        ValueError: the flag is missing, and the model was exported with an adapter that is not there.
     """
     if given is not None:
         return None if given == NO_ADAPTER else given

@@ -17,7 +17,7 @@ def read_documents(source: str, text_field: str = "text", limit: int | None = No
     Args:
         source: a file (a .txt file is one document), `stdlib:heldout` or `stdlib:train`.
         text_field: the field of a record that holds the text.
-        limit: read only so many documents.
+        limit: the most documents that are read.
 
     Raises:
         ValueError: no such file, an unknown kind of file, a record without text, or nothing in it.

@@ -53,7 +53,7 @@ def measure(
 
     Args:
         tasks: from `load_tasks`, which refuses rows that do not fit.
-        limit: only so many items of each task.
+        limit: the most items that are asked of each task.
         max_length: tokens of a prompt at most; by default what the model's positions allow.
 
     Returns:

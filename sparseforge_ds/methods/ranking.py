@@ -68,7 +68,7 @@ class Ranking:
         """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first.
 
         Raises:
-            ForgeError: some matrix has no curvature to speak of.
+            ForgeError: some matrix has no usable curvature.
         """
         on, scoring = self.on, self.scoring()
 
@@ -88,7 +88,7 @@ class Ranking:
         """What the scores of all elements are made of. Collective.
 
         Raises:
-            ForgeError: some matrix has no curvature to speak of.
+            ForgeError: some matrix has no usable curvature.
         """
         on, sums = self.on, self.mean.whole()
         home = on.layout.flats[0].device  # with optimizer offload the host: one copy for all matrices, not one each
@@ -144,7 +144,7 @@ class Ranking:
         return metrics
 
     def _require_curvature(self, totals: list[float], heard: list[float], sums: AxisSums | None) -> set[int]:
-        """Stop when some matrix has no curvature to speak of.
+        """Stop when some matrix has no usable curvature.
 
         Args:
             totals: of max(H, 0) of every matrix, H as scores take it.

@@ -1,4 +1,4 @@
-"""How much of a model is under a mask, and what is not, in the words in which it is said everywhere."""
+"""How much of a model is under a mask, what is not, and the words in which all commands report it."""
 
 from __future__ import annotations
 

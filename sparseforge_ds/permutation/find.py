@@ -66,7 +66,7 @@ def find_permutation(
         shapes, model_type, config, which: as in `dimensions`.
         weights: those that will be in the pattern, under the names of `shapes`.
         pattern: an N:M pattern.
-        rows: of the weights that read a dimension, so many are sampled where there are more.
+        rows: the most outputs scored a dimension; where there are more, this many are sampled.
         seed: of the sample and of the search.
         squares: mean square of every input of a weight, (in,) or (experts, in); the score is then Wanda's,
             |W| sqrt(mean x^2), else W^2 (which measured better than |W|).

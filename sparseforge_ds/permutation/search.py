@@ -35,7 +35,7 @@ def best_order(score_BCR: Tensor, pattern: NM, seed: int, sweeps: int = 8) -> Te
         score_BCR: what every channel counts in every row, >= 0; C is a multiple of M.
         pattern: N of M neighbouring channels are kept.
         seed: of which channel is taken out of a group, and when.
-        sweeps: so often M channels of every group are taken out, one after another; fewer where nothing is gained.
+        sweeps: the most rounds in which each of a group's M channels is taken out once; fewer where nothing is gained.
     """
     B, C, R = score_BCR.shape
     at_once = max(1, _ELEMENTS // max(1, (C // pattern.members) ** 2 + C * R))

@@ -33,7 +33,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model as the planner sees it. Numbers are elements unless something else is said."""
+    """A model as the planner sees it. Numbers count elements unless a field says otherwise."""
 
     parameters: tuple[Parameter, ...]
     """In `named_parameters` order; tied ones once."""

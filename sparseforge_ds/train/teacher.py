@@ -135,6 +135,7 @@ class Teacher:
                 final = self.hidden_states(pass_NS).split(batch)
             by_batch = zip(*(state.split(batch) for state in states), strict=True) if states else [()] * len(final)
             hidden += [(mine, list(each) or None) for mine, each in zip(final, by_batch, strict=True)]
+            del states, final, by_batch  # what the backward pass lets go of is to be free then
         layer = head_of(self.model)
         with deepspeed.zero.GatheredParameters(list(layer.parameters(recurse=False))):
             head = Head(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
