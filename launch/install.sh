@@ -47,7 +47,8 @@ _compile_op() {
     "$_venv/bin/python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
         _die "no Python.h, which DeepSpeed needs to compile; install the headers (Debian and Ubuntu: apt install python3-dev)"
     local log="$_venv/compile.log"
-    DS_ACCELERATOR=cpu "$_venv/bin/python" -c '
+    # With the ninja that training finds: another one's log of the build would have it compiled once more.
+    PATH="$_venv/bin:$PATH" DS_ACCELERATOR=cpu "$_venv/bin/python" -c '
 import logging, os
 from deepspeed.accelerator import get_accelerator
 from sparseforge_ds.train.extension_locks import clear_extension_locks
