@@ -25,10 +25,10 @@ if __package__ in (None, ""):
 import deepspeed
 import torch
 import torch.distributed as dist
-from benchmarks.variants import PHASE_WINDOWS, Batch, StepText, Variant, build, forge_config, memory
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.phases import PHASES, STATE_KEYS, Messages, Phases, held_bytes
+from benchmarks.variants import PHASE_WINDOWS, Batch, StepText, Variant, build, forge_config, memory
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.ranks import unlink_shared_buffers
 
