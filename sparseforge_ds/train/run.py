@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,3 @@ def _farewell(folder: Path, result: dict[str, Any]) -> str:
         f"  tensorboard --logdir {log}\n"
         f"  sparseforge consolidate {run} {model}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -192,7 +192,7 @@ def test_one_process_without_a_launcher_stops_at_ctrl_c_and_goes_on(tmp_path):
     code, step, by = stopped(ALONE, flags, ctrl_c)
     assert (code, by) == (130, "SIGINT")
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{step:06d}"
-    module = [sys.executable, "-m", "sparseforge_ds.train.run"]
+    module = [sys.executable, "-m", "sparseforge_ds.train"]
     code, later, by = stopped(module, [*flags, "--resume"], to_the_command)
     assert (code, by) == (143, "SIGTERM")
     assert later > step
