@@ -75,6 +75,7 @@ def _print_table(report: FolderReport) -> None:
         f"{report.pattern}: {total['weights']} weights, {total['groups']:,} groups, {total['nonzeros']:,} non-zeros "
         f"({share:.2f}% of these weights), {total['violations']:,} violations"
     )
+    print(f"size: {report.size}")
     for kind, entries in (
         ("missing", report.missing),
         ("not the exported bytes", report.changed),

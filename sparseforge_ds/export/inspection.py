@@ -26,6 +26,7 @@ from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.run_source import read_masked
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.model.families import LOW_RANK
 
 UNDECIDED = (0.05, 0.95)
 """A mask value between these is neither kept nor pruned yet."""
@@ -68,6 +69,8 @@ class RunStatus:
     """The window of optimizer steps over which the mask becomes binary."""
     masked_weights: int = 0
     masked_parameters: int = 0
+    branch_parameters: int = 0
+    """Numbers in all B of low-rank branches."""
     masks: list[MaskReport] = field(default_factory=list)
     """The most undecided first."""
 
@@ -259,6 +262,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),
+            "branch_parameters": sum(math.prod(s) for name, s in checkpoint.shapes.items() if name.endswith(LOW_RANK)),
         }
         if not quick:
             bar = tqdm(saved.weights, unit=" weights", disable=not progress, file=sys.stderr)

@@ -32,7 +32,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.bits import WeightReport, chunk_size
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
+from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
@@ -56,6 +56,7 @@ class FolderReport:
     """Weights whose bytes are not those that `sparsity.json` gives the hash of."""
     notes: list[str] = field(default_factory=list)
     """Anything else that is wrong with the folder."""
+    size: Size = Size(0, 0, 0)
 
     @property
     def violations(self) -> int:
@@ -74,6 +75,7 @@ class FolderReport:
         result: dict[str, Any] = {"ok": self.ok, "pattern": self.pattern, "weights": len(self.rows)}
         result |= {key: sum(getattr(row, key) for row in self.rows) for key in totals}
         result["elements"] = sum(torch.Size(row.shape).numel() for row in self.rows)
+        result["bytes"] = asdict(self.size)
         result |= {"missing": self.missing, "changed": self.changed, "notes": self.notes}
         return result | {"rows": [asdict(row) for row in self.rows]}
 
@@ -105,8 +107,8 @@ def check_folder(
             raise ValueError(f"{folder / 'sparsity.json'}: has no pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity["pattern"])
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
-    sparse, dense = listed_weights(folder, sparsity)
-    listed = sparse | dense
+    sparse, dense, branches = listed_weights(folder, sparsity)
+    listed = sparse | dense | branches
     weights, misfits = _prunable(folder, config, sparsity, shapes, PATTERNS if pattern is None else (pattern,))
     names = [name for name in tensors.specs if name in weights or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
@@ -154,9 +156,8 @@ def check_folder(
         else:
             if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
                 changed.append(str(folder / TENSORS))
-    return FolderReport(
-        str(chosen or "no pattern"), choices[best] if choices else [], missing + misfits, changed, notes
-    )
+    rows = choices[best] if choices else []
+    return FolderReport(str(chosen or "no pattern"), rows, missing + misfits, changed, notes, tensors.size)
 
 
 def _prunable(
@@ -168,7 +169,7 @@ def _prunable(
 ) -> tuple[dict[str, list[tuple[Pattern, int]]], list[str]]:
     """The weights to check, with the patterns and axes of groups that they may have; and those that none fits."""
     found: dict[str, list[tuple[Pattern, int]]] = {}
-    sparse, dense = listed_weights(folder, sparsity)
+    sparse, dense, _ = listed_weights(folder, sparsity)
     misfits: list[str] = []
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})
