@@ -14,9 +14,10 @@ from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import CurvatureMean, ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
 from sparseforge_ds.methods.histograms import histograms
+from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
-from sparseforge_ds.model.low_rank import branches
+from sparseforge_ds.zero.gradient_hooks import hook_gradients
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.restore import Masks, restore
@@ -63,6 +64,7 @@ class SparseForge:
         self._ranking = Ranking(self._mean)
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe)
+        hook_gradients(on.state, on.shards)
         self._ready = not (self._method.starts or self.config.shifts)
         self._method.resume()
         self._skipped = engine.skipped_steps
