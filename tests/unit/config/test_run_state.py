@@ -22,7 +22,7 @@ def saved(**block: Any) -> dict[str, Any]:
     return {**state, "step": 3, "refreshes": 1, "groups": [["a.weight"]]}
 
 
-@pytest.mark.parametrize("block", [{}, {"importance": "hutchinson"}, {"preset": "paper"}, {"method": "ast"}])
+@pytest.mark.parametrize("block", [{}, {"importance": "hutchinson"}, {"preset": "paper_like"}, {"method": "ast"}])
 def test_a_state_is_read_as_it_was_written(block: dict[str, Any]) -> None:
     run, found = run_of(**block), RunState.parse(saved(**block), "here")
     assert found == RunState(run.config, tuple(WEIGHTS), 3, 1)
