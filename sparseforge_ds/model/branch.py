@@ -43,13 +43,17 @@ class LowRankConv1D(Branch, Conv1D):  # type: ignore[misc]  # transformers is un
     """GPT-2's `Conv1D` with a branch."""
 
 
-def add_branch(layer: nn.Linear | Conv1D, k: int) -> Branch:
-    """Give a layer a branch that is zero and off, in place; `k` must divide its inputs.
+def add_branch(layer: nn.Linear | Conv1D, k: int, b_OK: nn.Parameter | None = None) -> Branch:
+    """Give a layer a branch that is off, in place; `k` must divide its inputs.
 
-    The layer has its final class already: one that is neither `nn.Linear` nor `Conv1D` keeps its own forward too.
+    Args:
+        layer: has its final class already; one that is neither `nn.Linear` nor `Conv1D` keeps its own forward too.
+        k: inputs of a run.
+        b_OK: B, of a layer that this one takes the place of; None: zeros.
     """
     outputs, inputs = (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
-    b_OK = nn.Parameter(layer.weight.new_zeros(outputs, inputs // k))
+    if b_OK is None:
+        b_OK = nn.Parameter(layer.weight.new_zeros(outputs, inputs // k))
     kind = type(layer)
     own = {nn.Linear: LowRankLinear, Conv1D: LowRankConv1D}.get(kind)
     layer.__class__ = own or type(f"LowRank{kind.__name__}", (Branch, kind), {})

@@ -309,3 +309,5 @@ def test_a_layer_of_another_class_keeps_its_forward() -> None:
     with torch.no_grad():
         branch.low_rank_b.fill_(1.0)
     torch.testing.assert_close(branch(x), expected + x.sum(-1, keepdim=True))
+    successor = add_branch(nn.Linear(8, 3, bias=False), branch.k, branch.low_rank_b)
+    assert successor.low_rank_b is branch.low_rank_b and not successor.enabled
