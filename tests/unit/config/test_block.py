@@ -51,7 +51,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"low_rank": {"K": 16}}, ["sparseforge.low_rank.K", "sparseforge.low_rank.k"]),
     ({"curvature": {"ema": 0.9}}, ["sparseforge.curvature.ema", "unknown key"]),
     ({"preset": "papr"}, ["sparseforge.preset", "'papr'", "paper"]),
-    ({"preset": ["paper_like"]}, ["sparseforge.preset", "['paper']", "paper"]),
+    ({"preset": ["paper_like"]}, ["sparseforge.preset", "['paper_like']", "paper"]),
     ({"pattern": "2of4"}, ["'2of4'", "2:4"]),
     ({"pattern": "4:2"}, ["4:2", "0 < n < m"]),
     ({"pattern": "0:4"}, ["0:4", "0 < n < m"]),
