@@ -159,7 +159,7 @@ _DENSE: dict[type[PreTrainedConfig], dict[str, Any]] = {
     GPTNeoConfig: {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     GPTNeoXConfig: {"num_key_value_heads": 4},
     GraniteConfig: {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
-    InternLM3Config: {},
+    InternLM3Config: {"head_dim": 8},
     MistralConfig: {},
     Olmo2Config: {},
     Olmo3Config: {"sliding_window": 8, "layer_types": _GEMMA["layer_types"]},
