@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"torch"},
     "mask": {"torch"},
+    "runtime": {"torch", "mask.packing"},
     "config": {"mask.pattern", "mask.anneal"},
     "checkpoint": {"torch", "safetensors"},
     "zero": {"torch", "deepspeed", "mask", "config.refused_settings", "checkpoint"},
