@@ -82,9 +82,9 @@ Product product_of(Path path, bool bf16) {
 
 Unpack unpack_of(Path path, int64_t bytes) {
 #if defined(__x86_64__)
-    if (path != Path::portable) return bytes == 2 ? avx2_unpack2 : avx2_unpack4;
+    if (path != Path::portable && bytes < 8) return bytes == 2 ? avx2_unpack2 : avx2_unpack4;
 #endif
-    return bytes == 2 ? unpack_rows<2> : unpack_rows<4>;
+    return bytes == 2 ? unpack_rows<2> : bytes == 4 ? unpack_rows<4> : unpack_rows<8>;
 }
 
 // x as the AVX-512 paths read it: zeros up to the end of the last block.
@@ -113,7 +113,7 @@ Tensor by_member(const Tensor& x) {
 Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
     const int64_t outputs = values.size(0), kept = values.size(-1), inputs = 2 * kept;
     const auto dtype = values.scalar_type();
-    const bool bf16 = dtype == at::kBFloat16;
+    const bool bf16 = dtype == at::kBFloat16, fp32 = dtype == at::kFloat;
     TORCH_CHECK_VALUE(values.dim() == 2 && kept % 2 == 0 && positions.dim() == 2 && positions.size(0) == outputs &&
                           positions.size(1) == (kept + 3) / 4 && positions.scalar_type() == at::kByte,
                       "linear24: values of shape ", values.sizes(), " and positions of shape ", positions.sizes(),
@@ -124,8 +124,6 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
                       bias ? bias->sizes() : at::IntArrayRef(), " does not fit ", outputs, " outputs");
     TORCH_CHECK_VALUE(x.scalar_type() == dtype && (!bias || bias->scalar_type() == dtype), "linear24: dtypes differ: x ",
                       x.scalar_type(), ", values ", dtype);
-    TORCH_CHECK_VALUE(bf16 || dtype == at::kFloat || dtype == at::kHalf, "linear24: the CPU kernel has no ", dtype,
-                      "; use float32, bfloat16 or float16");
     TORCH_CHECK_VALUE(x.is_cpu() && values.is_cpu() && positions.is_cpu() && (!bias || bias->is_cpu()),
                       "linear24: devices differ: x ", x.device(), ", values ", values.device(), ", positions ",
                       positions.device());
@@ -140,7 +138,7 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
             bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
     const Path path = path_of(bf16);
 
-    if (dtype != at::kHalf && job.rows <= (path == Path::avx512 ? FEW_ROWS : FEW_ROWS_PORTABLE)) {
+    if ((bf16 || fp32) && job.rows <= (path == Path::avx512 ? FEW_ROWS : FEW_ROWS_PORTABLE)) {
         const Tensor ready = path == Path::avx512 ? padded(rows, bf16 ? 64 : 32) : by_member(rows);
         job.x = ready.const_data_ptr();
         job.x_stride = ready.size(1);
@@ -152,8 +150,9 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
     }
 
     const int64_t row_bytes = inputs * v.element_size();
-    const int64_t tile_rows = std::clamp<int64_t>(at::get_num_threads() * TILE_BYTES / row_bytes / 64 * 64, 64, outputs);
-    const Tensor tile = at::empty({std::min(tile_rows, outputs), inputs}, v.options());
+    const int64_t tile_rows =
+        std::min(outputs, std::max<int64_t>(64, at::get_num_threads() * TILE_BYTES / row_bytes / 64 * 64));
+    const Tensor tile = at::empty({tile_rows, inputs}, v.options());
     const Unpack unpack = unpack_of(path, v.element_size());
     Tensor out = y.view({-1, outputs});
     for (int64_t first = 0; first < outputs; first += tile_rows) {
@@ -162,7 +161,8 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
         at::parallel_for(0, count, std::max<int64_t>(1, WORK / inputs), [&](int64_t at, int64_t end) {
             unpack(to + at * row_bytes, job, first + at, first + end);
         });
-        const Tensor part = at::linear(rows, tile.narrow(0, 0, count), bias ? Optional(b.narrow(0, first, count)) : Optional());
+        const Optional part_bias = bias ? Optional(b.narrow(0, first, count)) : Optional();
+        const Tensor part = at::linear(rows, tile.narrow(0, 0, count), part_bias);
         if (count == outputs) return part.view(shape);
         out.narrow(1, first, count).copy_(part);
     }

@@ -253,6 +253,13 @@ INLINE void unpack_rows(char* to, const Job& job, int64_t row, int64_t end) {
     for (; row < end; ++row) {
         const char* from = static_cast<const char*>(job.values) + row * job.kept * SIZE;
         const uint8_t* positions = job.positions + row * job.position_bytes;
+        if (SIZE == 8) {  // fp64 is here to be right
+            std::memset(to, 0, 2 * job.kept * SIZE);
+            for (int64_t i = 0; i < job.kept; ++i)
+                std::memcpy(to + (4 * (i / 2) + (positions[i / 4] >> 2 * (i % 4) & 3)) * SIZE, from + i * SIZE, SIZE);
+            to += 2 * job.kept * SIZE;
+            continue;
+        }
         for (int64_t byte = 0; byte < job.kept / 4; ++byte, from += 4 * SIZE, to += 8 * SIZE) {
             if (SIZE == 2) {
                 unpack_step(to, from, TABLES.two[positions[byte]]);

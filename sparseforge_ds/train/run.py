@@ -22,7 +22,7 @@ from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
-from sparseforge_ds.train.extension_locks import clear_extension_locks
+from sparseforge_ds.runtime.extension_locks import clear_extension_locks
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
