@@ -43,8 +43,8 @@ def load_cpu_kernel() -> bool:
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _LOG.warning(
             "linear24: the CPU kernel could not be built (%s); packed weights are unpacked at every call, so that text "
-            "is generated more slowly than by a dense model. Install a C++ compiler, or load the model dense: "
-            "quantization_config=Packed24Config(dequantize=True)",
+            "is generated at about half a dense model's speed. Install a C++ compiler and ninja, or make the model "
+            "dense by model.dequantize()",
             (str(error).splitlines() or [type(error).__name__])[0],
         )
         return False

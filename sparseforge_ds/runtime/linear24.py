@@ -101,8 +101,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     _, values, positions, bias = inputs
     if values.requires_grad:
         raise ValueError(
-            "linear24: a packed 2:4 weight cannot be trained; load the model dense "
-            "(quantization_config=Packed24Config(dequantize=True)) or train a low-rank adapter on top of it"
+            "linear24: a packed 2:4 weight cannot be trained; make the model dense by model.dequantize(), or train a "
+            "low-rank adapter on top of it"
         )
     ctx.save_for_backward(values, positions)
     ctx.has_bias = bias is not None
