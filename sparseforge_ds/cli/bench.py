@@ -72,3 +72,7 @@ def run(args: argparse.Namespace) -> int:
         (folder / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")
         draw(measured, folder / "bench.png")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge bench`")

@@ -93,7 +93,7 @@ class Packed24Conv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
         return layer.train(self.training)
 
 
-def _keep_packed(model: nn.Module, layer: nn.Module, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
+def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
     """Put a packed layer in the place of `layer`, and return its tensors under their names for the loader to set."""
     (values,) = next(tensors for pattern, tensors in given.items() if not _is_positions(pattern))
     (positions,) = next(tensors for pattern, tensors in given.items() if _is_positions(pattern))

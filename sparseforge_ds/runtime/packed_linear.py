@@ -27,7 +27,7 @@ class Packed24Linear(nn.Linear):
         self.out_features, self.in_features = weight.shape[0], 2 * weight.shape[1]
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("weight_positions", positions)
-        self.bias = bias
+        self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -38,5 +38,5 @@ class Packed24Linear(nn.Linear):
         """The ordinary layer with the same weight; its bias is shared."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight = nn.Parameter(unpack24(self.weight.detach(), self.weight_positions))
-        layer.bias = self.bias
+        layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
