@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 17, 32])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
     args = parser.parse_args()
     load(
         name="sparseforge_bench_dense",
@@ -38,7 +39,7 @@ def main() -> None:
     )
     torch.set_num_threads(args.threads)
     for name in args.dtypes:
-        for shape in ((14336, 4096), (4096, 14336)):
+        for shape in args.shapes:
             weight = torch.randn(shape, dtype=getattr(torch, name))
             weight.view(shape[0], -1, 4)[..., 1:3] = 0
             packed = pack24(weight, -1)
@@ -47,6 +48,11 @@ def main() -> None:
                     f"{name} {shape[0]} x {shape[1]}, {rows} rows: {_line(weight, packed, rows, args.repeats)}",
                     flush=True,
                 )
+
+
+def _shape(text: str) -> tuple[int, int]:
+    outputs, inputs = map(int, text.split("x"))
+    return outputs, inputs
 
 
 @torch.no_grad()

@@ -24,25 +24,18 @@ namespace {
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
-constexpr int64_t FEW_ROWS = 16, FEW_ROWS_PORTABLE = 4;  // where unpacking into a tile begins to be faster
-constexpr int64_t TILE_BYTES = 4 << 20;                   // for each thread
-constexpr int64_t WORK = 1 << 15;                         // weights below which a thread is not worth its start
+// Rows of x up to which packed bytes are read directly; beyond, unpacking into a tile is faster. With AVX-512 that is
+// as long as x stays in a second-level cache of 1 MB, since every four outputs read all of it.
+int64_t few_rows(bool avx512, bool bf16, int64_t inputs) {
+    if (!avx512) return bf16 ? 1 : 4;
+    return std::clamp<int64_t>((1 << 20) / (inputs * (bf16 ? 2 : 4)), 16, 128);
+}
+constexpr int64_t TILE_BYTES = 4 << 20;  // for each thread
+constexpr int64_t WORK = 1 << 15;        // weights below which a thread is not worth its start
 
 enum class Path { portable, avx2, avx512 };
 
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void avx2_bf16(const Job& job, int64_t at, int64_t end) {
-    portable_rows<c10::BFloat16>(job, at, end);
-}
-__attribute__((target("avx2,fma"))) void avx2_fp32(const Job& job, int64_t at, int64_t end) {
-    portable_rows<float>(job, at, end);
-}
-__attribute__((target("avx2"))) void avx2_unpack2(char* to, const Job& job, int64_t at, int64_t end) {
-    unpack_rows<2>(to, job, at, end);
-}
-__attribute__((target("avx2"))) void avx2_unpack4(char* to, const Job& job, int64_t at, int64_t end) {
-    unpack_rows<4>(to, job, at, end);
-}
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 bool has_avx512(bool bf16) {
     for (bool there : {__builtin_cpu_supports("avx512f") > 0, __builtin_cpu_supports("avx512bw") > 0,
@@ -75,16 +68,16 @@ using Unpack = void (*)(char*, const Job&, int64_t, int64_t);
 Product product_of(Path path, bool bf16) {
 #if defined(__x86_64__)
     if (path == Path::avx512) return bf16 ? avx512_bf16 : avx512_fp32;
-    if (path == Path::avx2) return bf16 ? avx2_bf16 : avx2_fp32;
+    if (path == Path::avx2) return bf16 ? avx2::product_rows<c10::BFloat16> : avx2::product_rows<float>;
 #endif
-    return bf16 ? portable_rows<c10::BFloat16> : portable_rows<float>;
+    return bf16 ? portable::product_rows<c10::BFloat16> : portable::product_rows<float>;
 }
 
 Unpack unpack_of(Path path, int64_t bytes) {
 #if defined(__x86_64__)
-    if (path != Path::portable && bytes < 8) return bytes == 2 ? avx2_unpack2 : avx2_unpack4;
+    if (path != Path::portable && bytes < 8) return bytes == 2 ? avx2::unpack_rows<2> : avx2::unpack_rows<4>;
 #endif
-    return bytes == 2 ? unpack_rows<2> : bytes == 4 ? unpack_rows<4> : unpack_rows<8>;
+    return bytes == 2 ? portable::unpack_rows<2> : bytes == 4 ? portable::unpack_rows<4> : portable::unpack_rows<8>;
 }
 
 // x as the AVX-512 paths read it: zeros up to the end of the last block.
@@ -138,7 +131,7 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
             bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
     const Path path = path_of(bf16);
 
-    if ((bf16 || fp32) && job.rows <= (path == Path::avx512 ? FEW_ROWS : FEW_ROWS_PORTABLE)) {
+    if ((bf16 || fp32) && job.rows <= few_rows(path == Path::avx512, bf16, inputs)) {
         const Tensor ready = path == Path::avx512 ? padded(rows, bf16 ? 64 : 32) : by_member(rows);
         job.x = ready.const_data_ptr();
         job.x_stride = ready.size(1);

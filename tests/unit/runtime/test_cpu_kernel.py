@@ -86,12 +86,12 @@ def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -
     """A tile is 4 MB for each thread: of 14336 inputs, 128 rows of 16 bits or 64 of fp32."""
     torch.manual_seed(0)
     values, positions = packed(300, 14336, dtype)
-    x, bias = torch.randn(19, 14336).to(dtype), torch.randn(300).to(dtype)
+    x, bias = torch.randn(65, 14336).to(dtype), torch.randn(300).to(dtype)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            for rows in (1, 19):
+            for rows in (1, 19, 65):
                 assert within_bound(linear24(x[:rows], values, positions, bias), x[:rows], values, positions, bias)
     finally:
         torch.set_num_threads(threads)
