@@ -69,6 +69,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
     "cli.bench": {"evaluate"},
     "cli.compare": {"compare"},
+    "cli.evaluate": {"evaluate", "ranks"},
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "model.families", "permutation"},
     "cli.train": {"train.run"},
