@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import low_rank_share, prepare
-    from sparseforge_ds.train.extension_locks import clear_extension_locks
+    from sparseforge_ds.runtime.extension_locks import clear_extension_locks
     from sparseforge_ds.train.teacher import Teacher
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
@@ -33,7 +33,7 @@ _WHERE = {
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
     "register_family": "model.family_table",
-    "clear_extension_locks": "train.extension_locks",
+    "clear_extension_locks": "runtime.extension_locks",
 }
 
 __all__ = [

@@ -3,10 +3,13 @@
     import sparseforge_ds
     model = AutoModelForCausalLM.from_pretrained("models/qwen3_14b_packed24")
 
-On the CPU, and wherever 2:4 tensor cores cannot take a layer, its weight is unpacked on load: the model is then an
-ordinary dense one, of which `save_pretrained` writes an ordinary folder. On CUDA (compute capability 8.0 or more, fp16
-or bf16, `device_map="cuda"`) the weight of an nn.Linear becomes torch's semi-structured sparse tensor; then
-`save_pretrained` refuses, and `model.dequantize()` makes it dense.
+Linear layers stay packed in memory: they become `runtime.packed_linear.Packed24Linear` (GPT-2's, `Packed24Conv1D`), and
+`save_pretrained` writes a packed folder again. Experts in one tensor are unpacked on load. `model.dequantize()` makes
+all of it dense: an ordinary model, of which `save_pretrained` writes an ordinary folder.
+
+On CUDA (compute capability 8.0 or more, fp16 or bf16), `"semi_structured": true` in the `quantization_config` of
+config.json turns the weights of linear layers into torch's semi-structured tensors instead, which are faster from about
+a thousand rows on and slower when text is generated; then `save_pretrained` refuses.
 
 Low-rank branches (`low_rank` of the quantization_config) are B alone, beside the weights: their layers get the class of
 `model.branch`, which computes the sums of inputs. Such a model is not saved by `save_pretrained`, whose folder would
@@ -22,7 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -35,7 +38,8 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
 
     Args:
         format: version of the storage.
-        semi_structured: on CUDA, keep weights as torch's semi-structured sparse tensors; false: unpack everywhere.
+        semi_structured: on CUDA, unpack weights into torch's semi-structured sparse tensors where it has a kernel for
+            them, and into dense ones elsewhere.
         low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
 
     Raises:
@@ -45,7 +49,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
     def __init__(
         self,
         format: int = PACKED24_FORMAT,
-        semi_structured: bool = True,
+        semi_structured: bool = False,
         low_rank: dict[str, int] | None = None,
         **more: Any,
     ) -> None:
@@ -63,7 +67,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
 
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
-    """Unpacks weights while transformers loads them."""
+    """Puts packed layers into a model while transformers loads it."""
 
     requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
     serialized_names = {"weight": ["weight", f"weight{POSITIONS}"]}
@@ -98,7 +102,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Nothing of the packing is left in a dense model without branches: it may be saved, trained, and quantized."""
+        """The conversion is not undone on saving. Without packed weights and branches, the model is an ordinary one."""
         ours = type(_operation(self))
         model._weight_conversions = [
             conversion
@@ -106,38 +110,51 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
             if not any(isinstance(operation, ours) for operation in getattr(conversion, "operations", ()))
         ]
         branched = bool(self.quantization_config.low_rank)
-        if not branched and not any(_is_sparse(parameter) for parameter in model.parameters()):
+        if not branched and not any(_is_packed(module) or _is_sparse(module) for module in model.modules()):
             self.remove_quantization_config(model)
             for module in model.modules():
                 if getattr(getattr(module, "config", None), "_is_quantized", False):
                     module.config._is_quantized = False
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         if self.quantization_config.low_rank:
             raise ValueError(
                 f"{PACKED24}: this model has low-rank branches, without which its weights are useless; a folder for "
                 "other tools is what `sparseforge export FOLDER OUT --format hf` writes"
             )
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and _is_sparse(module.weight):
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # transformers has it from the config
+        for name, module in list(model.named_modules()):
+            if _is_packed(module):
+                model.set_submodule(name, module.dense().to(dtype))
+            elif _is_sparse(module):
                 module.weight = nn.Parameter(module.weight.to_dense().to(dtype), requires_grad=True)
+        for module in model.modules():
+            if getattr(getattr(module, "config", None), "_is_quantized", False):
+                module.config._is_quantized = False
         return model
 
     def is_serializable(self) -> bool:
         """Semi-structured tensors and branches are not saved: transformers raises."""
-        return False
+        return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
 
     @property
     def is_trainable(self) -> bool:
-        """Semi-structured weights have no gradient, and a trained branch could not be saved."""
-        return False
+        """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
+        return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
 
 
-def _is_sparse(parameter: Tensor) -> bool:
+def _is_packed(module: nn.Module) -> bool:
+    return hasattr(module, f"weight{POSITIONS}")
+
+
+def _is_sparse(module: nn.Module) -> bool:
     from torch.sparse import SparseSemiStructuredTensor
 
-    return isinstance(parameter, SparseSemiStructuredTensor) or isinstance(parameter.data, SparseSemiStructuredTensor)
+    weight = getattr(module, "weight", None)
+    return isinstance(module, nn.Linear) and isinstance(
+        weight.data if isinstance(weight, nn.Parameter) else weight, SparseSemiStructuredTensor
+    )
 
 
 def _operation(quantizer: Packed24Quantizer) -> Any:

@@ -36,6 +36,11 @@ def clear_extension_locks() -> None:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     if not any(root.rglob("*.so")):
         _LOG.info("set-up: what DeepSpeed needs is compiled for this machine once, which takes a minute or two")
+    clear_locks(root)
+
+
+def clear_locks(root: Path) -> None:
+    """`clear_extension_locks` for one folder and those below it."""
     for lock in root.rglob("lock"):
         began, said = time.monotonic(), -_REMIND
         while (idle := _idle_seconds(lock)) is not None:

@@ -1,0 +1,141 @@
+"""`sparseforge::linear24`, the product with a 2:4 weight that stays packed, as an operator of torch.
+
+`register_kernel` of torch.library is the place where devices differ. On the CPU, the first call loads a C++ library
+(`cpu_kernel`), which registers itself with torch and from then on is called without Python. A device without a kernel
+has the reference, which unpacks the weight at each call. The operator may be compiled (it is opaque to torch.compile),
+and under autocast its inputs are cast as those of nn.functional.linear are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+
+
+@torch.library.custom_op("sparseforge::linear24", mutates_args=())
+def linear24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`nn.functional.linear` with a weight that `pack24` packed along its last axis.
+
+    Positions are not checked for damage at each call: whoever loads them does that once, by `unpack24`.
+
+    Args:
+        x: (..., in), of any strides.
+        values: (out, in/2), the kept values, in the dtype of `x`.
+        positions: (out, ceil(in/8)), uint8, where they belong.
+        bias: (out,), in the dtype of `x`.
+
+    Returns:
+        (..., out) in the dtype of `x`. Its gradient goes to `x` and to `bias`; a packed weight has none.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together.
+    """
+    if x.device.type == "cpu" and load_cpu_kernel():
+        result: Tensor = linear24(x, values, positions, bias)  # the C++ kernel has taken this one's place
+        return result
+    check_inputs(x, values, positions, bias)
+    return reference24(x, values, positions, bias)
+
+
+def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+    """What every kernel computes, up to rounding: unpack the weight and multiply."""
+    return torch.nn.functional.linear(x, unpack24(values, positions), bias)
+
+
+def check_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> None:
+    """What `linear24` asks of its arguments, by their shapes and dtypes alone.
+
+    Raises:
+        ValueError: one does not belong to the others; the message names it.
+    """
+    inputs = 2 * values.shape[-1]
+    outputs = values.shape[0]
+    if values.ndim != 2 or inputs % 4 or positions.shape != (outputs, -(-inputs // 8)):
+        raise ValueError(
+            f"linear24: values of shape {tuple(values.shape)} and positions of shape {tuple(positions.shape)} are no "
+            "weight that is packed along its last axis"
+        )
+    if positions.dtype != torch.uint8:
+        raise ValueError(f"linear24: positions are uint8, these are {positions.dtype}")
+    if x.ndim == 0 or x.shape[-1] != inputs:
+        raise ValueError(f"linear24: x of shape {tuple(x.shape)} does not end in the weight's {inputs} inputs")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"linear24: bias of shape {tuple(bias.shape)} does not fit {outputs} outputs")
+    given = {"x": x, "values": values, **({} if bias is None else {"bias": bias})}
+    if len({tensor.dtype for tensor in given.values()}) > 1:
+        raise ValueError(f"linear24: dtypes differ: {', '.join(f'{name} {t.dtype}' for name, t in given.items())}")
+    if len({tensor.device for tensor in (*given.values(), positions)}) > 1:
+        given["positions"] = positions
+        raise ValueError(f"linear24: devices differ: {', '.join(f'{name} {t.device}' for name, t in given.items())}")
+
+
+def _fake(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_inputs(x, values, positions, bias)
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+@torch.library.custom_op("sparseforge::linear24_with_gradient", mutates_args=())
+def _with_gradient(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Where the C++ kernel sends a call of which a gradient is wanted, since its own has none."""
+    result: Tensor = linear24(x, values, positions, bias)
+    return result
+
+
+@torch.library.custom_op("sparseforge::linear24_input_gradient", mutates_args=())
+def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """(..., out) -> (..., in): what `linear24` sends back to its `x`."""
+    return gradient @ unpack24(values, positions)
+
+
+@_input_gradient.register_fake
+def _(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], 2 * values.shape[1]))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, values, positions, bias = inputs
+    if values.requires_grad:
+        raise ValueError(
+            "linear24: a packed 2:4 weight cannot be trained; make the model dense by model.dequantize(), or train a "
+            "low-rank adapter on top of it"
+        )
+    ctx.save_for_backward(values, positions)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+    """What an adapter below this layer needs; a bias may train."""
+    values, positions = ctx.saved_tensors
+    to_x = _input_gradient(gradient, values, positions) if ctx.needs_input_grad[0] else None
+    to_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
+    return to_x, None, None, to_bias
+
+
+for _operator in (linear24, _with_gradient):
+    _operator.register_fake(_fake)
+    _operator.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _autocast(device: str) -> None:
+    """`register_autocast` of torch knows one dtype; autocast's own is asked for at each call."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+
+    def cast_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype = torch.get_autocast_dtype(device)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            result: Tensor = linear24(
+                x.to(dtype), values.to(dtype), positions, None if bias is None else bias.to(dtype)
+            )
+            return result
+
+    _LIBRARY.impl("linear24", cast_inputs, f"Autocast{device.upper()}")
+
+
+_LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
+for _device in ("cpu", "cuda"):
+    _autocast(_device)

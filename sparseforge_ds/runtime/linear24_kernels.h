@@ -1,0 +1,198 @@
+// The products and the unpacking behind sparseforge::linear24 on the CPU, on plain memory.
+//
+// Few rows of x: a kept value meets its input inside the processor. Two bits of position and the number of the group
+// are the index by which the input is picked out of a block of x in registers, so that the packed bytes are all that is
+// read of the weight.
+//
+// Nothing is compiled for the processor that builds it: each path has its own target.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define ISA(names) __attribute__((target(names)))
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+struct Job {  // of a product with few rows of x
+    const void* x;  // prepared by the path that reads it, zeros behind the last input
+    int64_t x_stride, rows;
+    const void* values;
+    const uint8_t* positions;
+    int64_t kept, position_bytes;  // of a row of the weight
+    const void* bias;  // or null
+    void* y;
+    int64_t outputs;
+};
+
+template <typename T>
+INLINE void store(const Job& job, int64_t row, int64_t output, float sum) {
+    if (job.bias) sum += static_cast<float>(static_cast<const T*>(job.bias)[output]);
+    static_cast<T*>(job.y)[row * job.outputs + output] = static_cast<T>(sum);
+}
+
+// ------------------------------------------------------------------------------------------------ AVX-512
+// A block is a register of kept values: 32 of bf16 and 64 inputs, or 16 of fp32 and 32 inputs. Its positions are one
+// 64-bit or 32-bit word, the two bits of value i from bit 2i on; its index into the inputs is 4 (i / 2) + those bits.
+#if defined(__x86_64__)
+#define ISA_BF16 "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16"
+#define ISA_FP32 "avx512f,avx512bw,avx512vl,avx512dq"
+
+struct Bf16 {
+    using T = c10::BFloat16;
+    using Word = uint64_t;
+    static constexpr int64_t KEPT = 32;
+    struct Input { __m512i low, high; };
+    struct Constants { __m512i shift, base, three; };
+
+    ISA(ISA_BF16) static INLINE Constants constants() {
+        alignas(64) uint16_t shift[32], base[32];
+        for (int i = 0; i < 32; ++i) shift[i] = 2 * i, base[i] = 4 * (i / 2);
+        return {_mm512_load_si512(shift), _mm512_load_si512(base), _mm512_set1_epi16(3)};
+    }
+    ISA(ISA_BF16) static INLINE __m512i index(const Constants& c, Word positions) {
+        const __m512i bits = _mm512_multishift_epi64_epi8(c.shift, _mm512_set1_epi64(positions));
+        return _mm512_ternarylogic_epi64(bits, c.three, c.base, 0xEA);  // (bits & 3) | base
+    }
+    ISA(ISA_BF16) static INLINE __m512i values(const void* from) { return _mm512_loadu_si512(from); }
+    ISA(ISA_BF16) static INLINE __m512i values(const void* from, int64_t count) {
+        return _mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, from);
+    }
+    ISA(ISA_BF16) static INLINE Input input(const void* from) {
+        return {_mm512_loadu_si512(from), _mm512_loadu_si512(static_cast<const char*>(from) + 64)};
+    }
+    ISA(ISA_BF16) static INLINE __m512 add(__m512 sum, const Input& x, __m512i index, __m512i values) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_permutex2var_epi16(x.low, index, x.high), (__m512bh)values);
+    }
+};
+
+struct Fp32 {
+    using T = float;
+    using Word = uint32_t;
+    static constexpr int64_t KEPT = 16;
+    struct Input { __m512 low, high; };
+    struct Constants { __m512i shift, base, three; };
+
+    ISA(ISA_FP32) static INLINE Constants constants() {
+        alignas(64) uint32_t shift[16], base[16];
+        for (int i = 0; i < 16; ++i) shift[i] = 2 * i, base[i] = 4 * (i / 2);
+        return {_mm512_load_si512(shift), _mm512_load_si512(base), _mm512_set1_epi32(3)};
+    }
+    ISA(ISA_FP32) static INLINE __m512i index(const Constants& c, Word positions) {
+        const __m512i bits = _mm512_srlv_epi32(_mm512_set1_epi32(positions), c.shift);
+        return _mm512_ternarylogic_epi32(bits, c.three, c.base, 0xEA);
+    }
+    ISA(ISA_FP32) static INLINE __m512 values(const void* from) { return _mm512_loadu_ps(from); }
+    ISA(ISA_FP32) static INLINE __m512 values(const void* from, int64_t count) {
+        return _mm512_maskz_loadu_ps((uint32_t{1} << count) - 1, from);
+    }
+    ISA(ISA_FP32) static INLINE Input input(const void* from) {
+        return {_mm512_loadu_ps(from), _mm512_loadu_ps(static_cast<const char*>(from) + 64)};
+    }
+    ISA(ISA_FP32) static INLINE __m512 add(__m512 sum, const Input& x, __m512i index, __m512 values) {
+        return _mm512_fmadd_ps(_mm512_permutex2var_ps(x.low, index, x.high), values, sum);
+    }
+};
+
+// R outputs of M rows of x, from row `row` and output `output` on. A macro makes it for both ISAs: a template's target
+// cannot depend on its arguments.
+#define AVX512_BLOCK(NAME, P, ISA_NAME)                                                                          \
+    template <int R, int M>                                                                                      \
+    ISA(ISA_NAME) void NAME##_block(const Job& job, int64_t row, int64_t output) {                               \
+        const auto constants = P::constants();                                                                   \
+        const auto* x = static_cast<const P::T*>(job.x) + row * job.x_stride;                                    \
+        const auto* values = static_cast<const P::T*>(job.values) + output * job.kept;                           \
+        const auto* positions = job.positions + output * job.position_bytes;                                     \
+        __m512 sum[R][M];                                                                                        \
+        for (int r = 0; r < R; ++r)                                                                              \
+            for (int m = 0; m < M; ++m) sum[r][m] = _mm512_setzero_ps();                                         \
+        int64_t at = 0;                                                                                          \
+        for (; at + P::KEPT <= job.kept; at += P::KEPT) {                                                        \
+            P::Input input[M];                                                                                   \
+            for (int m = 0; m < M; ++m) input[m] = P::input(x + m * job.x_stride + 2 * at);                      \
+            for (int r = 0; r < R; ++r) {                                                                        \
+                P::Word word;                                                                                    \
+                std::memcpy(&word, positions + r * job.position_bytes + at / 4, sizeof word);                    \
+                const auto index = P::index(constants, word);                                                    \
+                const auto kept = P::values(values + r * job.kept + at);                                         \
+                for (int m = 0; m < M; ++m) sum[r][m] = P::add(sum[r][m], input[m], index, kept);                \
+            }                                                                                                    \
+        }                                                                                                        \
+        if (const int64_t left = job.kept - at; left > 0) {                                                      \
+            for (int r = 0; r < R; ++r) {                                                                        \
+                P::Word word = 0;                                                                                \
+                std::memcpy(&word, positions + r * job.position_bytes + at / 4, job.position_bytes - at / 4);    \
+                const auto index = P::index(constants, word);                                                    \
+                const auto kept = P::values(values + r * job.kept + at, left);                                   \
+                for (int m = 0; m < M; ++m)                                                                      \
+                    sum[r][m] = P::add(sum[r][m], P::input(x + m * job.x_stride + 2 * at), index, kept);         \
+            }                                                                                                    \
+        }                                                                                                        \
+        for (int r = 0; r < R; ++r)                                                                              \
+            for (int m = 0; m < M; ++m) store<P::T>(job, row + m, output + r, _mm512_reduce_add_ps(sum[r][m]));  \
+    }                                                                                                            \
+    template <int R>                                                                                             \
+    void NAME##_rows(const Job& job, int64_t output) {                                                           \
+        int64_t row = 0;                                                                                         \
+        for (; row + 4 <= job.rows; row += 4) NAME##_block<R, 4>(job, row, output);                              \
+        if (job.rows - row == 3) NAME##_block<R, 3>(job, row, output);                                           \
+        if (job.rows - row == 2) NAME##_block<R, 2>(job, row, output);                                           \
+        if (job.rows - row == 1) NAME##_block<R, 1>(job, row, output);                                           \
+    }                                                                                                            \
+    void NAME(const Job& job, int64_t output, int64_t end) {                                                     \
+        if (job.rows == 1)                                                                                       \
+            for (; output + 8 <= end; output += 8) NAME##_block<8, 1>(job, 0, output);                           \
+        for (; output + 4 <= end; output += 4) NAME##_rows<4>(job, output);                                      \
+        for (; output < end; ++output) NAME##_rows<1>(job, output);                                              \
+    }
+
+AVX512_BLOCK(avx512_bf16, Bf16, ISA_BF16)
+AVX512_BLOCK(avx512_fp32, Fp32, ISA_FP32)
+#endif
+
+// ------------------------------------------------------------------------------------------------ portable
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef uint64_t Pair __attribute__((vector_size(16)));
+constexpr int64_t LANES = 8;
+
+// How to shuffle 8 bytes of values, zeros behind them, into 16 of the dense row: see unpack_rows.
+struct Tables {
+    Bytes two[256], four[16];
+    Tables() {
+        for (int byte = 0; byte < 256; ++byte) {
+            for (int i = 0; i < 16; ++i) two[byte][i] = 8;  // the upper half of the source is zero
+            for (int i = 0; i < 4; ++i)
+                for (int b = 0; b < 2; ++b) two[byte][2 * (4 * (i / 2) + (byte >> 2 * i & 3)) + b] = 2 * i + b;
+        }
+        for (int half = 0; half < 16; ++half) {
+            for (int i = 0; i < 16; ++i) four[half][i] = 8;
+            for (int i = 0; i < 2; ++i)
+                for (int b = 0; b < 4; ++b) four[half][4 * (half >> 2 * i & 3) + b] = 4 * i + b;
+        }
+    }
+};
+const Tables TABLES;
+
+namespace portable {
+#include "linear24_portable.h"
+}
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#include "linear24_portable.h"
+}
+#pragma GCC pop_options
+#endif
+
+}  // namespace
