@@ -7,12 +7,19 @@ torch.compile), and under autocast its inputs are cast as those of nn.functional
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @torch.library.custom_op("sparseforge::linear24", mutates_args=())
@@ -67,6 +74,27 @@ def check_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | No
     if len({tensor.device for tensor in (*given.values(), positions)}) > 1:
         given["positions"] = positions
         raise ValueError(f"linear24: devices differ: {', '.join(f'{name} {t.device}' for name, t in given.items())}")
+
+
+@linear24.register_kernel("cuda")
+def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """NVIDIA's and AMD's GPUs are both "cuda" to torch, and have the Triton kernel."""
+    check_inputs(x, values, positions, bias)
+    kernel = _triton_kernel() if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else None
+    return (kernel or reference24)(x, values, positions, bias)
+
+
+@cache
+def _triton_kernel() -> Callable[..., Tensor] | None:
+    """None where Triton is missing, which CUDA and ROCm builds of torch bring along; said once."""
+    if find_spec("triton") is None:
+        _LOGGER.warning(
+            "linear24: triton is not installed, so every product with a packed weight unpacks the whole weight first, "
+            "which is slower than a dense layer; pip install triton"
+        )
+        return None
+    kernel: Callable[..., Tensor] = import_module("sparseforge_ds.runtime.triton_kernel").triton24
+    return kernel
 
 
 @linear24.register_fake

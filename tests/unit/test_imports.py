@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"torch", "transformers", "config", "mask", "model"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
     "train": {"*"},
+    "integrations": {"torch"},
     "compare": {
         "torch",
         "transformers",
@@ -101,6 +102,9 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "model.low_rank": {"deepspeed"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "permutation.apply": {"deepspeed", "model.groups"},
+    "integrations.vllm.__init__": {"vllm", "mask.packing"},
+    "integrations.vllm.packed24": {"vllm", "mask.packing", "runtime.linear24"},
+    "runtime.triton_kernel": {"triton"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }
 # The public names.
