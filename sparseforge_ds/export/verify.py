@@ -2,7 +2,8 @@
 
     sparseforge verify OUT
 
-Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Prunable weights are those that
+Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Quantized weights in a format of
+the compressed-tensors library are turned back by it first. Prunable weights are those that
 `sparsity.json` lists and those that the family table names (without what the run excluded); in a model of another
 family, all matrices of numbered layers. A group is in order when at most N of its members are not zero. Also reported:
 -0.0, values that are not finite, missing weights, a missing adapter, bytes that are not the exported ones, and a
@@ -56,6 +57,10 @@ class FolderReport:
     """Weights whose bytes are not those that `sparsity.json` gives the hash of."""
     notes: list[str] = field(default_factory=list)
     """Anything else that is wrong with the folder."""
+    input_axis: dict[str, int] = field(default_factory=dict)
+    """Along which the groups of every row were counted."""
+    quantized: int = 0
+    """How many weights were stored quantized, and turned back by the compressed-tensors library."""
 
     @property
     def violations(self) -> int:
@@ -74,7 +79,7 @@ class FolderReport:
         result: dict[str, Any] = {"ok": self.ok, "pattern": self.pattern, "weights": len(self.rows)}
         result |= {key: sum(getattr(row, key) for row in self.rows) for key in totals}
         result["elements"] = sum(torch.Size(row.shape).numel() for row in self.rows)
-        result |= {"missing": self.missing, "changed": self.changed, "notes": self.notes}
+        result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
@@ -135,7 +140,7 @@ def check_folder(
     missing = [name for name in listed if name not in tensors.specs]
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     notes = []
-    if "quantization_config" in config and not tensors.packed:
+    if "quantization_config" in config and not tensors.packed and not tensors.quantized:
         notes.append("config.json has a quantization_config: other tools will misread the weights")
     if "dtype" in sparsity and config.get("dtype", config.get("torch_dtype")) != sparsity["dtype"]:
         notes.append("config.json gives another dtype than the weights have")
@@ -154,9 +159,9 @@ def check_folder(
         else:
             if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
                 changed.append(str(folder / TENSORS))
-    return FolderReport(
-        str(chosen or "no pattern"), choices[best] if choices else [], missing + misfits, changed, notes
-    )
+    rows = choices[best] if choices else []
+    axes = {row.name: weights[row.name][best][1] for row in rows}
+    return FolderReport(str(chosen or "no pattern"), rows, missing + misfits, changed, notes, axes, tensors.quantized)
 
 
 def _prunable(

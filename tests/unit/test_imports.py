@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
     "cli.compare": {"compare"},
+    "cli.generate": {"transformers", "evaluate.pretrained"},
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "model.families", "permutation"},
     "cli.train": {"train.run"},
@@ -87,6 +88,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.formats": {"fsspec", "huggingface_hub"},
     "data.hub": {"huggingface_hub"},
     "data.splits": {"yaml", "huggingface_hub"},
+    "export.compressed_tensors": {"compressed_tensors", "pydantic"},
     "export.loaded": {"safetensors"},
     "export.proof": {"psutil"},
     "export.reference": {"safetensors", "model.loading_error"},
