@@ -51,11 +51,13 @@ _compile_op() {
     PATH="$_venv/bin:$PATH" DS_ACCELERATOR=cpu "$_venv/bin/python" -c '
 import logging, os
 from deepspeed.accelerator import get_accelerator
-from sparseforge_ds.train.extension_locks import clear_extension_locks
+from sparseforge_ds.runtime.extension_locks import clear_extension_locks
 logging.basicConfig(stream=os.fdopen(3, "w"), format="%(message)s", level=logging.WARNING)
 logging.getLogger("sparseforge_ds").setLevel(logging.INFO)
 clear_extension_locks()  # of an interrupted build, for one
-get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' 3>&1 >"$log" 2>&1 ||
+get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+load_cpu_kernel()  # the packed product; without it the reference works' 3>&1 >"$log" 2>&1 ||
         _die "DeepSpeed could not compile its CPU communication op; the log is $log:" "$(tail -n 20 "$log")"
 }
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import low_rank_share, prepare
-    from sparseforge_ds.train.extension_locks import clear_extension_locks
+    from sparseforge_ds.runtime.extension_locks import clear_extension_locks
     from sparseforge_ds.train.teacher import Teacher
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
@@ -27,7 +27,7 @@ _WHERE = {
     "low_rank_share": "model.low_rank",
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
-    "clear_extension_locks": "train.extension_locks",
+    "clear_extension_locks": "runtime.extension_locks",
 }
 
 __all__ = [

@@ -50,19 +50,32 @@ def unpack24(values: Tensor, positions: Tensor) -> Tensor:
     Raises:
         ValueError: the two do not belong together, or a group's positions are not two different ones in order.
     """
+    input_axis, inside = _checked(values, positions)
+    rows = values.transpose(-1, input_axis)
+    groups = rows.shape[-1] // 2
+    group = torch.zeros((*rows.shape[:-1], groups, 4), dtype=values.dtype, device=values.device)
+    group.scatter_(-1, inside.long(), rows.reshape(*rows.shape[:-1], groups, 2))
+    return group.reshape(*rows.shape[:-1], groups * 4).transpose(-1, input_axis).contiguous()
+
+
+def check24(values: Tensor, positions: Tensor) -> None:
+    """Raise where `unpack24` would, for tensors that stay packed."""
+    _checked(values, positions)
+
+
+def _checked(values: Tensor, positions: Tensor) -> tuple[int, Tensor]:
+    """The input axis, and the positions of each group with that axis last: (..., groups, 2)."""
     input_axis = packed24_axis(tuple(values.shape), tuple(positions.shape))
     if positions.dtype != torch.uint8:
         raise ValueError(f"positions of a packed weight are uint8, these are {positions.dtype}")
-    rows, byte = values.transpose(-1, input_axis), positions.transpose(-1, input_axis)
-    groups = rows.shape[-1] // 2
+    byte = positions.transpose(-1, input_axis)
+    groups = values.shape[input_axis] // 2
     half = torch.stack((byte & 15, byte >> 4), dim=-1).reshape(*byte.shape[:-1], -1)
     position = torch.stack((half & 3, half >> 2), dim=-1)
     inside = position[..., :groups, :]
     if bool((inside[..., 0] >= inside[..., 1]).any()) or bool(half[..., groups:].any()):
         raise ValueError("positions of a packed weight are damaged: a group does not name two elements in order")
-    group = torch.zeros((*rows.shape[:-1], groups, 4), dtype=values.dtype, device=values.device)
-    group.scatter_(-1, inside.long(), rows.reshape(*rows.shape[:-1], groups, 2))
-    return group.reshape(*rows.shape[:-1], groups * 4).transpose(-1, input_axis).contiguous()
+    return input_axis, inside
 
 
 def packed24_shapes(shape: tuple[int, ...], input_axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

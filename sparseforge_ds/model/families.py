@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.packing import POSITIONS
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Row
 from sparseforge_ds.model.rules import (
@@ -92,8 +93,11 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
         config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
 
     Raises:
-        ValueError: as `prunable_names`, or a layer whose orientation is not the one in the table.
+        ValueError: as `prunable_names`, a layer whose orientation is not the one in the table, or a packed one.
     """
+    for name, module in model.named_modules():
+        if hasattr(module, f"weight{POSITIONS}"):
+            raise ValueError(f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first")
     weights = _matrices_of(model, config).chosen(config)
     for weight in weights:
         _check_orientation(weight, model.get_submodule(weight.module))

@@ -3,10 +3,13 @@
     import sparseforge_ds
     model = AutoModelForCausalLM.from_pretrained("models/qwen3_14b_packed24")
 
-On the CPU, and wherever 2:4 tensor cores cannot take a layer, its weight is unpacked on load: the model is then an
-ordinary dense one, of which `save_pretrained` writes an ordinary folder. On CUDA (compute capability 8.0 or more, fp16
-or bf16, `device_map="cuda"`) the weight of an nn.Linear becomes torch's semi-structured sparse tensor; then
-`save_pretrained` refuses, and `model.dequantize()` makes it dense.
+Linear layers stay packed in memory: they become `runtime.packed_linear.Packed24Linear` (GPT-2's, `Packed24Conv1D`), and
+`save_pretrained` writes a packed folder again. Experts in one tensor are unpacked on load. `model.dequantize()` makes
+all of it dense: an ordinary model, of which `save_pretrained` writes an ordinary folder.
+
+On CUDA (compute capability 8.0 or more, fp16 or bf16), `"semi_structured": true` in the `quantization_config` of
+config.json turns the weights of linear layers into torch's semi-structured tensors instead, which are faster from about
+a thousand rows on and slower when text is generated; then `save_pretrained` refuses.
 
 A packed weight lies under its own name, with half its inputs, beside `<name>_positions`. That is what makes
 transformers without this package fail: it ignores a quant_method that it does not know with a mere warning, but raises
@@ -18,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -31,13 +34,14 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
 
     Args:
         format: version of the storage.
-        semi_structured: on CUDA, keep weights as torch's semi-structured sparse tensors; false: unpack everywhere.
+        semi_structured: on CUDA, unpack weights into torch's semi-structured sparse tensors where it has a kernel for
+            them, and into dense ones elsewhere.
 
     Raises:
         ValueError: a format that this version does not know.
     """
 
-    def __init__(self, format: int = PACKED24_FORMAT, semi_structured: bool = True, **more: Any) -> None:
+    def __init__(self, format: int = PACKED24_FORMAT, semi_structured: bool = False, **more: Any) -> None:
         if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
             raise ValueError(
                 f"{PACKED24}: format {format!r} with {sorted(more)} is not what this version of sparseforge_ds reads "
@@ -49,7 +53,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
 
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
-    """Unpacks weights while transformers loads them."""
+    """Puts packed layers into a model while transformers loads it."""
 
     requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
     serialized_names = {"weight": ["weight", f"weight{POSITIONS}"]}
@@ -75,40 +79,53 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Nothing of the packing is left in a dense model: it may be saved, trained, and quantized."""
+        """The conversion is not undone on saving. Where nothing is packed, the model is an ordinary dense one."""
         ours = type(_operation(self))
         model._weight_conversions = [
             conversion
             for conversion in model._weight_conversions or []
             if not any(isinstance(operation, ours) for operation in getattr(conversion, "operations", ()))
         ]
-        if not any(_is_sparse(parameter) for parameter in model.parameters()):
+        if not any(_is_packed(module) or _is_sparse(module) for module in model.modules()):
             self.remove_quantization_config(model)
             for module in model.modules():
                 if getattr(getattr(module, "config", None), "_is_quantized", False):
                     module.config._is_quantized = False
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and _is_sparse(module.weight):
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # transformers has it from the config
+        for name, module in list(model.named_modules()):
+            if _is_packed(module):
+                model.set_submodule(name, module.dense().to(dtype))
+            elif _is_sparse(module):
                 module.weight = nn.Parameter(module.weight.to_dense().to(dtype), requires_grad=True)
+        for module in model.modules():
+            if getattr(getattr(module, "config", None), "_is_quantized", False):
+                module.config._is_quantized = False
         return model
 
     def is_serializable(self) -> bool:
         """Semi-structured tensors are not saved: transformers raises."""
-        return False
+        return not self.quantization_config.semi_structured
 
     @property
     def is_trainable(self) -> bool:
-        """Semi-structured weights have no gradient."""
-        return False
+        """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
+        return not self.quantization_config.semi_structured
 
 
-def _is_sparse(parameter: Tensor) -> bool:
+def _is_packed(module: nn.Module) -> bool:
+    return hasattr(module, f"weight{POSITIONS}")
+
+
+def _is_sparse(module: nn.Module) -> bool:
     from torch.sparse import SparseSemiStructuredTensor
 
-    return isinstance(parameter, SparseSemiStructuredTensor) or isinstance(parameter.data, SparseSemiStructuredTensor)
+    weight = getattr(module, "weight", None)
+    return isinstance(module, nn.Linear) and isinstance(
+        weight.data if isinstance(weight, nn.Parameter) else weight, SparseSemiStructuredTensor
+    )
 
 
 def _operation(quantizer: Packed24Quantizer) -> Any:

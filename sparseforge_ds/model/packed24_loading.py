@@ -1,4 +1,4 @@
-"""The step of transformers' loader that turns packed 2:4 weights into what the model computes with.
+"""The step of transformers' loader that puts packed 2:4 weights into layers that compute with them.
 
 A file of its own: transformers imports its quantizers, and with them `model.packed24`, before its loader.
 """
@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.mask.packing import POSITIONS, unpack24
+from sparseforge_ds.mask.packing import POSITIONS, check24, unpack24
+from sparseforge_ds.runtime.linear24 import linear24
+from sparseforge_ds.runtime.packed_linear import Packed24Linear
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
-    """Values and positions -> the weight; a weight without positions stays as it is."""
+    """Values and positions -> a layer that holds them, or the weight where no layer does (experts in one tensor, and
+    semi-structured tensors when asked for); a weight without positions stays as it is."""
 
     def __init__(self, semi_structured: bool) -> None:
         self.semi_structured = semi_structured
@@ -30,11 +34,15 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Unpack every entry that has a sibling with positions.
+        """Take every entry that has a sibling with positions as a packed weight.
 
         Raises:
             ValueError: positions without values, or damaged ones.
         """
+        if model is not None and full_layer_name is not None and len(input_dict) == 2 and _is_own(source_patterns):
+            layer = model.get_submodule(full_layer_name.rpartition(".")[0])
+            if type(layer) in (nn.Linear, Conv1D) and not self.semi_structured:
+                return _keep_packed(model, layer, full_layer_name, input_dict)
         result: dict[str, Any] = {}
         for name, tensors in input_dict.items():
             if _is_positions(name):
@@ -46,7 +54,7 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
                 result[name] = [unpack24(*pair) for pair in zip(tensors, positions, strict=True)]
         if not result:
             raise ValueError(f"{full_layer_name}{POSITIONS} is there without {full_layer_name}")
-        if not source_patterns[-1].endswith("$") or full_layer_name is None:
+        if not _is_own(source_patterns) or full_layer_name is None:
             return result  # for the model's own conversions
         (tensors,) = result.values()
         (weight,) = tensors
@@ -58,6 +66,50 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
     def reverse_op(self) -> ConversionOps:
         """Saving never packs: the conversion is taken off the model once it is loaded."""
         raise NotImplementedError("a packed model is saved dense")
+
+
+class Packed24Conv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
+    """As `Packed24Linear`, of GPT-2's layer, whose weight is (in, out): `weight` (in/2, out), `weight_positions`
+    (ceil(in/8), out). In memory the inputs are contiguous."""
+
+    def __init__(self, weight: Tensor, positions: Tensor, bias: nn.Parameter) -> None:
+        nn.Module.__init__(self)
+        self.nx, self.nf = 2 * weight.shape[0], weight.shape[1]
+        self.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=False)
+        self.register_buffer("weight_positions", positions.t().contiguous().t())
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        result: Tensor = linear24(x, self.weight.t(), self.weight_positions.t(), self.bias)
+        return result
+
+    def dense(self) -> Conv1D:
+        """The ordinary layer with the same weight; its bias is shared."""
+        with torch.device("meta"):
+            layer = Conv1D(self.nf, self.nx)
+        layer.weight = nn.Parameter(unpack24(self.weight.detach(), self.weight_positions))
+        layer.bias = self.bias
+        return layer.train(self.training)
+
+
+def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """Put a packed layer in the place of `layer`, and return its tensors under their names for the loader to set."""
+    (values,) = next(tensors for pattern, tensors in given.items() if not _is_positions(pattern))
+    (positions,) = next(tensors for pattern, tensors in given.items() if _is_positions(pattern))
+    try:
+        check24(values, positions)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    kind = Packed24Linear if isinstance(layer, nn.Linear) else Packed24Conv1D
+    packed = kind(values, positions, layer.bias)
+    model.set_submodule(name.rpartition(".")[0], packed.train(layer.training))
+    return {name: packed.weight, name + POSITIONS: packed.weight_positions}
+
+
+def _is_own(source_patterns: list[str]) -> bool:
+    """Whether the loader is at our own conversion, and not at one of the model's that has taken us in."""
+    return source_patterns[-1].endswith("$")
 
 
 def _is_positions(pattern: str) -> bool:

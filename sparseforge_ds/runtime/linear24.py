@@ -1,8 +1,9 @@
 """`sparseforge::linear24`, the product with a 2:4 weight that stays packed, as an operator of torch.
 
-`register_kernel` of torch.library is the place where devices differ: CPU and CUDA have kernels of their own, every
-other device has the reference, which unpacks the weight at each call. The operator may be compiled (it is opaque to
-torch.compile), and under autocast its inputs are cast as those of nn.functional.linear are.
+`register_kernel` of torch.library is the place where devices differ. On the CPU, the first call loads a C++ library
+(`cpu_kernel`), which registers itself with torch and from then on is called without Python. GPUs have a Triton kernel
+(`triton_kernel`), and any other device the reference, which unpacks the weight at each call. The operator may be
+compiled (it is opaque to torch.compile), and under autocast its inputs are cast as those of nn.functional.linear are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ def linear24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None =
     Raises:
         ValueError: shapes, dtypes or devices do not belong together.
     """
+    if x.device.type == "cpu" and load_cpu_kernel():
+        result: Tensor = linear24(x, values, positions, bias)  # the C++ kernel has taken this one's place
+        return result
     check_inputs(x, values, positions, bias)
     return reference24(x, values, positions, bias)
 
@@ -97,10 +102,16 @@ def _triton_kernel() -> Callable[..., Tensor] | None:
     return kernel
 
 
-@linear24.register_fake
 def _fake(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
     check_inputs(x, values, positions, bias)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+@torch.library.custom_op("sparseforge::linear24_with_gradient", mutates_args=())
+def _with_gradient(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Where the C++ kernel sends a call of which a gradient is wanted, since its own has none."""
+    result: Tensor = linear24(x, values, positions, bias)
+    return result
 
 
 @torch.library.custom_op("sparseforge::linear24_input_gradient", mutates_args=())
@@ -118,8 +129,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     _, values, positions, bias = inputs
     if values.requires_grad:
         raise ValueError(
-            "linear24: a packed 2:4 weight cannot be trained; load the model dense "
-            "(quantization_config=Packed24Config(dequantize=True)) or train a low-rank adapter on top of it"
+            "linear24: a packed 2:4 weight cannot be trained; make the model dense by model.dequantize(), or train a "
+            "low-rank adapter on top of it"
         )
     ctx.save_for_backward(values, positions)
     ctx.has_bias = bias is not None
@@ -133,7 +144,9 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Te
     return to_x, None, None, to_bias
 
 
-linear24.register_autograd(_backward, setup_context=_keep_for_backward)
+for _operator in (linear24, _with_gradient):
+    _operator.register_fake(_fake)
+    _operator.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _autocast(device: str) -> None:

@@ -23,6 +23,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 import sparseforge_ds
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
+from sparseforge_ds.export.stored import is_packed
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
@@ -85,6 +86,11 @@ def find_model(name: str, flag: str) -> Pretrained:
         raise ValueError(
             f"{flag} {name}: has a PEFT adapter beside its weights (adapter_config.json), which transformers would "
             "load as further layers; merge it into the weights (merge_and_unload of peft), or take the file away"
+        )
+    if is_packed(config.to_dict()):
+        raise ValueError(
+            f"{flag} {name}: its weights are packed 2:4, which cannot be trained; unpack it first: sparseforge export "
+            f"{name} DENSE --format hf"
         )
     if not any((folder / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json")):
         raise ValueError(

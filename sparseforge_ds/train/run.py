@@ -17,12 +17,12 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.runtime.extension_locks import clear_extension_locks
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
-from sparseforge_ds.train.extension_locks import clear_extension_locks
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped

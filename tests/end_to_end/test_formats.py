@@ -103,6 +103,7 @@ def test_packed24(runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytes
     assert "verified, packed into values and positions" in told
     assert proof or "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
     expected, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (hf, packed))
+    model.dequantize()
     state = model.state_dict()
     assert all(torch.equal(bits(state[key]), bits(value)) for key, value in expected.state_dict().items())
     assert torch.equal(logits(model).float(), runs[name].logits.float())

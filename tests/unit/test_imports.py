@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"mask.pattern", "mask.anneal"},
     "checkpoint": {"torch", "safetensors"},
     "zero": {"torch", "deepspeed", "mask", "config.refused_settings", "checkpoint"},
-    "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing"},
+    "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing", "runtime"},
     "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config.arguments", "checkpoint.disk", "ranks"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
     "methods": {"torch", "transformers.pytorch_utils", "config", "mask", "zero", "model", "curvature"},
@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # One file of a part may need more than the part.
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
+    "cli.bench": {"evaluate"},
     "cli.compare": {"compare"},
     "cli.generate": {"transformers", "evaluate.pretrained"},
     "cli.inspect": {"model.coverage"},
@@ -99,6 +100,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "evaluate.task_data": {"data.local_rows"},
     "evaluate.perplexity": {"data.formats"},
     "evaluate.text": {"data.formats", "data.stdlib_text"},
+    "evaluate.speed_figure": {"matplotlib"},
     "evaluate.zero_shot": {"lm_eval"},
     "model.hub": {"huggingface_hub"},
     "model.low_rank": {"deepspeed"},

@@ -68,11 +68,14 @@ def test_a_packed_weight_is_not_trained() -> None:
     ("change", "message"),
     [
         ({"x": torch.randn(3, 16)}, "x of shape .3, 16. does not end in the weight's 20 inputs"),
-        ({"x": torch.randn(3, 20).bfloat16()}, "dtypes differ: x torch.bfloat16, values torch.float32"),
+        ({"x": torch.randn(3, 20).bfloat16()}, "dtypes differ: x .*[bB][fF]loat16, values .*[fF]loat"),
         ({"x": torch.randn(3, 20, device="meta")}, "devices differ: x meta, values cpu"),
         ({"values": torch.randn(6, 14)}, "no weight that is packed along its last axis"),
-        ({"positions": torch.zeros(6, 3, dtype=torch.int8)}, "positions are uint8, these are torch.int8"),
-        ({"bias": torch.randn(5)}, "bias of shape .5,. does not fit 6 outputs"),
+        (
+            {"positions": torch.zeros(6, 3, dtype=torch.int8)},
+            "positions are uint8|.Char. are no weight",
+        ),
+        ({"bias": torch.randn(5)}, "bias of shape .5,?. does not fit 6 outputs"),
     ],
 )
 def test_what_does_not_belong_together_is_named(change: dict[str, Tensor], message: str) -> None:

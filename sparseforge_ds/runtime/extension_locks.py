@@ -36,6 +36,11 @@ def clear_extension_locks() -> None:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     if not any(root.rglob("*.so")):
         _LOG.info("set-up: what DeepSpeed needs is compiled for this machine once, which takes a minute or two")
+    clear_locks(root)
+
+
+def clear_locks(root: Path) -> None:
+    """`clear_extension_locks` for one folder and those below it."""
     for lock in root.rglob("lock"):
         began, said = time.monotonic(), -_REMIND
         while (idle := _idle_seconds(lock)) is not None:
@@ -57,7 +62,8 @@ def clear_extension_locks() -> None:
 def _idle_seconds(lock: Path) -> float | None:
     """Since something has changed in the lock's folder; None once the lock is gone."""
     changes = []
-    for file in lock.parent.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            changes.append(file.stat().st_mtime)
+    with contextlib.suppress(FileNotFoundError):  # someone clears the folder
+        for file in list(lock.parent.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                changes.append(file.stat().st_mtime)
     return max(0.0, time.time() - max(changes)) if lock.exists() and changes else None

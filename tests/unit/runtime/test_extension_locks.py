@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from sparseforge_ds.train import extension_locks
-from sparseforge_ds.train.extension_locks import clear_extension_locks
+from sparseforge_ds.runtime import extension_locks
+from sparseforge_ds.runtime.extension_locks import clear_extension_locks
 from tests.distributed import PATIENCE
 
 

@@ -1,0 +1,190 @@
+"""How fast a packed 2:4 model reads and writes text, and what memory it holds, against the dense model.
+
+Both are in one process and are measured in turns, so that whatever else the machine does meets both; a speed-up is the
+median of the quotients of neighbours.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparseforge_ds.evaluate.pretrained import NO_ADAPTER, adapter_of, load_model
+from sparseforge_ds.mask.packing import POSITIONS
+
+PAPER = (
+    "the paper (arXiv 2605.06402) reports 1.40x to 1.44x the dense model's speed and 0.58x its memory, on an H800 with "
+    "TensorRT-LLM; those are other kernels on another machine, and are not measured here"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    batches: Sequence[int] = (1, 4)
+    """Sequences at once."""
+    prompt: int = 512
+    """Tokens of each sequence that prefill reads."""
+    generated: int = 16
+    """Tokens that decode writes, one after the other, behind a prompt of 16."""
+    repeats: int = 5
+    """Turns; the first one is not counted."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of one kind of work, over all sequences of the batch."""
+
+    work: str
+    batch: int
+    dense: tuple[float, float, float]
+    """Lower quartile, median, upper quartile."""
+    packed: tuple[float, float, float]
+    speedup: tuple[float, float, float]
+    """Packed over dense, of neighbouring turns."""
+
+
+def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing.
+
+    Raises:
+        ValueError: one cannot be loaded, the first is not packed, or they are not of one size.
+    """
+    packed = load_model(name, dtype, adapter_of(name, NO_ADAPTER))
+    if not any(key.endswith(POSITIONS) for key, _ in packed.named_buffers()):
+        raise ValueError(
+            f"{name}: no weight of it is packed, there is nothing to compare; sparseforge export {name} PACKED "
+            "--format packed24 makes it so"
+        )
+    other = name if against is None else against
+    dense = load_model(other, dtype, adapter_of(other, NO_ADAPTER))
+    if getattr(dense, "hf_quantizer", None) is not None:
+        dense.dequantize()
+    mine, theirs = packed.config.get_text_config(), dense.config.get_text_config()
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if getattr(mine, key) != getattr(theirs, key):
+            raise ValueError(f"{other}: {key} {getattr(theirs, key)} is not the {getattr(mine, key)} of {name}")
+    for model in (packed, dense):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # of a mapped file, neither aligned nor in memory yet
+    return packed, dense
+
+
+@torch.no_grad()
+def measure(
+    packed: PreTrainedModel, dense: PreTrainedModel, plan: Plan, progress: Callable[[str], None] = lambda line: None
+) -> list[Speed]:
+    """Prefill and decode of both models at each batch size, in turns."""
+    found = []
+    for work, run in (("prefill", _prefill), ("decode", _decode)):
+        for batch in plan.batches:
+            progress(f"{work}, batch {batch}")
+            rates: dict[str, list[float]] = {"dense": [], "packed": []}
+            for turn in range(plan.repeats + 1):
+                for name, model in (("dense", dense), ("packed", packed)):
+                    rate = run(model, batch, plan)
+                    if turn:
+                        rates[name].append(rate)
+            quotients = [mine / theirs for mine, theirs in zip(rates["packed"], rates["dense"], strict=True)]
+            found.append(Speed(work, batch, *map(_quartiles, (rates["dense"], rates["packed"], quotients))))
+    return found
+
+
+def report(
+    packed: PreTrainedModel, dense: PreTrainedModel, names: tuple[str, str], plan: Plan, speeds: list[Speed]
+) -> dict[str, Any]:
+    """Everything that was measured, for a JSON file."""
+    device = packed.device
+    return {
+        "format": 1,
+        "packed": {"model": names[0], "resident_bytes": _resident(packed), "disk_bytes": _on_disk(names[0])},
+        "dense": {"model": names[1], "resident_bytes": _resident(dense), "disk_bytes": _on_disk(names[1])},
+        "dtype": str(packed.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "plan": asdict(plan),
+        "speeds": [asdict(speed) for speed in speeds],
+        "paper": PAPER,
+    }
+
+
+def table(measured: dict[str, Any]) -> str:
+    """The report for people: medians, and quartiles of the speed-up."""
+    packed, dense = measured["packed"], measured["dense"]
+    lines = [
+        f"{measured['device']}, {measured['threads']} threads, {measured['dtype']}, torch {measured['torch']}; tokens "
+        "per second, medians, the speed-up with its quartiles",
+        "",
+        "| | batch | dense | packed | packed / dense |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in ("resident", "disk"):
+        mine, theirs = packed[f"{kind}_bytes"], dense[f"{kind}_bytes"]
+        cells = ["-" if size is None else f"{size / 1e6:.1f}" for size in (theirs, mine)]
+        cells.append("-" if mine is None or theirs is None else f"{mine / theirs:.3f}")
+        lines.append(f"| MB {kind} | | {' | '.join(cells)} |")
+    for speed in measured["speeds"]:
+        low, middle, high = speed["speedup"]
+        tokens = f"{speed['dense'][1]:.4g} | {speed['packed'][1]:.4g}"
+        lines.append(f"| {speed['work']} | {speed['batch']} | {tokens} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+    return "\n".join([*lines, "", measured["paper"]])
+
+
+def _prefill(model: PreTrainedModel, batch: int, plan: Plan) -> float:
+    ids = _tokens(model, batch, plan.prompt)
+    began = _now(model)
+    model(ids, use_cache=True, logits_to_keep=1)
+    return batch * plan.prompt / (_now(model) - began)
+
+
+def _decode(model: PreTrainedModel, batch: int, plan: Plan) -> float:
+    output = model(_tokens(model, batch, 16), use_cache=True)
+    began = _now(model)
+    for _ in range(plan.generated):
+        ids = output.logits[:, -1:].argmax(-1)
+        output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+    return batch * plan.generated / (_now(model) - began)
+
+
+def _tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.get_text_config().vocab_size
+    return torch.randint(size, (batch, length), generator=generator).to(model.device)
+
+
+def _now(model: PreTrainedModel) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, median(values), high
+
+
+def _resident(model: PreTrainedModel) -> int:
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    return sum(storages.values())
+
+
+def _on_disk(name: str) -> int | None:
+    """None for a model of the hub's cache, and for one that is not on disk as it was measured."""
+    files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+    return sum(file.stat().st_size for file in files) or None

@@ -1,0 +1,51 @@
+"""The C++ kernel of `linear24`, compiled on first use by torch's loader of extensions into TORCH_EXTENSIONS_DIR.
+
+Its paths are for AVX-512 with bf16 and VBMI, for AVX2, and portable; the best that the processor has is taken, or the
+one that SPARSEFORGE_CPU_KERNEL names: `avx512`, `avx2`, `portable`.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from sparseforge_ds.runtime.extension_locks import clear_locks
+
+_LOG = logging.getLogger(__name__)
+_NAME = "sparseforge_linear24"
+
+
+@cache
+def load_cpu_kernel() -> bool:
+    """Compile and load the kernel, which is then what torch calls for tensors on the CPU.
+
+    Returns:
+        False where it cannot be built; one warning has said why, and what it costs.
+    """
+    # The loader costs a second of imports, which nobody pays who does not multiply.
+    from torch.utils.cpp_extension import _get_build_directory, load
+
+    try:
+        folder = Path(_get_build_directory(_NAME, verbose=False))
+        if not any(folder.glob("*.so")):
+            _LOG.info("linear24: compiling the CPU kernel for this machine once, in %s", folder)
+        clear_locks(folder)
+        load(
+            name=_NAME,
+            sources=[str(Path(__file__).with_name("linear24.cpp"))],
+            extra_cflags=["-O3", "-fopenmp", "-Wno-psabi"],
+            extra_ldflags=["-fopenmp"],
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _LOG.warning(
+            "linear24: the CPU kernel could not be built (%s); packed weights are unpacked at every call, so that text "
+            "is generated at about half a dense model's speed. Install a C++ compiler and ninja, or make the model "
+            "dense by model.dequantize()",
+            (str(error).splitlines() or [type(error).__name__])[0],
+        )
+        return False
+    return True

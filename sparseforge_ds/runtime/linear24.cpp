@@ -1,0 +1,190 @@
+// sparseforge::linear24 on the CPU, as torch calls it.
+//
+// The path is chosen at each call, by what the processor has or by SPARSEFORGE_CPU_KERNEL, so that machines may share a
+// folder of extensions. Few rows of x read the packed bytes directly; for many, some rows of the weight at a time are
+// unpacked into a tile, and torch multiplies.
+
+#include "linear24_kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace {
+
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+
+constexpr int64_t FEW_ROWS = 16, FEW_ROWS_PORTABLE = 4;  // where unpacking into a tile begins to be faster
+constexpr int64_t TILE_BYTES = 4 << 20;                   // for each thread
+constexpr int64_t WORK = 1 << 15;                         // weights below which a thread is not worth its start
+
+enum class Path { portable, avx2, avx512 };
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void avx2_bf16(const Job& job, int64_t at, int64_t end) {
+    portable_rows<c10::BFloat16>(job, at, end);
+}
+__attribute__((target("avx2,fma"))) void avx2_fp32(const Job& job, int64_t at, int64_t end) {
+    portable_rows<float>(job, at, end);
+}
+__attribute__((target("avx2"))) void avx2_unpack2(char* to, const Job& job, int64_t at, int64_t end) {
+    unpack_rows<2>(to, job, at, end);
+}
+__attribute__((target("avx2"))) void avx2_unpack4(char* to, const Job& job, int64_t at, int64_t end) {
+    unpack_rows<4>(to, job, at, end);
+}
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512(bool bf16) {
+    for (bool there : {__builtin_cpu_supports("avx512f") > 0, __builtin_cpu_supports("avx512bw") > 0,
+                       __builtin_cpu_supports("avx512vl") > 0, __builtin_cpu_supports("avx512dq") > 0,
+                       !bf16 || __builtin_cpu_supports("avx512vbmi") > 0,
+                       !bf16 || __builtin_cpu_supports("avx512bf16") > 0})
+        if (!there) return false;
+    return has_avx2();
+}
+#else
+bool has_avx2() { return false; }
+bool has_avx512(bool) { return false; }
+#endif
+
+Path path_of(bool bf16) {
+    const char* asked = std::getenv("SPARSEFORGE_CPU_KERNEL");
+    const std::string name = asked ? asked : "";
+    const Path best = has_avx512(bf16) ? Path::avx512 : has_avx2() ? Path::avx2 : Path::portable;
+    if (name.empty()) return best;
+    TORCH_CHECK_VALUE(name == "portable" || name == "avx2" || name == "avx512", "SPARSEFORGE_CPU_KERNEL=", name,
+                      ": give portable, avx2 or avx512, or leave it out for what the processor has");
+    const Path path = name == "portable" ? Path::portable : name == "avx2" ? Path::avx2 : Path::avx512;
+    TORCH_CHECK_VALUE(path <= best, "SPARSEFORGE_CPU_KERNEL=", name, ": this processor lacks it; leave it out");
+    return path;
+}
+
+using Product = void (*)(const Job&, int64_t, int64_t);
+using Unpack = void (*)(char*, const Job&, int64_t, int64_t);
+
+Product product_of(Path path, bool bf16) {
+#if defined(__x86_64__)
+    if (path == Path::avx512) return bf16 ? avx512_bf16 : avx512_fp32;
+    if (path == Path::avx2) return bf16 ? avx2_bf16 : avx2_fp32;
+#endif
+    return bf16 ? portable_rows<c10::BFloat16> : portable_rows<float>;
+}
+
+Unpack unpack_of(Path path, int64_t bytes) {
+#if defined(__x86_64__)
+    if (path != Path::portable && bytes < 8) return bytes == 2 ? avx2_unpack2 : avx2_unpack4;
+#endif
+    return bytes == 2 ? unpack_rows<2> : bytes == 4 ? unpack_rows<4> : unpack_rows<8>;
+}
+
+// x as the AVX-512 paths read it: zeros up to the end of the last block.
+Tensor padded(const Tensor& x, int64_t block) {
+    const int64_t inputs = x.size(1), width = (inputs + block - 1) / block * block;
+    if (width == inputs) return x.contiguous();
+    Tensor wide = at::zeros({x.size(0), width}, x.options());
+    wide.narrow(1, 0, inputs).copy_(x);
+    return wide;
+}
+
+// x as the portable path reads it: four arrays a row, see there.
+Tensor by_member(const Tensor& x) {
+    const Tensor rows = x.to(at::kFloat).contiguous();
+    const int64_t kept = x.size(1) / 2, width = (kept + LANES - 1) / LANES * LANES;
+    Tensor arrays = at::zeros({x.size(0), 4 * width}, rows.options());
+    for (int64_t row = 0; row < x.size(0); ++row) {
+        const float* from = rows.const_data_ptr<float>() + row * x.size(1);
+        float* to = arrays.mutable_data_ptr<float>() + row * 4 * width;
+        for (int64_t i = 0; i < kept; ++i)
+            for (int64_t member = 0; member < 4; ++member) to[member * width + i] = from[4 * (i / 2) + member];
+    }
+    return arrays;
+}
+
+Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    const int64_t outputs = values.size(0), kept = values.size(-1), inputs = 2 * kept;
+    const auto dtype = values.scalar_type();
+    const bool bf16 = dtype == at::kBFloat16, fp32 = dtype == at::kFloat;
+    TORCH_CHECK_VALUE(values.dim() == 2 && kept % 2 == 0 && positions.dim() == 2 && positions.size(0) == outputs &&
+                          positions.size(1) == (kept + 3) / 4 && positions.scalar_type() == at::kByte,
+                      "linear24: values of shape ", values.sizes(), " and positions of shape ", positions.sizes(),
+                      " (", positions.scalar_type(), ") are no weight that is packed along its last axis");
+    TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == inputs, "linear24: x of shape ", x.sizes(),
+                      " does not end in the weight's ", inputs, " inputs");
+    TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == outputs), "linear24: bias of shape ",
+                      bias ? bias->sizes() : at::IntArrayRef(), " does not fit ", outputs, " outputs");
+    TORCH_CHECK_VALUE(x.scalar_type() == dtype && (!bias || bias->scalar_type() == dtype), "linear24: dtypes differ: x ",
+                      x.scalar_type(), ", values ", dtype);
+    TORCH_CHECK_VALUE(x.is_cpu() && values.is_cpu() && positions.is_cpu() && (!bias || bias->is_cpu()),
+                      "linear24: devices differ: x ", x.device(), ", values ", values.device(), ", positions ",
+                      positions.device());
+
+    auto shape = x.sizes().vec();
+    shape.back() = outputs;
+    Tensor y = at::empty(shape, x.options().memory_format(at::MemoryFormat::Contiguous));
+    if (y.numel() == 0) return y;
+    const Tensor rows = x.reshape({-1, inputs}), v = values.contiguous(), p = positions.contiguous();
+    const Tensor b = bias ? bias->contiguous() : Tensor();
+    Job job{nullptr, 0, rows.size(0), v.const_data_ptr(), p.const_data_ptr<uint8_t>(), kept, p.size(1),
+            bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
+    const Path path = path_of(bf16);
+
+    if ((bf16 || fp32) && job.rows <= (path == Path::avx512 ? FEW_ROWS : FEW_ROWS_PORTABLE)) {
+        const Tensor ready = path == Path::avx512 ? padded(rows, bf16 ? 64 : 32) : by_member(rows);
+        job.x = ready.const_data_ptr();
+        job.x_stride = ready.size(1);
+        const Product product = product_of(path, bf16);
+        at::parallel_for(0, (outputs + 7) / 8, std::max<int64_t>(1, WORK / (8 * inputs)), [&](int64_t at, int64_t end) {
+            product(job, 8 * at, std::min(8 * end, outputs));
+        });
+        return y;
+    }
+
+    const int64_t row_bytes = inputs * v.element_size();
+    const int64_t tile_rows =
+        std::min(outputs, std::max<int64_t>(64, at::get_num_threads() * TILE_BYTES / row_bytes / 64 * 64));
+    const Tensor tile = at::empty({tile_rows, inputs}, v.options());
+    const Unpack unpack = unpack_of(path, v.element_size());
+    Tensor out = y.view({-1, outputs});
+    for (int64_t first = 0; first < outputs; first += tile_rows) {
+        const int64_t count = std::min(tile_rows, outputs - first);
+        char* to = static_cast<char*>(tile.mutable_data_ptr());
+        at::parallel_for(0, count, std::max<int64_t>(1, WORK / inputs), [&](int64_t at, int64_t end) {
+            unpack(to + at * row_bytes, job, first + at, first + end);
+        });
+        const Optional part_bias = bias ? Optional(b.narrow(0, first, count)) : Optional();
+        const Tensor part = at::linear(rows, tile.narrow(0, 0, count), part_bias);
+        if (count == outputs) return part.view(shape);
+        out.narrow(1, first, count).copy_(part);
+    }
+    return y;
+}
+
+using Call = Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&);
+
+// Without a gradient to keep, straight to the kernel; with one, to the operator whose gradient is written in Python.
+Tensor without_gradient(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    const bool wanted = x.requires_grad() || values.requires_grad() || (bias && bias->requires_grad());
+    if (at::GradMode::is_enabled() && wanted) {
+        static auto call =
+            c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24_with_gradient", "").typed<Call>();
+        return call.call(x, values, positions, bias);
+    }
+    static auto call = c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24", "").typed<Call>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call.call(x, values, positions, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sparseforge, CPU, m) { m.impl("linear24", linear24); }
+TORCH_LIBRARY_IMPL(sparseforge, AutogradCPU, m) { m.impl("linear24", without_gradient); }

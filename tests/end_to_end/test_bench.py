@@ -1,0 +1,62 @@
+"""`sparseforge bench` on stories260K, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate.speed import PAPER
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.runtime.packed_linear import Packed24Linear
+from tests.sparse_folders import ModelSource, write_dense, write_sparse
+
+SHORT = ["--prompt", "24", "--generated", "3", "--repeats", "3", "--threads", "1"]
+
+
+def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = assets / "models" / "stories260K"
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    source = ModelSource(model, dense, torch.bfloat16)
+    hf, packed = (str(tmp_path / form) for form in ("hf", "packed24"))
+    for out in (hf, packed):
+        export(source, Path(out), Path(out).name, skip_proof=True)
+    assert main(["bench", packed, "--against", hf, "--batches", "1", "20", "--out", str(tmp_path / "out"), *SHORT]) == 0
+    told = capsys.readouterr().out
+    assert PAPER in told and "| MB resident |" in told
+    measured = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert [(row["work"], row["batch"]) for row in measured["speeds"]] == [
+        (work, batch) for work in ("prefill", "decode") for batch in (1, 20)
+    ]
+    for row in measured["speeds"]:
+        for low, middle, high in (row["dense"], row["packed"], row["speedup"]):
+            assert 0 < low <= middle <= high
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    # memory is that of the tensors: what is saved of the packed layers is 7/16 of their bf16 bytes
+    layers = [
+        layer for layer in AutoModelForCausalLM.from_pretrained(packed).modules() if type(layer) is Packed24Linear
+    ]
+    whole = sum(2 * layer.in_features * layer.out_features for layer in layers)
+    held = sum(layer.weight.nbytes + layer.weight_positions.nbytes for layer in layers)
+    assert whole > 0 and held <= 0.57 * whole
+    mine, theirs = measured["packed"], measured["dense"]
+    assert theirs["resident_bytes"] - mine["resident_bytes"] == whole - held
+    assert 0 < mine["disk_bytes"] < theirs["disk_bytes"]
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = write_dense(tmp_path / "dense", "llama")
+    packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
+    other = write_dense(tmp_path / "other", "llama-odd")
+    for arguments, message in (
+        ([str(dense)], "no weight of it is packed, there is nothing to compare; sparseforge export"),
+        ([str(packed), "--against", str(other)], "hidden_size 20 is not the"),
+        ([str(packed), "--repeats", "0"], "--repeats 0: give 1 or more"),
+        ([str(packed), "--dtype", "int8"], "--dtype int8: use one of"),
+    ):
+        assert main(["bench", *arguments]) == 2
+        assert message in capsys.readouterr().err
