@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from sparseforge_ds.evaluate.flags import DTYPES
 
 _EPILOG = """\
 The text goes to stdout as it comes, everything else to stderr. Without --temperature the most likely token is taken

@@ -20,6 +20,7 @@ from sparseforge_ds.cli import (
     bench,
     compare,
     consolidate,
+    evaluate,
     export,
     generate,
     inspect,
@@ -30,7 +31,7 @@ from sparseforge_ds.cli import (
 )
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, generate, plan, compare, bench)
+COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, generate, evaluate, plan, compare, bench)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
