@@ -25,6 +25,7 @@ bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that 
 examples:
   sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
   sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask
+  sparseforge export models/llama_wanda_2to4 models/llama_packed24 --format packed24   # pruned by another tool
 """
 
 
@@ -39,7 +40,9 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="a run folder (its newest checkpoint), one checkpoint, or an exported folder"
+        "source",
+        metavar="SOURCE",
+        help="a run folder (its newest checkpoint), one checkpoint, an exported folder, or any other 2:4 model folder",
     )
     add_out(parser)
     add_source_options(parser)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,11 +17,12 @@ from sparseforge_ds.export.source import (
     Source,
     check_config,
     choose_dtype,
+    kept,
     read_model_config,
     require_finite,
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
-from sparseforge_ds.mask.pattern import parse_pattern, top_n
+from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.families import LOW_RANK
 from sparseforge_ds.permutation.record import Permutation
 
@@ -98,14 +98,7 @@ class FolderSource(Source):
 
     @override
     def read_mask(self, name: str) -> Tensor:
-        """Where fewer than N are not zero, the first zeros of the group count as kept."""
-        weight = self.prunable[name]
-        there = (self.read(name) != 0).to(torch.uint8)
-        there_GM = self.pattern.to_groups(there.reshape(-1), weight.shape, weight.input_axis)
-        if bool((there_GM.sum(1) > self.pattern.kept).any()):
-            raise ValueError(f"{self.folder}: {name} is not {self.pattern}; run `sparseforge verify` on the folder")
-        kept_GM = top_n(there_GM, self.pattern.kept)
-        return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
+        return kept(self.read(name), self.prunable[name], self.pattern, self.folder)
 
     @override
     def read_branch(self, name: str) -> Tensor:

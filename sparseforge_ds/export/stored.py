@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
+from sparseforge_ds.export.compressed_tensors import QuantizedWeights, is_quantized
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, unpack24
 from sparseforge_ds.model.families import LOW_RANK
 
@@ -24,7 +25,9 @@ def is_packed(config: dict[str, Any]) -> bool:
 
 
 class StoredWeights:
-    """A Hugging Face folder of ordinary safetensors, or a packed24 one. Several threads may read.
+    """A Hugging Face folder of ordinary safetensors, a packed24 one, or one that llm-compressor quantized.
+
+    Several threads may read.
 
     Raises:
         ValueError: (constructor, methods) it is damaged; the message names the weight.
@@ -36,7 +39,11 @@ class StoredWeights:
         self.packed = is_packed(config)
         positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
-        self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in positions}
+        self._quantized = QuantizedWeights(folder, config, tensors) if is_quantized(config) else None
+        inside = positions | (self._quantized.belongs if self._quantized else set())
+        self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in inside}
+        if self._quantized:
+            self.specs |= self._quantized.specs
         """Shape and dtype of every weight, as the network sees it."""
 
     @property
@@ -48,8 +55,15 @@ class StoredWeights:
         stored = sum(spec.nbytes for name, spec in self._tensors.specs.items() if name not in branches)
         return Size(stored, of_branches, sum(spec.nbytes for name, spec in self.specs.items() if name not in branches))
 
+    @property
+    def quantized(self) -> int:
+        """How many weights are quantized."""
+        return len(self._quantized.specs) if self._quantized else 0
+
     def read(self, name: str) -> Tensor:
         """One weight in its dense shape, in memory of its own."""
+        if self._quantized and name in self._quantized.specs:
+            return self._quantized.read(name)
         value = self._tensors.read(name)
         if name not in self._packed:
             return value
@@ -60,7 +74,7 @@ class StoredWeights:
 
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
         """One weight as chunks of `elements`, (n,) each: a chunk is used up when the next one comes."""
-        if name in self._packed:
+        if name in self._packed or (self._quantized and name in self._quantized.specs):
             yield from self.read(name).reshape(-1).split(elements)
         else:
             yield from self._tensors.stream(name, elements)

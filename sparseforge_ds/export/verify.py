@@ -2,7 +2,8 @@
 
     sparseforge verify OUT
 
-Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Prunable weights are those that
+Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Quantized weights in a format of
+the compressed-tensors library are turned back by it first. Prunable weights are those that
 `sparsity.json` lists and those that the family table names (without what the run excluded); in a model of another
 family, all matrices of numbered layers. A group is in order when at most N of its members are not zero. Also reported:
 -0.0, values that are not finite, missing weights, a missing adapter, bytes that are not the exported ones, and a
@@ -57,6 +58,10 @@ class FolderReport:
     notes: list[str] = field(default_factory=list)
     """Anything else that is wrong with the folder."""
     size: Size = Size(0, 0, 0)
+    input_axis: dict[str, int] = field(default_factory=dict)
+    """Along which the groups of every row were counted."""
+    quantized: int = 0
+    """How many weights were stored quantized, and turned back by the compressed-tensors library."""
 
     @property
     def violations(self) -> int:
@@ -76,7 +81,7 @@ class FolderReport:
         result |= {key: sum(getattr(row, key) for row in self.rows) for key in totals}
         result["elements"] = sum(torch.Size(row.shape).numel() for row in self.rows)
         result["bytes"] = asdict(self.size)
-        result |= {"missing": self.missing, "changed": self.changed, "notes": self.notes}
+        result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
@@ -137,7 +142,7 @@ def check_folder(
     missing = [name for name in listed if name not in tensors.specs]
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     notes = []
-    if "quantization_config" in config and not tensors.packed:
+    if "quantization_config" in config and not tensors.packed and not tensors.quantized:
         notes.append("config.json has a quantization_config: other tools will misread the weights")
     if "dtype" in sparsity and config.get("dtype", config.get("torch_dtype")) != sparsity["dtype"]:
         notes.append("config.json gives another dtype than the weights have")
@@ -157,7 +162,9 @@ def check_folder(
             if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
                 changed.append(str(folder / TENSORS))
     rows = choices[best] if choices else []
-    return FolderReport(str(chosen or "no pattern"), rows, missing + misfits, changed, notes, tensors.size)
+    axes = {row.name: weights[row.name][best][1] for row in rows}
+    pattern = str(chosen or "no pattern")
+    return FolderReport(pattern, rows, missing + misfits, changed, notes, tensors.size, axes, tensors.quantized)
 
 
 def _prunable(
