@@ -26,6 +26,7 @@ from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import check_trained, frame_tokens
 from sparseforge_ds.data.text_files import LocalText
 from sparseforge_ds.export.permuted_folder import DenseFolder
+from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
@@ -36,7 +37,7 @@ from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model
+from sparseforge_ds.train.pretrained import Pretrained, check_attention, empty_model, find_model
 from sparseforge_ds.train.schedule import LearningRate
 
 
@@ -184,7 +185,11 @@ def make_spec(
                 f"--seq_length {arguments.seq_length}: {flag} {each.name} has {positions} positions; "
                 f"use at most {positions}"
             )
+        if each is not None and (attention := arguments.attn_implementation) is not None:
+            check_attention(each, attention, elsewhere=arguments.dry_run)
     empty = empty_model(model)
+    if arguments.any_family:
+        config = any_family(empty, config)
     weights_to_prune(empty, config)  # for its errors
     if config.permute is not None:
         _check_channels(empty, config)
