@@ -30,7 +30,7 @@ from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pa
 from sparseforge_ds.model.families import LOW_RANK
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-_WRITTEN = ("config.json", "sparsity.json", "mask.json", CONFIG)
+_WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)
 
 
 def write_model(

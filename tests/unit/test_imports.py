@@ -107,6 +107,10 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "model.low_rank": {"deepspeed"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "permutation.apply": {"deepspeed", "model.groups"},
+    "integrations.trainer_settings": {"config"},
+    "integrations.transformers": {
+        *("transformers", "accelerate", "config", "data.batches", "forge", "model", "train", "zero.probe"),
+    },
     "integrations.vllm.__init__": {"vllm", "mask.packing"},
     "integrations.vllm.packed24": {"vllm", "mask.packing", "runtime.linear24"},
     "runtime.triton_kernel": {"triton"},
