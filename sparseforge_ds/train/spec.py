@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, sequence_ranks, with_batch
 from sparseforge_ds.config.deepspeed_config import (
-    batch_arithmetic,
     check_machine,
     read_deepspeed_json,
     resolve,
     training_dtype,
-    with_batch,
     zero_stage,
 )
 from sparseforge_ds.data.mixture import Mixture, find_text
@@ -33,6 +32,7 @@ from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.find import check_pattern
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import Architecture, describe
+from sparseforge_ds.planning.divided import check_divided
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
@@ -98,6 +98,11 @@ class RunSpec:
         return zero_stage(self.deepspeed)
 
     @property
+    def sequence_parallel(self) -> int:
+        """Ranks that share a sequence."""
+        return int(self.deepspeed.get(SEQUENCE, 1))
+
+    @property
     def layout(self) -> Settings:
         """How it is laid out over the ranks, for the planner."""
         return settings(
@@ -136,7 +141,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
             f"--teacher {arguments.teacher}: the sparseforge block says distillation null; "
             'leave the flag out or write "distillation": {}'
         )
-    batch_arithmetic(content, world_size)
+    batch_arithmetic(content, world_size, sequence_ranks(content, arguments, world_size))
     check_output_place(arguments)
     if arguments.gpus is None:  # else the run is one of other machines
         check_machine(content)
@@ -169,7 +174,7 @@ def make_spec(
             DenseFolder(model.folder)  # for its errors
     else:
         model = find(arguments.model, "--model")
-    hardware = hardware or Hardware.here()
+    hardware, parts = hardware or Hardware.here(), sequence_ranks(content, arguments, world_size)
     teacher = None
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
@@ -184,6 +189,11 @@ def make_spec(
                 f"--seq_length {arguments.seq_length}: {flag} {each.name} has {positions} positions; "
                 f"use at most {positions}"
             )
+        if each is not None and parts > 1:
+            try:
+                check_divided(each.config, parts, arguments.seq_length)
+            except ValueError as error:
+                raise ValueError(f"--sequence_parallel {parts}: {flag} {each.name}: {error}") from None
     empty = empty_model(model)
     weights_to_prune(empty, config)  # for its errors
     if config.permute is not None:
@@ -200,7 +210,7 @@ def make_spec(
         supports_fp16=hardware.fp16,
         fuses_optimizer=hardware.fused,
     )
-    _check_sequences(filled, config, world_size)
+    _check_sequences(filled, config, world_size // parts)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     leaves = leaf_suffixes(filled)
     return RunSpec(
@@ -255,13 +265,13 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
             del zero["leaf_module"]
 
 
-def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_size: int) -> None:
+def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, readers: int) -> None:
     """Whether the sequences of a probe batch can be divided like those of a step."""
-    sequences, at_once = config.curvature.sequences, int(filled["train_micro_batch_size_per_gpu"]) * world_size
+    sequences, at_once = config.curvature.sequences, int(filled["train_micro_batch_size_per_gpu"]) * readers
     if sequences is not None and sequences % at_once:
         raise ValueError(
-            f"sparseforge.curvature.sequences = {sequences}: {world_size} ranks with a micro-batch of "
-            f"{at_once // world_size} read {at_once} at a time; use a multiple of that, or null for those of a step"
+            f"sparseforge.curvature.sequences = {sequences}: {readers} ranks with a micro-batch of "
+            f"{at_once // readers} read {at_once} at a time; use a multiple of that, or null for those of a step"
         )
 
 
