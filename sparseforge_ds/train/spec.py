@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, sequence_ranks, with_batch
+from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks, with_batch
 from sparseforge_ds.config.deepspeed_config import (
     check_machine,
     read_deepspeed_json,
@@ -32,11 +32,10 @@ from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.find import check_pattern
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import Architecture, describe
-from sparseforge_ds.planning.divided import check_divided
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model
+from sparseforge_ds.train.pretrained import Pretrained, check_length, empty_model, find_model
 from sparseforge_ds.train.schedule import LearningRate
 
 
@@ -183,17 +182,8 @@ def make_spec(
             same_states(model.config, teacher.config)
             _check_order(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
-        positions = getattr(each.config.get_text_config(), "max_position_embeddings", None) if each else None
-        if each is not None and positions is not None and arguments.seq_length > positions:
-            raise ValueError(
-                f"--seq_length {arguments.seq_length}: {flag} {each.name} has {positions} positions; "
-                f"use at most {positions}"
-            )
-        if each is not None and parts > 1:
-            try:
-                check_divided(each.config, parts, arguments.seq_length)
-            except ValueError as error:
-                raise ValueError(f"--sequence_parallel {parts}: {flag} {each.name}: {error}") from None
+        if each is not None:
+            check_length(each, flag, arguments.seq_length, parts)
     empty = empty_model(model)
     weights_to_prune(empty, config)  # for its errors
     if config.permute is not None:
@@ -210,7 +200,7 @@ def make_spec(
         supports_fp16=hardware.fp16,
         fuses_optimizer=hardware.fused,
     )
-    _check_sequences(filled, config, world_size // parts)
+    _check_sequences(filled, config, world_size, parts)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     leaves = leaf_suffixes(filled)
     return RunSpec(
@@ -265,13 +255,14 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
             del zero["leaf_module"]
 
 
-def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, readers: int) -> None:
+def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_size: int, parts: int) -> None:
     """Whether the sequences of a probe batch can be divided like those of a step."""
-    sequences, at_once = config.curvature.sequences, int(filled["train_micro_batch_size_per_gpu"]) * readers
+    sequences, micro, readers = config.curvature.sequences, filled[BATCH[1]], world_size // parts
+    at_once, who = micro * readers, "ranks" if parts == 1 else f"groups of {parts} ranks"
     if sequences is not None and sequences % at_once:
         raise ValueError(
-            f"sparseforge.curvature.sequences = {sequences}: {readers} ranks with a micro-batch of "
-            f"{at_once // readers} read {at_once} at a time; use a multiple of that, or null for those of a step"
+            f"sparseforge.curvature.sequences = {sequences}: {readers} {who} with a micro-batch of "
+            f"{micro} read {at_once} at a time; use a multiple of that, or null for those of a step"
         )
 
 
