@@ -5,7 +5,8 @@ Legend of shape suffixes: B sequences, S tokens of a sequence, or of the part of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ class MicroBatch:
     """What a sum over its trained tokens is divided by, so that the mean over all micro-batches of a batch is the mean
     over the trained tokens of that batch: their number, over that of its micro-batches, parts of sequences counted one
     by one. None where all are trained on, as many in each."""
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other inputs of the forward pass, such as an attention mask; the launcher's batches have none."""
     shifted: bool = False
     """Whether S is a part of the sequences, whose last token predicts the first of the next."""
 
@@ -67,7 +70,8 @@ class MicroBatch:
         token_BS = self.token_BS.to(device, non_blocking=True)
         same = self.label_BS is self.token_BS
         label_BS = token_BS if same else self.label_BS.to(device, non_blocking=True)
-        return MicroBatch(token_BS, label_BS, self.trained, self.shifted)
+        more = {key: value.to(device, non_blocking=True) for key, value in self.more.items()}
+        return MicroBatch(token_BS, label_BS, self.trained, more, self.shifted)
 
     def of(self, part: slice, parts: int) -> MicroBatch:
         """The micro-batch of a rank that has these tokens of every sequence, of so many ranks."""

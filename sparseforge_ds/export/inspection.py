@@ -213,11 +213,13 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return path / "checkpoints", None
     if is_checkpoint(path):
         return None, path
+    if (path / "latest").is_file():  # also a folder of transformers' Trainer, which has the model beside it
+        return path, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
         what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
         raise ValueError(f"{path}: is an exported {what}")
-    if (path / "latest").is_file() or any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
+    if any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
         return path, None
     raise ValueError(
         f"{path}: holds neither a run nor a checkpoint; give a run's output folder or one checkpoint in it"

@@ -27,7 +27,7 @@ from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-_WRITTEN = ("config.json", "sparsity.json", "mask.json", CONFIG)
+_WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)
 
 
 def write_model(

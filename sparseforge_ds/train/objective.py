@@ -64,12 +64,12 @@ class Objective:
         return self.whole
 
     @contextmanager
-    def targets(self, micro_batches: Sequence[Tensor]) -> Iterator[Sequence[Target | None]]:
-        """What the teacher says of the micro-batches of a step, while this is active; collective."""
+    def targets(self, micro_batches: Sequence[Tensor], **inputs: Tensor) -> Iterator[Sequence[Target | None]]:
+        """What the teacher says of the micro-batches of a step, while this is active, as `Teacher.targets`."""
         if self.teacher is None or self.whole:
             yield [None] * len(micro_batches)
         else:
-            with self.teacher.targets(micro_batches) as targets:
+            with self.teacher.targets(micro_batches, **inputs) as targets:
                 yield targets
 
     def loss(self, batch: MicroBatch, target: Target | None) -> tuple[Tensor, Tensor]:
@@ -90,6 +90,7 @@ class Objective:
                 batch.trained,
                 batch.shifted,
                 input_ids=batch.token_BS,
+                **batch.more,
             )
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
@@ -100,7 +101,7 @@ class Objective:
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
         """The task loss alone, which probes of the curvature take."""
         if self.whole or self.draws_labels:
-            logits_BSV = self._run(batch.token_BS).logits
+            logits_BSV = self._run(batch).logits
             return task_loss(logits_BSV, batch.label_BS, trained=batch.trained, shifted=batch.shifted)
         losses, _ = loss_in_head(
             self.engine, batch.label_BS, trained=batch.trained, shifted=batch.shifted, input_ids=batch.token_BS
@@ -108,22 +109,22 @@ class Objective:
         return losses.total
 
     def _of_whole_logits(self, batch: MicroBatch) -> tuple[DistillationLoss, Any]:
-        token_BS, label_BS, trained, shifted = batch.token_BS, batch.label_BS, batch.trained, batch.shifted
+        label_BS, trained, shifted = batch.label_BS, batch.trained, batch.shifted
         if self.teacher is None or self.config is None:
-            output = self._run(token_BS)
+            output = self._run(batch)
             total = task_loss(output.logits, label_BS, trained=trained, shifted=shifted)
             nothing = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), nothing, nothing), output
         with self.teacher.captured() as states:
-            teacher_BSV = self.teacher(token_BS)
+            teacher_BSV = self.teacher(batch.token_BS, **batch.more)
         next_T, of_logits = next_labels(label_BS, shifted), replace(self.config, hidden=None)
         with compared(self.engine.module, states, next_T, self.config, trained) as distance:
-            output = self._run(token_BS)
+            output = self._run(batch)
         losses = distillation_loss(output.logits, teacher_BSV, label_BS, of_logits, trained, shifted)
         return distance.added_to(losses), output
 
-    def _run(self, token_BS: Tensor) -> Any:
-        return self.engine(input_ids=token_BS, use_cache=False)
+    def _run(self, batch: MicroBatch) -> Any:
+        return self.engine(input_ids=batch.token_BS, use_cache=False, **batch.more)
 
     def _balance_loss(self, output: Any) -> Tensor | None:
         """What a mixture adds so that its experts are used evenly, where its config.json asks for that."""

@@ -62,12 +62,6 @@ class ShardState:
         """Indices of the master partitions that hold prunable weights."""
         return sorted(self._by_flat)
 
-    @property
-    def complete(self) -> bool:
-        """Whether our tensors are optimizer state: after the first step, or after a checkpoint was loaded."""
-        state = self.layout.inner.state
-        return all("dense" in state.get(self.layout.flats[index], {}) for index in self.flats)
-
     def partition(self, index: int) -> dict[str, Tensor]:
         """The tensors of one master partition. Look them up at every use: a checkpoint load replaces them.
 

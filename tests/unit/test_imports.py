@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"torch", "transformers", "config", "mask", "model"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
     "train": {"*"},
+    "integrations": {"*"},
     "compare": {
         "torch",
         "transformers",

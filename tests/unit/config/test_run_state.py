@@ -66,7 +66,7 @@ def test_other_weights_are_another_run() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: None, "was not saved by SparseForge; save with client_state"),
+        (lambda state: None, "was not saved by SparseForge: engine.save_checkpoint saves its state once"),
         (lambda state: {**state, "version": 0}, "state version 0, this is 1"),
         (lambda state: {key: value for key, value in state.items() if key != "version"}, "state version None"),
         (lambda state: {**state, "config": [1]}, r"damaged config: \[1\]"),

@@ -1,0 +1,1 @@
+"""The same forge inside other people's training loops."""
