@@ -38,7 +38,7 @@ from sparseforge_ds.zero.probe import Closure
 
 _LOG = logging.getLogger(__name__)
 if TYPE_CHECKING:
-    _Trainer = Trainer
+    from transformers import Trainer as _Trainer
 else:
     _Trainer = object
 

@@ -122,7 +122,7 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
     engine, forge = build(case)
     for step in range(3):
         one_step(engine, forge, case, step)
-    engine.save_checkpoint(folder, tag="ours")
+    engine.save_checkpoint(folder, tag="ours", client_state={"mine": [3]})
     good = forge.state_dict()
     damaged = {
         "weights": {**good, "weights": good["weights"][:-1]},
@@ -139,9 +139,10 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
     def refusal(other: Case, tag: str, **how: Any) -> str:
         engine, _ = build(other)
         try:
-            engine.load_checkpoint(folder, tag=tag, **how)
+            path, client_state = engine.load_checkpoint(folder, tag=tag, **how)
         except ValueError as error:
             return str(error)
+        assert Path(path) == Path(folder, tag) and client_state["mine"] == [3]
         return "accepted"
 
     monitored = Case(stage=stage, config={"monitor": {"gap_every": 3}})
