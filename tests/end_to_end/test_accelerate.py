@@ -39,7 +39,7 @@ def test_a_loop_of_accelerate(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     torch.manual_seed(0)
     model = write_model(tmp_path / "model", tiny_llama(vocab_size=BYTE_VOCABULARY))
-    flags = ["--model", str(model), "--text", str(write_text(tmp_path / "text.jsonl", 9)), "--length", "64"]
+    flags = ["--model", str(model), "--text", str(write_text(tmp_path / "text.jsonl", 20)), "--length", "64"]
     flags += ["--epochs", "2", "--output_dir"]
     content = json.loads((ROOT / "examples" / "zero2.json").read_text())
     configuration = write_json(tmp_path / "zero2.json", content)
