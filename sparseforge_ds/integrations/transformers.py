@@ -145,8 +145,8 @@ class SparseForgeMixin(_Trainer):
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
         if self.get_sp_size() > 1 and self.forge.needs_probe:
             raise ValueError(
-                f"parallelism_config.sp_size = {self.get_sp_size()}: passes that measure the curvature would be of parts "
-                'of sequences; leave "importance": "fisher" and "curvature": {"source": "training"}, which take none'
+                f"parallelism_config.sp_size = {self.get_sp_size()}: passes that measure the curvature would be of "
+                'parts of sequences; leave importance at "fisher" and curvature.source at "training", which take none'
             )
         self._parts = self._parts.to(self.args.device)
         if self._teacher is None or config.distillation is None:
