@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,8 +105,15 @@ def empty_model(model: Pretrained) -> PreTrainedModel:
     return bare_model(model.config)
 
 
-def check_length(model: Pretrained, flag: str, seq_length: int, parts: int) -> None:
+def check_length(model: Pretrained, flag: str, seq_length: int, parts: int, attention: str | None) -> None:
     """Whether a model can be given sequences of a length, of which each of so many ranks has a part.
+
+    Args:
+        model: student or teacher.
+        flag: that names it.
+        seq_length: tokens of a sequence.
+        parts: ranks that share it.
+        attention: as `--attn_implementation` says; None for what transformers chooses.
 
     Raises:
         ValueError: why it cannot, and what can be done.
@@ -117,9 +125,33 @@ def check_length(model: Pretrained, flag: str, seq_length: int, parts: int) -> N
         )
     if parts > 1:
         try:
-            check_divided(model.config, parts, seq_length)
+            check_divided(model.config, parts, seq_length, attention)
         except ValueError as error:
             raise ValueError(f"--sequence_parallel {parts}: {flag} {model.name}: {error}") from None
+
+
+def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> None:
+    """Whether a model can compute attention as `--attn_implementation` says.
+
+    Args:
+        model: student or teacher.
+        implementation: the flag's value.
+        elsewhere: of another machine than this, which may have packages that this one has not.
+
+    Raises:
+        ValueError: transformers does not know it, its family has none of that kind, or a package is missing.
+    """
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(
+                copy.deepcopy(model.config), attn_implementation=implementation, trust_remote_code=False
+            )
+    except (ImportError, ValueError, OSError) as error:
+        if not (elsewhere and isinstance(error, ImportError)):
+            raise ValueError(
+                f"--attn_implementation {implementation}: {model.name} cannot be computed with it ({reason(error)}); "
+                "choose another one, or leave the flag out for the best that there is"
+            ) from None
 
 
 def load_model(

@@ -134,3 +134,7 @@ def _farewell(folder: Path, result: dict[str, Any]) -> str:
         f"  tensorboard --logdir {log}\n"
         f"  sparseforge consolidate {run} {model}"
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge train`")

@@ -25,6 +25,7 @@ from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import check_trained, frame_tokens
 from sparseforge_ds.data.text_files import LocalText
 from sparseforge_ds.export.permuted_folder import DenseFolder
+from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
@@ -35,7 +36,7 @@ from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, check_length, empty_model, find_model
+from sparseforge_ds.train.pretrained import Pretrained, check_attention, check_length, empty_model, find_model
 from sparseforge_ds.train.schedule import LearningRate
 
 
@@ -183,8 +184,12 @@ def make_spec(
             _check_order(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         if each is not None:
-            check_length(each, flag, arguments.seq_length, parts)
+            if (attention := arguments.attn_implementation) is not None:
+                check_attention(each, attention, elsewhere=arguments.dry_run)
+            check_length(each, flag, arguments.seq_length, parts, attention)
     empty = empty_model(model)
+    if arguments.any_family:
+        config = any_family(empty, config)
     weights_to_prune(empty, config)  # for its errors
     if config.permute is not None:
         _check_channels(empty, config)
