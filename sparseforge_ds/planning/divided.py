@@ -40,13 +40,14 @@ class _Call:
     more: dict[str, Any]
 
 
-def check_divided(config: PretrainedConfig, parts: int, seq_length: int) -> None:
+def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attention: str | None = None) -> None:
     """Refuse a model whose sequences `parts` ranks cannot share.
 
     Args:
         config: of a causal language model.
         parts: ranks that share a sequence.
         seq_length: tokens of a whole sequence.
+        attention: the implementation; None for what transformers chooses.
 
     Raises:
         ValueError: why they cannot, and what can be done.
@@ -54,7 +55,7 @@ def check_divided(config: PretrainedConfig, parts: int, seq_length: int) -> None
     if seq_length % parts:
         near = seq_length // parts * parts or parts
         raise ValueError(f"--seq_length {seq_length} is not a multiple of {parts}; use {near} or {near + parts}")
-    implementation = _implementation(config)
+    implementation = attention or _implementation(config)
     if implementation != "sdpa" and "flash" not in implementation:
         raise ValueError(f"its attention is {implementation}, and sdpa and flash attention alone can be divided")
     model = bare_model(config, torch.bfloat16).eval()

@@ -116,6 +116,31 @@ def empty_model(model: Pretrained) -> PreTrainedModel:
     return bare_model(model.config)
 
 
+def check_length(model: Pretrained, flag: str, seq_length: int, parts: int, attention: str | None) -> None:
+    """Whether a model can be given sequences of a length, of which each of so many ranks has a part.
+
+    Args:
+        model: student or teacher.
+        flag: that names it.
+        seq_length: tokens of a sequence.
+        parts: ranks that share it.
+        attention: as `--attn_implementation` says; None for what transformers chooses.
+
+    Raises:
+        ValueError: why it cannot, and what can be done.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and seq_length > positions:
+        raise ValueError(
+            f"--seq_length {seq_length}: {flag} {model.name} has {positions} positions; use at most {positions}"
+        )
+    if parts > 1:
+        try:
+            check_divided(model.config, parts, seq_length, attention)
+        except ValueError as error:
+            raise ValueError(f"--sequence_parallel {parts}: {flag} {model.name}: {error}") from None
+
+
 def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> None:
     """Whether a model can compute attention as `--attn_implementation` says.
 
@@ -138,24 +163,6 @@ def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> 
                 f"--attn_implementation {implementation}: {model.name} cannot be computed with it ({reason(error)}); "
                 "choose another one, or leave the flag out for the best that there is"
             ) from None
-
-
-def check_length(model: Pretrained, flag: str, seq_length: int, parts: int) -> None:
-    """Whether a model can be given sequences of a length, of which each of so many ranks has a part.
-
-    Raises:
-        ValueError: why it cannot, and what can be done.
-    """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and seq_length > positions:
-        raise ValueError(
-            f"--seq_length {seq_length}: {flag} {model.name} has {positions} positions; use at most {positions}"
-        )
-    if parts > 1:
-        try:
-            check_divided(model.config, parts, seq_length)
-        except ValueError as error:
-            raise ValueError(f"--sequence_parallel {parts}: {flag} {model.name}: {error}") from None
 
 
 def load_model(

@@ -184,9 +184,9 @@ def make_spec(
             _check_order(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         if each is not None:
-            check_length(each, flag, arguments.seq_length, parts)
-        if each is not None and (attention := arguments.attn_implementation) is not None:
-            check_attention(each, attention, elsewhere=arguments.dry_run)
+            if (attention := arguments.attn_implementation) is not None:
+                check_attention(each, attention, elsewhere=arguments.dry_run)
+            check_length(each, flag, arguments.seq_length, parts, attention)
     empty = empty_model(model)
     if arguments.any_family:
         config = any_family(empty, config)

@@ -19,7 +19,7 @@ from transformers import (
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.divided import check_divided
-from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_falcon, tiny_llama, tiny_llama4, tiny_mixture
+from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_llama, tiny_mixture
 
 DIVIDED = ("gpt2", "llama", "mistral", "mixtral", "olmoe", "opt", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
@@ -49,9 +49,9 @@ REFUSED: dict[str, tuple[PretrainedConfig, int, int, str]] = {
     "eager": (tiny(Gemma2Config), 2, 32, "its attention is eager"),
     "sinks": (tiny_mixture(GptOssConfig).config, 2, 32, "its attention is eager"),
     "alibi": (BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), 2, 32, "its attention is eager"),
-    "own attention": (tiny_falcon().config, 2, 32, "0 of its 2 layers call the attention of transformers"),
+    "own attention": (BUILDERS["falcon"]().config, 2, 32, "0 of its 2 layers call the attention of transformers"),
     "recurrent": (tiny(Qwen3NextConfig), 2, 32, "conv1d is a convolution over tokens"),
-    "positions": (tiny_llama4().config, 2, 32, "do not hand position_ids on to attention"),
+    "positions": (BUILDERS["llama4_text"]().config, 2, 32, "do not hand position_ids on to attention"),
     "rotary": (tiny(LlamaConfig, rope_parameters=LONG_ROPE), 2, 32, "its rotary positions are dynamic"),
 }
 
