@@ -65,6 +65,14 @@ class MicroBatch:
         return MicroBatch(token_BS, label_BS, self.trained)
 
 
+def micro_batch_of(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
+    """(B, S) tokens, see `packing.token_dtype`, as a micro-batch with its `trained`."""
+    token_BS = label_BS = _ids(row_BS)
+    if row_BS.dtype.names is not None:
+        label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
+    return MicroBatch(token_BS, label_BS, trained)
+
+
 class Batches:
     """An endless iterator over this rank's micro-batches, each (B, S) int64.
 
@@ -110,14 +118,7 @@ class Batches:
         trained = self.trained(batch)
         # At least one, so that the loss of a batch without any is 0.
         share = None if trained is None else max(1, trained) * self.layout.micro_batch / len(batch)
-        found = []
-        for position in batch[::stride]:
-            row_BS = self._rows(position)
-            token_BS = label_BS = _ids(row_BS)
-            if share is not None:
-                label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
-            found.append(MicroBatch(token_BS, label_BS, share))
-        return found
+        return [micro_batch_of(self._rows(position), share) for position in batch[::stride]]
 
     def trained(self, batch: range) -> int | None:
         """How many tokens of some consecutive sequences are predicted and trained on; None where that is all.

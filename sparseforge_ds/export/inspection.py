@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.folder import find_run, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json
 from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
@@ -207,6 +207,8 @@ def whole(masks: list[MaskReport]) -> MaskReport:
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
     """(folder of checkpoints, None) or (None, one checkpoint)."""
+    if path.is_file():
+        return None, find_checkpoint(path)  # one that is named by a file, like checkpoints/best
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
     if (path / "sparseforge.json").is_file() or (path / "checkpoints").is_dir():

@@ -22,9 +22,10 @@ from sparseforge_ds.config.deepspeed_config import (
     with_batch,
     zero_stage,
 )
+from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import check_trained, frame_tokens
-from sparseforge_ds.data.text_files import LocalText
+from sparseforge_ds.data.text_files import LocalText, Source
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
@@ -38,6 +39,7 @@ from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model
 from sparseforge_ds.train.schedule import LearningRate
+from sparseforge_ds.train.tracking import check_trackers
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class RunSpec:
     teacher_sizes: Architecture | None
     """When the teacher is another model."""
     text: Mixture
+    held_out: Source | None
+    """Of `--eval_dataset`."""
+    steps: int
+    """Of the whole run: `max_steps` of its config, or more where it was extended."""
     world_size: int
 
     @property
@@ -136,6 +142,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
             f"--teacher {arguments.teacher}: the sparseforge block says distillation null; "
             'leave the flag out or write "distillation": {}'
         )
+    check_trackers(arguments.report_to)
     batch_arithmetic(content, world_size)
     check_output_place(arguments)
     if arguments.gpus is None:  # else the run is one of other machines
@@ -215,6 +222,8 @@ def make_spec(
         unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
         text=_find_text(arguments, config, model),
+        held_out=find_held_out(arguments),
+        steps=config.max_steps,
         sizes=describe(empty, weights, leaves),
         teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
         world_size=world_size,
