@@ -92,7 +92,13 @@ class RunArguments:
         "model also learns to end a text. auto: bos, or eos where there is no BOS, as in all runs measured so far",
     )
     max_steps: int | None = _flag(
-        None, "optimizer steps of the whole run; default: max_steps of the sparseforge block", "N"
+        None,
+        "optimizer steps of the whole run; default: max_steps of the sparseforge block. With --resume, more than "
+        "before go on with the frozen finetune, once the mask is frozen",
+        "N",
+    )
+    epochs: float | None = _flag(
+        None, "how often the text is read, in place of --max_steps; of one source that is no stream", "N"
     )
     global_batch: int | None = _flag(
         None, "sequences of a step on all GPUs, a multiple of their number; default: train_batch_size of the JSON", "N"
@@ -189,6 +195,13 @@ class RunArguments:
             "it belongs to --dry_run; a run has the GPUs that the launcher gives it (deepspeed --num_gpus, --hostfile)",
         )
         rate, steps, decay = self.learning_rate, self.max_steps, self.weight_decay
+        epochs = self.epochs
+        _require(
+            epochs is None or (0 < epochs < float("inf") and steps is None and not self.dry_run),
+            "epochs",
+            epochs,
+            "use a number > 0, without --max_steps; --dry_run reads no text, so give it --max_steps",
+        )
         for name, sound, cure in (
             ("max_steps", steps is None or steps >= 0, "use an integer >= 0"),
             ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import write_json, write_tensors
 
@@ -23,7 +26,7 @@ TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 _CARD = """\
-# A {pattern} model in two parts
+## A model in two parts
 
 This model is the weights in `model*.safetensors` **and** the low-rank branch (SLoRB, a PEFT LoRA adapter) in
 `adapter_model.safetensors`. {why} Nothing else warns whoever loads the weights alone.
@@ -38,11 +41,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
 ```
 
 An inference engine that is not told of the adapter computes with the weights alone: give it the adapter as its LoRA
-(rank {rank}), or do not use it for this model. Merging the adapter into the weights would fill what was pruned.
-
-`sparsity.json` says which weights are sparse and where they come from; `sparseforge verify` checks them and the
-adapter.
-"""
+(rank {rank}), or do not use it for this model. Merging the adapter into the weights would fill what was pruned."""
 _SHIFTED = (
     "Before training, every run of weights gave up a part of itself to the branch: alone, the weights are useless."
 )
@@ -101,12 +100,18 @@ def write_adapter(source: Source, folder: Path) -> None:
     write_json(folder / CONFIG, config)
 
 
-def write_card(source: Source, folder: Path, packed: bool) -> None:
-    """README.md of a model with branches, whose weights compute nonsense without the adapter beside them."""
-    text = _CARD.format(
-        pattern=source.pattern,
-        why=_SHIFTED if source.shifted else _LEARNED,
+def card_section(folder: Path, config: dict[str, Any], packed: bool) -> str:
+    """What the card of a model with an adapter says of it: without, the weights compute nonsense.
+
+    Args:
+        folder: has the adapter.
+        config: of its run.
+        packed: whether its weights are.
+    """
+    adapter = read_json(folder / CONFIG)
+    ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
+    return _CARD.format(
+        why=_SHIFTED if config and SparseForgeConfig.from_dict(config).shifts else _LEARNED,
         packed="import sparseforge_ds  # knows the packed24 format\n" if packed else "",
-        rank=max(shape[1] for shape in source.branches.values()),
+        rank=max((rank for rank in ranks if isinstance(rank, int)), default=0),
     )
-    (folder / "README.md").write_text(text)

@@ -164,9 +164,9 @@ def inspect(
     return Inspection(path, description, result, inventory, current, status, problems)
 
 
-def phase(config: SparseForgeConfig, step: int) -> str:
-    """heating, hardening, frozen finetune or finished."""
-    if step >= config.max_steps:
+def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
+    """heating, hardening, frozen finetune or finished, of a run of so many steps."""
+    if step >= steps:
         return "finished"
     name = config.resolved_schedule.phase(step)
     return "frozen finetune" if name == "frozen" else name
@@ -244,7 +244,8 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             for name in manifest.files:
                 manifest.check_file(name)
     state = checkpoint.client_state.get("sparseforge")
-    tokens = checkpoint.client_state.get("train", {}).get("tokens")
+    of_train = checkpoint.client_state.get("train", {})
+    tokens, longer = of_train.get("tokens"), of_train.get("steps")
     trained = [name for name in checkpoint.shapes if name not in checkpoint.buffers]
     dtypes = {str(checkpoint.trained_dtype(name)).removeprefix("torch.") for name in trained}
     known: dict[str, Any] = {}
@@ -253,11 +254,12 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
         saved.check_shapes(checkpoint.shapes, str(folder))
         config, step = saved.config, saved.step
         schedule = config.resolved_schedule
+        steps = longer if type(longer) is int else config.max_steps
         known = {
             "step": step,
             "pattern": config.pattern,
-            "max_steps": config.max_steps,
-            "phase": phase(config, step),
+            "max_steps": steps,
+            "phase": phase(config, step, steps),
             "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),

@@ -7,7 +7,7 @@
 
 Beside the weights lies `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved
 config) and, for a run with a low-rank branch, a PEFT LoRA adapter, which `from_pretrained` loads with them where peft
-is installed, and a README.md that says so.
+is installed. `card` says so in README.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
-from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter, write_card
+from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
@@ -76,7 +76,6 @@ def write_model(
     adapter: dict[str, Any] = {"adapter": None}
     if source.branches:
         write_adapter(source, folder)
-        write_card(source, folder, packed)
         adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
     if source.permutation is not None:
         source.permutation.save(folder)

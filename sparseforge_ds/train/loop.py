@@ -155,7 +155,12 @@ def train(
 
 def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, evaluation: Evaluation, step: int) -> None:
     """Save everything that a resumed run needs."""
-    progress = {"step": step, "tokens": step * context.spec.tokens_per_step, "data": context.batches.state_dict()}
+    progress = {
+        "step": step,
+        "steps": context.spec.steps,
+        "tokens": step * context.spec.tokens_per_step,
+        "data": context.batches.state_dict(),
+    }
     state = {
         "sparseforge": context.forge.state_dict(),
         "train": {**progress, "evaluations": evaluation.state_dict()},

@@ -24,6 +24,7 @@ from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
 from sparseforge_ds.train.extension_locks import clear_extension_locks
+from sparseforge_ds.train.length import laid_out_over, lengthened, steps_of_epochs
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
@@ -51,6 +52,14 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     unlink_shared_buffers()
     ranks = Ranks()
     spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    if arguments.epochs is not None:
+        steps = ranks.on_first(lambda: steps_of_epochs(spec))
+        _LOG.info(f"--epochs {arguments.epochs:g}: {steps} steps")
+        arguments = dataclasses.replace(arguments, epochs=None, max_steps=steps)
+        spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    laid_out = ranks.on_first(lambda: laid_out_over(spec))
+    if laid_out is not None:
+        spec = lengthened(spec, laid_out)
     anew = ranks.on_first(lambda: begins_anew(spec))  # the others may not see yet whether there is something to resume
     if anew is not None:
         _LOG.info(anew)

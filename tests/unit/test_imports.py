@@ -85,6 +85,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.formats": {"fsspec", "huggingface_hub"},
     "data.hub": {"huggingface_hub"},
     "data.splits": {"yaml", "huggingface_hub"},
+    "export.card": {"huggingface_hub"},
     "export.loaded": {"safetensors"},
     "export.proof": {"psutil"},
     "export.reference": {"safetensors", "model.loading_error"},
