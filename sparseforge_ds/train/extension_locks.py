@@ -57,7 +57,8 @@ def clear_extension_locks() -> None:
 def _idle_seconds(lock: Path) -> float | None:
     """Since something has changed in the lock's folder; None once the lock is gone."""
     changes = []
-    for file in lock.parent.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            changes.append(file.stat().st_mtime)
+    with contextlib.suppress(FileNotFoundError):  # someone clears the folder
+        for file in list(lock.parent.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                changes.append(file.stat().st_mtime)
     return max(0.0, time.time() - max(changes)) if lock.exists() and changes else None

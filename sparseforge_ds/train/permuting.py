@@ -51,6 +51,18 @@ def keep_permutation(spec: RunSpec) -> str | None:
     return None if permutation is None else permutation.sha256
 
 
+def check_room(spec: RunSpec, device: torch.device) -> None:
+    """Raise a ValueError where rank 0 cannot hold the whole model, as scores by activations need."""
+    needed = sum(p.numel() for p in empty_model(spec.model).parameters()) * spec.dtype.itemsize
+    free = get_accelerator().available_memory()
+    if needed > free:
+        raise ValueError(
+            f'permute.score = "activations": rank 0 loads the whole model, {needed / 2**30:.1f} GiB, and {device} has '
+            f'{free / 2**30:.1f} GiB free; use "score": "magnitude", which reads one weight at a time, or permute the '
+            "model before the run (sparseforge permute)"
+        )
+
+
 def _saved(spec: RunSpec) -> Permutation:
     permutation = Permutation.load(spec.folder)
     if permutation is None:
@@ -75,6 +87,7 @@ def _found(spec: RunSpec, settings: PermuteConfig, batches: Batches) -> Permutat
             spec.config, settings.dimensions, settings.rows, shapes, device=device
         )
     else:
+        check_room(spec, device)
         windows = (batches.window(i)[None] for i in range(settings.sequences))
         loaded = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, None)
         model = loaded.to(device)  # type: ignore[arg-type]
