@@ -77,8 +77,7 @@ def make_card(
         raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")
     run, score = sections["run"], sections["run"].get("evaluation")
     scored = [*_of_run(score), *results]
-    base = run.get("model") if isinstance(run.get("model"), str) else "A model"
-    title = f"{Path(base).name} {record.get('pattern')}"
+    title = f"{Path(str(run.get('model', 'A model'))).name} {record.get('pattern')}"
     data = ModelCardData(
         model_name=title,
         base_model=run.get("model") if HUB_ID.fullmatch(str(run.get("model"))) else None,
