@@ -8,7 +8,9 @@ from sparseforge_ds.model.registration import register_families, register_with_t
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.forge import ForgeError, SparseForge
+    from sparseforge_ds.model.any_family import any_family
     from sparseforge_ds.model.distill import DistillationLoss, distillation_loss
+    from sparseforge_ds.model.family_table import Published, Row, register_family
     from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import low_rank_share, prepare
@@ -19,29 +21,37 @@ if TYPE_CHECKING:
 _WHERE = {
     "DistillationLoss": "model.distill",
     "ForgeError": "forge",
+    "Published": "model.family_table",
+    "Row": "model.family_table",
     "SparseForge": "forge",
     "SparseForgeConfig": "config",
     "Teacher": "train.teacher",
+    "any_family": "model.any_family",
     "distillation_loss": "model.distill",
     "loss_in_head": "model.head",
     "low_rank_share": "model.low_rank",
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
+    "register_family": "model.family_table",
     "clear_extension_locks": "train.extension_locks",
 }
 
 __all__ = [
     "DistillationLoss",
     "ForgeError",
+    "Published",
+    "Row",
     "SparseForge",
     "SparseForgeConfig",
     "Teacher",
+    "any_family",
     "distillation_loss",
     "loss_in_head",
     "low_rank_share",
     "param_groups",
     "prepare",
     "register_families",
+    "register_family",
     "clear_extension_locks",
 ]
 __version__ = "0.1.0"

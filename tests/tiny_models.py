@@ -11,19 +11,31 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
     FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
+    InternLM3Config,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -31,6 +43,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig, register
@@ -113,23 +128,52 @@ _MIXTURES: dict[type[PreTrainedConfig], dict[str, Any]] = {
     DeepseekConfig: {**_ROUTED, "num_key_value_heads": 4},
     DeepseekV2Config: _LATENT,
     DeepseekV3Config: {**_LATENT, "n_group": 2, "topk_group": 1},
-    GptOssConfig: {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    Glm4MoeConfig: {**_ROUTED, "head_dim": 8, "n_group": 2, "topk_group": 1},
+    GptOssConfig: {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    Llama4TextConfig: {
+        **{"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "interleave_moe_layer_step": 2,
+    },
     MixtralConfig: {"num_local_experts": 4},
     OlmoeConfig: {"num_experts": 4, "num_experts_per_tok": 2},
     Qwen2MoeConfig: {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     Qwen3MoeConfig: {**_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
+    Qwen3NextConfig: {
+        **{**_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [0], "shared_expert_intermediate_size": 32},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+        **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    },
 }
 
 
-def tiny_falcon(seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Falcon, a family without rows: attention beside the MLP, added to it in place."""
-    return _of(FalconConfig, seed, {**_LLAMA_LIKE, "ffn_hidden_size": 64, **overrides})
+_GEMMA = {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_DENSE: dict[type[PreTrainedConfig], dict[str, Any]] = {
+    Cohere2Config: {"logit_scale": 0.5, "sliding_window": 8, "layer_types": _GEMMA["layer_types"]},
+    FalconConfig: {"ffn_hidden_size": 64},
+    Gemma2Config: _GEMMA,
+    Gemma3TextConfig: _GEMMA,
+    Glm4Config: {"head_dim": 8, "attention_bias": True},
+    GPTNeoConfig: {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    GPTNeoXConfig: {"num_key_value_heads": 4},
+    GraniteConfig: {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    InternLM3Config: {"head_dim": 8},
+    MistralConfig: {},
+    Olmo2Config: {},
+    Olmo3Config: {"sliding_window": 8, "layer_types": _GEMMA["layer_types"]},
+    Phi3Config: {},
+    Qwen2Config: {},
+    SmolLM3Config: {"no_rope_layers": [1, 0]},
+    Starcoder2Config: {},
+}
+"""Families of Llama's sizes, and what else their configs say here."""
 
 
-def tiny_llama4(seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Llama 4, a family without rows: of two layers the second is a mixture, added in place to a shared expert."""
-    sizes = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "interleave_moe_layer_step": 2}
-    return _of(Llama4TextConfig, seed, {**_LLAMA_LIKE, **sizes, **overrides})
+def tiny_dense(config: type[PreTrainedConfig], seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A model without experts of one of those families; `overrides` go to its config class."""
+    return _of(config, seed, {**_LLAMA_LIKE, **_DENSE[config], **overrides})
 
 
 def _of(config: type[PreTrainedConfig], seed: int, settings: dict[str, Any]) -> PreTrainedModel:
@@ -141,28 +185,23 @@ def _mixture(config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
     return lambda seed=0, **overrides: tiny_mixture(config, seed, **overrides)
 
 
-def _like_llama(config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
-    return lambda seed=0, **overrides: _of(config, seed, {**_LLAMA_LIKE, **overrides})
+def _dense(config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
+    return lambda seed=0, **overrides: tiny_dense(config, seed, **overrides)
 
 
 BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
-    "deepseek": _mixture(DeepseekConfig),
-    "deepseek_v2": _mixture(DeepseekV2Config),
-    "deepseek_v3": _mixture(DeepseekV3Config),
+    **{config.model_type: _dense(config) for config in _DENSE},
+    **{config.model_type: _mixture(config) for config in _MIXTURES},
     "gpt2": tiny_gpt2,
     "llama": tiny_llama,
-    "mistral": _like_llama(MistralConfig),
-    "mixtral": _mixture(MixtralConfig),
-    "olmoe": _mixture(OlmoeConfig),
     "opt": tiny_opt,
-    "qwen2": _like_llama(Qwen2Config),
-    "qwen2_moe": _mixture(Qwen2MoeConfig),
     "qwen3": tiny_qwen3,
-    "qwen3_moe": _mixture(Qwen3MoeConfig),
 }
 """A tiny model of every family by `model_type`; keywords `seed` and whatever its config class takes."""
-MIXTURES = ("deepseek", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+MIXTURES = tuple(sorted(config.model_type for config in _MIXTURES))
 """Those with experts."""
+SCALED = ("cohere2", "gemma2", "granite")
+"""Those that scale or cap what their head returns."""
 
 
 def token_batch(batch: int = 2, length: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -15,10 +15,22 @@ import threading
 from collections.abc import Sequence
 
 from sparseforge_ds import __version__
-from sparseforge_ds.cli import apply, card, compare, consolidate, export, inspect, permute, plan, train, verify
+from sparseforge_ds.cli import (
+    apply,
+    card,
+    compare,
+    consolidate,
+    evaluate,
+    export,
+    inspect,
+    permute,
+    plan,
+    train,
+    verify,
+)
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, card, plan, compare)
+COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, evaluate, card, plan, compare)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""

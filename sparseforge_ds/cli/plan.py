@@ -49,6 +49,7 @@ def register(commands: Any) -> None:
     add("--activation_checkpointing", action="store_true", help="as for the launcher")
     dense = "as for the launcher: linear weights that the family table does not know may stay dense"
     add("--allow_dense", **several, help=dense)
+    add("--any_family", action="store_true", help="as for the launcher: prune a family that the table does not know")
     add("--max_steps", type=int, metavar="N", help="steps of the run (default: the JSON's)")
     add("--tokens", type=_tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
     add("--gpu", metavar="NAME", default="h100", help="a100, b200, h100, h200, l40s or v100: its peak (default: h100)")

@@ -172,6 +172,18 @@ class RunArguments:
         "them; without, a model with more than 2%% of them is refused. Adds to allow_dense of the block",
         "PATTERN",
     )
+    any_family: bool = _flag(
+        False,
+        "prune a model of a family that the family table does not know by what its layers say of themselves: linear "
+        "layers of numbered blocks and fused experts, not routers and heads. The start prints the globs that this "
+        "comes to, to be pasted into the block, where lines can be moved from include to allow_dense",
+    )
+    attn_implementation: str | None = _flag(
+        None,
+        "how attention is computed, in transformers' words: eager, sdpa, flash_attention_2, flash_attention_3, "
+        "flex_attention or the name of a kernel on the hub; default: the best that the model's family has",
+        "NAME",
+    )
     activation_checkpointing: bool = _flag(False, "recompute activations in the backward pass to save memory")
     dry_run: bool = _flag(
         False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -68,6 +68,7 @@ class EstimatorContext:
         modules: dict[str, nn.Module],
         load: ExpertLoad,
         fused: dict[str, nn.Module],
+        input_first: Collection[str],
     ) -> None:
         """Collect them.
 
@@ -78,12 +79,12 @@ class EstimatorContext:
             modules: the linear layer of each weight that has one, by weight name.
             load: token counts of the experts.
             fused: the modules that hold experts as three-dimensional weights, by module name.
+            input_first: weights that are stored as (..., in, out).
 
         Raises:
             ValueError: the tokens of fused experts cannot be seen, because they are not those of transformers.
         """
-        # GPT-2's Conv1D is the linear layer that is no nn.Linear, and stores its weight as (in, out).
-        self.input_first = {name for name, module in modules.items() if not isinstance(module, nn.Linear)}
+        self.input_first = frozenset(input_first)
         self.probe = probe
         self.layout: Layout = probe.layout
         self.matrices = matrices

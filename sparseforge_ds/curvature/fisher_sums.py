@@ -120,7 +120,7 @@ class FisherSums(SumsEstimator):
         experts = len(on.load.rows[name])
         stacked = len(on.matrices.rows[name]) // experts
         factor = (tokens / on.probe.backward_scale) ** 2
-        row_EHO, column_EHI = expert_fisher_sums(grad_SO, input_SI, stop_E, stacked)
+        of_axis = expert_fisher_sums(grad_SO, input_SI, stop_E, stacked)
         # The matrices of a weight lie end to end, each with its row sums before its column sums.
-        both = torch.cat([row_EHO, column_EHI], dim=2).view(-1)
+        both = torch.cat(of_axis[::-1] if name in on.input_first else of_axis, dim=2).view(-1)
         self._sums.all_of(name).add_(both, alpha=factor)

@@ -37,7 +37,7 @@ class InputNorms(Estimator):
         # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
         sums: dict[str, Tensor] = {}
         for name in on.load.rows:  # an expert in a list may not be called
-            size = len(on.load.rows[name]), on.shards[name].shape[-1] + 1
+            size = len(on.load.rows[name]), on.shards[name].shape[-2 if name in on.input_first else -1] + 1
             sums[name] = torch.zeros(size, device=layout.device)
 
         def on_inputs(name: str, input_TI: Tensor) -> None:
@@ -73,7 +73,8 @@ class InputNorms(Estimator):
             column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
             for chunk in on.chunks[name]:
                 index = torch.arange(chunk.start, chunk.stop, device=vector.device)
-                inputs = index // shard.shape[-1] if name in on.input_first else index % shard.shape[-1]
+                row, column = index // shard.shape[-1] % shard.shape[-2], index % shard.shape[-1]
+                inputs = row if name in on.input_first else column
                 expert = index // (shard.shape[-2] * shard.shape[-1]) if len(column_EI) > 1 else 0
                 total[name][chunk.start - shard.start : chunk.stop - shard.start] = column_EI[expert, inputs]
         return True

@@ -59,7 +59,9 @@ class SquaredGradients(Estimator):
             shard, size = on.shards[name], grad_SO.shape[1] * input_SI.shape[1]
             # As above, but / N for the mean, the tokens of an expert, which are known once all ranks were asked.
             for first, full in expert_fisher(grad_SO, input_SI, stop_E, on.probe.backward_scale / tokens):
-                inside, mine = reduce_to_shard(layout, shard, on.ranges[name], full.view(-1), first * size)
+                if name in on.input_first:
+                    full = full.transpose(1, 2)
+                inside, mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1), first * size)
                 total[name][inside].add_(mine.to(total[name].device))
                 del full, mine
 

@@ -39,10 +39,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.formats import is_plain_text
+from sparseforge_ds.evaluate.flags import add_model_flags, add_text_flags
 from sparseforge_ds.evaluate.passages import Passage, whole_documents, windows
 from sparseforge_ds.evaluate.pretrained import (
     adapter_of,
-    add_model_flags,
     load_model,
     load_tokenizer,
     prune_by_magnitude,
@@ -163,19 +163,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(result)
-    result.add_argument(
-        "--text",
-        required=True,
-        help="a file of any kind that training reads, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or "
-        "wikitext2:PATH (its rows)",
-    )
-    result.add_argument("--text_field", default="text", help="field of a record that holds the text (default: text)")
-    result.add_argument("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
-    result.add_argument("--seq_length", type=int, help="tokens of a window or of a document at most")
-    result.add_argument("--stride", type=int, help="distance of window starts (default: seq_length, no overlap)")
-    result.add_argument("--keep_tail", action="store_true", help="also score what does not fill the last window")
-    result.add_argument("--limit", type=int, help="score at most this many documents, from the first on")
-    result.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
+    add_text_flags(result, required=True)
     return result
 
 
@@ -184,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
         with launched_ranks() as ranks:
-            result = _run(args, ranks)
+            result = run(args, ranks)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -194,8 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
-    """The result, on the first rank; None on the others."""
+def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
+    """Measure as the flags say, print it for people, and write `--json`.
+
+    Returns:
+        The result, on the first rank; None on the others.
+
+    Raises:
+        ValueError: as `measure`, or model or text cannot be read.
+    """
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     adapter = adapter_of(args.model, args.adapter)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import ArgumentParser
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.evaluate.flags import DTYPES, NO_ADAPTER
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
@@ -20,26 +20,7 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_families
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-NO_ADAPTER = "none"
-"""In place of an adapter's folder: without any."""
-
 _CONFIG = "adapter_config.json"
-
-
-def add_model_flags(parser: ArgumentParser) -> None:
-    """The flags of every evaluation: which model, and in which form."""
-    parser.add_argument("model", help="folder or hub id of a Hugging Face model")
-    parser.add_argument("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
-    parser.add_argument(
-        "--adapter",
-        metavar="FOLDER",
-        help="PEFT adapter to put on the model (needs peft); default: the one in the model's own folder, like the "
-        f"low-rank branch that export writes; {NO_ADAPTER}: without",
-    )
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
-    parser.add_argument("--batch_size", type=int, default=8, help="sequences of one forward (default: 8)")
-    parser.add_argument("--json", metavar="FILE", help="also write the result to a file")
 
 
 def write_result(flag: str, path: str | None, text: str) -> None:

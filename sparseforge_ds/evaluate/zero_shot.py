@@ -27,16 +27,16 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
+from sparseforge_ds.evaluate.flags import add_model_flags, add_task_flags
 from sparseforge_ds.evaluate.harness import LoadedTasks, load_tasks
 from sparseforge_ds.evaluate.pretrained import (
     adapter_of,
-    add_model_flags,
     load_model,
     load_tokenizer,
     prune_by_magnitude,
     write_result,
 )
-from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES
+from sparseforge_ds.evaluate.published import MEANS, SUITES
 from sparseforge_ds.evaluate.task_data import find_data
 from sparseforge_ds.mask.pattern import parse_pattern
 
@@ -95,14 +95,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_flags(result)
-    which = result.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tasks", help="names of the harness, with commas between")
-    which.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
-    result.add_argument("--data", action="append", default=[], metavar="DIR|TASK=PATH", help="local data; repeatable")
-    result.add_argument("--dense", metavar="MODEL", help="run the dense model too, in the same dtype")
-    result.add_argument("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
-    result.add_argument("--limit", type=int, help="items of each task")
-    result.add_argument("--markdown", metavar="FILE", help="also write the table to a file")
+    add_task_flags(result, required=True)
     return result
 
 
@@ -110,18 +103,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 with one line on stderr."""
     args = parser().parse_args(arguments)
     try:
-        result, table = _run(args)
-        print(table)
-        print(json.dumps(result))
-        write_result("json", args.json, json.dumps(result, indent=2))
-        write_result("markdown", args.markdown, table)
+        print(json.dumps(run(args)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure as the flags say, print the table, write `--json` and `--markdown`, and return the result.
+
+    Raises:
+        ValueError: a flag, the model or a task's data is wrong.
+    """
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     tasks = list(SUITES[args.suite]) if args.suite else list(dict.fromkeys(t for t in args.tasks.split(",") if t))
     if not tasks:
@@ -151,7 +145,11 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}
     result |= {"one_shot": args.one_shot, "adapter": adapter, "dtype": dtype, "limit": args.limit}
     result["notes"] = list(loaded.notes)
-    return result, accuracy_table(found, args.paper)
+    table = accuracy_table(found, args.paper)
+    print(table)
+    write_result("json", args.json, json.dumps(result, indent=2))
+    write_result("markdown", args.markdown, table)
+    return result
 
 
 def _means(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -64,7 +64,8 @@ class CurvatureMean:
             layers = {weight.name: module.get_submodule(weight.module) for weight in on.weights.values()}
             linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
             fused = {w.module: module.get_submodule(w.module) for w in on.routed if len(w.shape) == 3}
-            self.shards = EstimatorContext(probe, on.matrices, on.edges, linear, on.load, fused)
+            input_first = {weight.name for weight in on.weights.values() if weight.input_axis == -2}
+            self.shards = EstimatorContext(probe, on.matrices, on.edges, linear, on.load, fused, input_first)
             if config.keeps_sums:
                 self.sums = sums_of(self.shards, config)
                 self.running = RunningSums(on.matrices, on.shards)

@@ -2,8 +2,8 @@
 
 A matrix that no row names is never skipped in silence: half of a model that is quietly left dense is the most expensive
 kind of bug here. `model.uncovered` refuses a model with more than a little of that. In a family that the table does not
-have, nothing is taken for granted: linear layers are pruned where `include` names them, along the axis that their class
-contracts, and stay dense where it does not. Of what is no linear layer, like fused experts, `include` decides nothing.
+have, nothing is taken for granted: linear layers and fused experts are pruned where `include` names them, along the
+axis that their class contracts, and stay dense where it does not. Of anything else `include` decides nothing.
 
 Nothing in this file needs weights: names and full shapes are enough, so the offline tools use the same table. Under
 ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full shape in `ds_shape`.
@@ -26,8 +26,8 @@ from sparseforge_ds.model.rules import (
     by_modules,
     by_table,
     check_globs,
+    contracting,
     embeddings_and_head,
-    linear_layers,
     matches,
     model_type_of,
     name_pattern,
@@ -158,7 +158,8 @@ def _matrices_of(model: nn.Module, config: SparseForgeConfig) -> _Matrices:
     model_type = model_type_of(model)
     if model_type in FAMILIES:
         return _Matrices(model_type, _shapes(model), by_table(FAMILIES[model_type]))
-    return _Matrices(model_type, _shapes(model), by_modules(model, config.include), linear_layers(model))
+    axes = {name: row.input_axis for name, row in contracting(model).items()}
+    return _Matrices(model_type, _shapes(model), by_modules(model, config.include), axes)
 
 
 class _Matrices:
@@ -265,7 +266,7 @@ class _Matrices:
                 return "which stays dense, as embeddings, heads and routers do"
             if self.linear is None:
                 return "which no row of the family table names"
-            return "which is no linear layer, so that the axis which it contracts is not known"
+            return "whose layer does not say which axis it contracts"
 
         included = [self.known[name] for name in self.prunable] if self.linear is None else list(self.linear)
         matrices = [self.known[name] for name, shape in self.shapes.items() if len(shape) > 1]
@@ -274,8 +275,10 @@ class _Matrices:
 
 
 def _check_orientation(weight: PrunableWeight, module: nn.Module) -> None:
-    """nn.Linear holds (out, in); experts say themselves whether they are transposed; Conv1D is neither."""
-    as_it_is = len(weight.shape) == 3 and not getattr(module, "is_transposed", False)
+    """nn.Linear holds (out, in); experts say whether they are transposed, but for Llama 4's; Conv1D is neither."""
+    if len(weight.shape) == 3 and not hasattr(module, "is_transposed"):
+        return
+    as_it_is = len(weight.shape) == 3 and not module.is_transposed
     actual = -1 if isinstance(module, nn.Linear) or as_it_is else -2
     if actual != weight.input_axis:
         raise ValueError(

@@ -7,6 +7,7 @@ named too, as dense: `model.families` refuses a matrix that has no name here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
@@ -78,6 +79,41 @@ _PUBLISHED_EXPERTS = (
 
 _LLAMA = Family(prunable=(*_ATTENTION, *_gated("mlp")), dense=_HEAD)
 
+_GATE_UP = (Row("layers.*.mlp.gate_up_proj.weight"), Row("layers.*.mlp.down_proj.weight"))
+_PHI3 = Family(
+    prunable=(Row("layers.*.self_attn.qkv_proj.weight"), Row("layers.*.self_attn.o_proj.weight"), *_GATE_UP),
+    dense=_HEAD,
+)
+_GLM4 = Family(prunable=(*_ATTENTION, *_GATE_UP), dense=_HEAD)
+_STARCODER2 = Family(prunable=(*_ATTENTION, Row("layers.*.mlp.c_*.weight")), dense=_HEAD)
+
+# `attention.bias` is the causal mask that old checkpoints carry. transformers calls the head `lm_head` in memory.
+_GPT_NEOX = Family(
+    prunable=(
+        Row("layers.*.attention.query_key_value.weight"),
+        Row("layers.*.attention.dense.weight"),
+        Row("layers.*.mlp.dense_*.weight"),
+    ),
+    dense=("embed_in.weight", "lm_head.weight", "embed_out.weight", "layers.*.attention.bias"),
+    published=(Published("lm_head.weight", ("embed_out.weight",)),),
+)
+_GPT_NEO = Family(
+    prunable=(
+        Row("h.*.attn.attention.[qkv]_proj.weight"),
+        Row("h.*.attn.attention.out_proj.weight"),
+        Row("h.*.mlp.c_*.weight"),
+    ),
+    dense=("wte.weight", "wpe.weight", "lm_head.weight", "h.*.attn.attention.bias"),
+)
+_FALCON = Family(
+    prunable=(
+        Row("h.*.self_attention.query_key_value.weight"),
+        Row("h.*.self_attention.dense.weight"),
+        Row("h.*.mlp.dense_*.weight"),
+    ),
+    dense=("word_embeddings.weight", "lm_head.weight"),
+)
+
 # transformers' Conv1D stores (in, out). `attn.bias` is the causal mask that old checkpoints carry, not a bias.
 _GPT2 = Family(
     prunable=(
@@ -131,22 +167,118 @@ _QWEN2_MOE = replace(
 _DEEPSEEK = replace(_OLMOE, prunable=(*_QWEN3_MOE.prunable, *_gated("mlp.shared_experts")))
 _DEEPSEEK_MLA = replace(_OLMOE, prunable=(*_LATENT_ATTENTION, *_gated("mlp"), *_EXPERTS, *_gated("mlp.shared_experts")))
 
+# Of linear attention, the projections to and from its state; its decay, its convolution and what weighs it stay dense.
+_QWEN3_NEXT = replace(
+    _QWEN2_MOE,
+    prunable=(
+        *_QWEN2_MOE.prunable,
+        Row("layers.*.linear_attn.in_proj_qkvz.weight"),
+        Row("layers.*.linear_attn.out_proj.weight"),
+    ),
+    dense=(*_QWEN2_MOE.dense, "layers.*.linear_attn.in_proj_ba.weight", "layers.*.linear_attn.conv1d.weight"),
+)
+
+# Experts are stored (experts, in, out); gate and up of GPT-OSS alternate along the last axis, those of Llama 4 do not.
+_GPT_OSS = Family(
+    prunable=(
+        *_ATTENTION,
+        Row("layers.*.mlp.experts.gate_up_proj", input_axis=-2, experts=True),
+        Row("layers.*.mlp.experts.down_proj", input_axis=-2, experts=True),
+    ),
+    dense=(*_HEAD, "layers.*.mlp.router.weight", "layers.*.mlp.experts.*_proj_bias"),
+    experts=("layers.*.mlp.experts",),
+)
+_LLAMA4 = Family(
+    prunable=(
+        *_ATTENTION,
+        *_gated("feed_forward"),
+        *_gated("feed_forward.shared_expert"),
+        Row("layers.*.feed_forward.experts.gate_up_proj", input_axis=-2, experts=True),
+        Row("layers.*.feed_forward.experts.down_proj", input_axis=-2, experts=True),
+    ),
+    dense=(*_HEAD, "layers.*.feed_forward.router.weight"),
+    experts=("layers.*.feed_forward.experts",),
+)
+
 FAMILIES: dict[str, Family] = {
+    "cohere2": _LLAMA,
     "deepseek": _DEEPSEEK,
     "deepseek_v2": _DEEPSEEK_MLA,
     "deepseek_v3": _DEEPSEEK_MLA,
+    "falcon": _FALCON,
+    "gemma2": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "glm4": _GLM4,
+    "glm4_moe": _DEEPSEEK,
     "gpt2": _GPT2,
+    "gpt_neo": _GPT_NEO,
+    "gpt_neox": _GPT_NEOX,
+    "gpt_oss": _GPT_OSS,
+    "granite": _LLAMA,
+    "internlm3": _LLAMA,
     "llama": _LLAMA,
+    "llama4_text": _LLAMA4,
     "mistral": _LLAMA,
     "mixtral": _MIXTRAL,
+    "olmo2": _LLAMA,
+    "olmo3": _LLAMA,
     "olmoe": _OLMOE,
     "opt": _OPT,
+    "phi3": _PHI3,
     "qwen2": _LLAMA,
     "qwen2_moe": _QWEN2_MOE,
     "qwen3": _LLAMA,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen3_next": _QWEN3_NEXT,
+    "smollm3": _LLAMA,
+    "starcoder2": _STARCODER2,
 }
 """Keyed by the `model_type` of the model's config."""
+
+
+def register_family(
+    model_type: str,
+    *,
+    like: str | None = None,
+    prunable: Iterable[Row | str] = (),
+    dense: Iterable[str] = (),
+    experts: Iterable[str] = (),
+    published: Iterable[Published] = (),
+) -> None:
+    """Give a family rows, in this process, without editing this file.
+
+        register_family("seed_oss", like="llama")
+        register_family("mpt", prunable=["blocks.*.attn.*.weight", "blocks.*.ffn.*.weight"], dense=["wte.weight"])
+
+    Call it before `prepare`. Checkpoints and exports list the weights that they have under a mask, so that the offline
+    tools work without it.
+
+    Args:
+        model_type: of the model's config.
+        like: a family whose rows it has; those given beside it come in addition.
+        prunable: rows, or globs for weights stored as (..., out, in).
+        dense: globs for embeddings, heads, routers and all other matrices that stay dense.
+        experts: globs for the modules that hold all routed experts of a layer.
+        published: weights that `save_pretrained` of transformers gives other names than the model has.
+
+    Raises:
+        ValueError: the family has other rows already, `like` has none, or nothing is prunable.
+    """
+    if like is not None and like not in FAMILIES:
+        raise ValueError(f"register_family: like={like!r} has no rows; known families: {', '.join(FAMILIES)}")
+    base = Family((), ()) if like is None else FAMILIES[like]
+    rows = tuple(Row(row) if isinstance(row, str) else row for row in prunable)
+    family = Family(
+        prunable=(*base.prunable, *rows),
+        dense=(*base.dense, *dense),
+        experts=(*base.experts, *experts),
+        published=(*base.published, *published),
+    )
+    if not family.prunable:
+        raise ValueError(f"register_family: {model_type!r} has nothing that is prunable; give rows, or like")
+    if FAMILIES.setdefault(model_type, family) != family:
+        raise ValueError(f"register_family: {model_type!r} has other rows in the family table already")
+
 
 LOW_RANK = "low_rank_b"
 """Name of the learned matrix that `model.low_rank` adds to a layer; dense in every family."""

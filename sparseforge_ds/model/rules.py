@@ -31,12 +31,12 @@ def by_table(family: Family) -> Rule:
 
 
 def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
-    """For a model of any other family: linear layers that `include` names; embeddings and the head stay dense."""
-    linear, aside = linear_layers(model), embeddings_and_head(model)
+    """For a model of any other family: what `include` names of `contracting`; embeddings and the head stay dense."""
+    rows, aside = contracting(model), embeddings_and_head(model)
 
     def rule(name: str) -> Row | bool:
-        if name in linear and matches(name, include):
-            return Row(name, linear[name], experts=_EXPERT.search(name) is not None)
+        if name in rows and matches(name, include):
+            return rows[name]
         return name in aside or name.rpartition(".")[2] == LOW_RANK
 
     return rule
@@ -58,6 +58,26 @@ def linear_layers(model: Any) -> dict[str, int]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not _head(model)
     }
+
+
+def contracting(model: Any) -> dict[str, Row]:
+    """Weights whose layers say which axis is contracted, by name: of linear layers, and of fused experts.
+
+    transformers' own ways to compute experts need to know how they are stored, so that most modules that hold some say
+    whether they are transposed, and whether gate and up lie end to end.
+    """
+    rows = {
+        name: Row(name, axis, experts=_EXPERT.search(name) is not None) for name, axis in linear_layers(model).items()
+    }
+    for where, module in model.named_modules():
+        if getattr(module, "is_transposed", None) is None or not module.has_gate or module.has_post_expert_norm:
+            continue
+        axis = -2 if module.is_transposed else -1
+        for name, parameter in module.named_parameters(prefix=where, recurse=False):
+            if len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
+                halves = axis == -1 and module.is_concatenated and name.endswith(".gate_up_proj")
+                rows[name] = Row(name, axis, experts=True, stacked=2 if halves else 1)
+    return rows
 
 
 def is_row(name: str, names: str) -> bool:

@@ -28,7 +28,7 @@ class Uncovered:
     linear: int
     """Elements of all linear weights that the table does not keep dense, these included."""
     layers: Collection[str] | None = None
-    """Of a family that the table does not have, the linear layers that the pattern fits: `include` can prune them."""
+    """Of a family that the table does not have, what `include` can prune, as far as the pattern fits it."""
     include: tuple[str, ...] = ()
     """What the block includes already."""
     allow_dense: tuple[str, ...] = ()
@@ -72,26 +72,34 @@ class Uncovered:
         patterns = [line.partition(" (")[0] for line in lines]
         return (
             f"the family table has no row for {'; '.join(shortened(lines))}. To keep them dense, write into the "
-            f"sparseforge block: {self._allowing(patterns)} (or give --allow_dense); to prune them, add rows to "
-            "sparseforge_ds/model/family_table.py"
+            f"sparseforge block: {self._allowing(patterns)} (or give --allow_dense); to prune them, give the family "
+            "rows by sparseforge_ds.register_family"
         )
 
-    def _no_rows(self) -> str:
+    def proposal(self) -> tuple[list[str], list[str]]:
+        """Globs that decide about all of it in a family that the table does not have: to prune, and to keep dense.
+
+        Of numbered layers, everything is pruned that can be, but routers; nothing where `include` has chosen already.
+        """
         assert self.layers is not None
-        chosen = [] if self.include else [name for name in self.shapes if name in self.layers and not _routes(name)]
-        pruned = list(dict.fromkeys(name_pattern(name) for name in chosen))
+        able = [name for name in self.layers if name in self.shapes and name_pattern(name) != name]
+        chosen = [] if self.include else [name for name in able if not _routes(name)]
         # A pattern of names stands for all its weights: where one of them cannot be pruned, none is.
-        rest = list(dict.fromkeys(name_pattern(name) for name in self.shapes if name not in chosen))
-        pruned = [pattern for pattern in pruned if pattern not in rest]
+        rest = dict.fromkeys(name_pattern(name) for name in self.shapes if name not in chosen)
+        pruned = dict.fromkeys(name_pattern(name) for name in chosen)
+        return [pattern for pattern in pruned if pattern not in rest], list(rest)
+
+    def _no_rows(self) -> str:
+        pruned, rest = self.proposal()
         block = [f'"include": {json.dumps(pruned)}'] if pruned else []
         block += [self._allowing(rest)] if rest else []
-        elements = sum(math.prod(self.shapes[name]) for name in chosen if name_pattern(name) in pruned)
+        elements = sum(math.prod(shape) for name, shape in self.shapes.items() if name_pattern(name) in pruned)
         what = "keep the others dense"
         if pruned:
             what = f"prune {elements / max(1, self.linear):.1%} of them, less what you move to allow_dense"
         return (
-            f"the family table has no rows for {self.model_type!r}. Paste this into the sparseforge block to {what}: "
-            + ", ".join(block)
+            f"the family table has no rows for {self.model_type!r}. Give --any_family, or paste what it stands for "
+            f"into the sparseforge block to {what}: " + ", ".join(block)
         )
 
     def _allowing(self, patterns: list[str]) -> str:

@@ -3,17 +3,23 @@
 A channel is one number of a hidden vector. Where one tensor computes a vector and others read it, channel by channel,
 the order is free: reorder the rows of the first and the columns of the others alike. The rows here name all tensors
 that have such a vector along an axis. The channels of queries and keys have no row: no prunable weight reads them.
-
-Names are globs as in `model.family_table`, except that `*` is a number: of the layer, then of the expert.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
+from sparseforge_ds.permutation.channel_rows import (
+    Along,
+    Channels,
+    FamilyChannels,
+    experts,
+    gated,
+    inputs,
+    norm,
+    outputs,
+    plain,
+    residual,
+)
 from sparseforge_ds.permutation.layouts import (
-    Layout,
     attended,
     each_head,
     embedded,
@@ -22,132 +28,46 @@ from sparseforge_ds.permutation.layouts import (
     stacked,
     values,
     values_of_fused,
+    values_of_groups,
     values_of_latent,
-    whole,
 )
-
-Part = Literal["mlp", "heads", "residual"]
-
-
-@dataclass(frozen=True)
-class Along:
-    """An axis of tensors that has the channels."""
-
-    names: str
-    """Glob over parameter names, in files and in memory."""
-    axis: int
-    """Negative."""
-    layout: Layout = whole
-
-
-@dataclass(frozen=True)
-class Channels:
-    """Channels that have one order in all tensors of a layer, or of the model."""
-
-    name: str
-    """`*` is the number of the layer."""
-    part: Part
-    tensors: tuple[Along, ...]
-    experts: bool = False
-    """Whether every routed expert has an order of its own; a second number in a tensor's name is then its."""
-
-
-@dataclass(frozen=True)
-class FamilyChannels:
-    """All tensors of an architecture: each has channels of some row, or none that could be reordered."""
-
-    rows: tuple[Channels, ...]
-    others: tuple[str, ...]
-
-
-def _outputs(layer: str, layout: Layout = whole) -> tuple[Along, ...]:
-    """The output axis of a linear layer, and its bias."""
-    return Along(f"{layer}.weight", -2, layout), Along(f"{layer}.bias", -1, layout)
-
-
-def _inputs(layer: str, layout: Layout = whole) -> Along:
-    return Along(f"{layer}.weight", -1, layout)
-
-
-def _norm(name: str) -> tuple[Along, ...]:
-    return Along(f"{name}.weight", -1), Along(f"{name}.bias", -1)
-
-
-def _gated(where: str) -> Channels:
-    at = f"layers.*.{where}"
-    return Channels(at, "mlp", (*_outputs(f"{at}.gate_proj"), *_outputs(f"{at}.up_proj"), _inputs(f"{at}.down_proj")))
-
-
-def _experts(where: str, gate: str, up: str, down: str) -> Channels:
-    """Routed experts: fused, as transformers has them, and one by one, as files have them."""
-    fused, one = "layers.*.mlp.experts", f"layers.*.{where}.*"
-    return Channels(
-        fused,
-        "mlp",
-        (
-            Along(f"{fused}.gate_up_proj", -2, stacked),
-            Along(f"{fused}.down_proj", -1),
-            Along(f"{one}.{gate}.weight", -2),
-            Along(f"{one}.{up}.weight", -2),
-            Along(f"{one}.{down}.weight", -1),
-        ),
-        experts=True,
-    )
-
 
 _AT = "layers.*.self_attn"
 _LISTED = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
-_HEADS = Channels(f"{_AT}.values", "heads", (*_outputs(f"{_AT}.v_proj", values), _inputs(f"{_AT}.o_proj", attended)))
+_HEADS = Channels(f"{_AT}.values", "heads", (*outputs(f"{_AT}.v_proj", values), inputs(f"{_AT}.o_proj", attended)))
 _LATENT_HEADS = (
     Channels(
         f"{_AT}.values",
         "heads",
-        (*_outputs(f"{_AT}.kv_b_proj", values_of_latent), _inputs(f"{_AT}.o_proj", each_head)),
+        (*outputs(f"{_AT}.kv_b_proj", values_of_latent), inputs(f"{_AT}.o_proj", each_head)),
     ),
     Channels(
         f"{_AT}.key_value_latent",
         "heads",
         (
-            *_outputs(f"{_AT}.kv_a_proj_with_mqa", key_value_latent),
-            *_norm(f"{_AT}.kv_a_layernorm"),
-            _inputs(f"{_AT}.kv_b_proj"),
+            *outputs(f"{_AT}.kv_a_proj_with_mqa", key_value_latent),
+            *norm(f"{_AT}.kv_a_layernorm"),
+            inputs(f"{_AT}.kv_b_proj"),
         ),
     ),
     Channels(
         f"{_AT}.query_latent",
         "heads",
-        (*_outputs(f"{_AT}.q_a_proj"), *_norm(f"{_AT}.q_a_layernorm"), _inputs(f"{_AT}.q_b_proj")),
+        (*outputs(f"{_AT}.q_a_proj"), *norm(f"{_AT}.q_a_layernorm"), inputs(f"{_AT}.q_b_proj")),
     ),
 )
 
 
-def _residual(
-    reads: tuple[str, ...], writes: tuple[str, ...], more: tuple[Along, ...] = (), head: Layout = whole
-) -> Channels:
-    """The residual stream of a decoder with linear layers.
-
-    Args:
-        reads: the layers that it goes into.
-        writes: the layers whose output is added to it.
-        more: its norms, and whatever else has its channels.
-        head: of the embedding and the head.
-    """
-    return Channels(
-        "residual",
-        "residual",
-        (
-            *(Along(f"{name}.weight", -1, head) for name in ("embed_tokens", "lm_head")),
-            *(_inputs(name) for name in reads),
-            *(along for name in writes for along in _outputs(name)),
-            *more,
-        ),
+_NORMS = tuple(
+    along
+    for name in (
+        "norm",
+        "layers.*.input_layernorm",
+        "layers.*.post_attention_layernorm",
+        *(f"layers.*.{place}_feedforward_layernorm" for place in ("pre", "post")),
+        *(f"layers.*.post_{part}_layernorm" for part in ("self_attn", "mlp")),
     )
-
-
-_NORMS = (
-    *_norm("norm"),
-    *_norm("layers.*.input_layernorm"),
-    *_norm("layers.*.post_attention_layernorm"),
+    for along in norm(name)
 )
 _QKV = tuple(f"{_AT}.{name}_proj" for name in "qkv")
 _LATENT_QKV = (f"{_AT}.q_proj", f"{_AT}.q_a_proj", f"{_AT}.kv_a_proj_with_mqa")
@@ -183,37 +103,38 @@ def _decoder(
     reads = [*(_LATENT_QKV if latent else _QKV), *(f"layers.*.{router}" for router in routers)]
     reads += [f"layers.*.{mlp}.{name}" for mlp in mlps for name in ("gate_proj", "up_proj")]
     writes = [f"{_AT}.o_proj", *(f"layers.*.{mlp}.down_proj" for mlp in mlps)]
-    rows = [*map(_gated, mlps), *(_LATENT_HEADS if latent else (_HEADS,))]
+    rows = [*map(gated, mlps), *(_LATENT_HEADS if latent else (_HEADS,))]
     if listed is not None:
         where, gate, up, down = listed
-        rows.append(_experts(*listed))
+        rows.append(experts(*listed))
         reads += [f"layers.*.{where}.*.{name}" for name in (gate, up)]
         writes.append(f"layers.*.{where}.*.{down}")
     more = _NORMS if listed is None else (*_NORMS, *_FUSED_RESIDUAL)
-    return FamilyChannels((*rows, _residual(tuple(reads), tuple(writes), more)), _OTHERS)
+    return FamilyChannels((*rows, residual(tuple(reads), tuple(writes), more)), _OTHERS)
 
 
 _LLAMA = _decoder(("mlp",))
 _QWEN3_MOE = _decoder(("mlp",), _LISTED, ("mlp.gate",))
 _DEEPSEEK_MLA = _decoder(("mlp", "mlp.shared_experts"), _LISTED, ("mlp.gate",), latent=True)
+_SHARED_EXPERTS = _decoder(("mlp", "mlp.shared_experts"), _LISTED, ("mlp.gate",))
 _MIXTRAL = _decoder(
     listed=("block_sparse_moe.experts", "w1", "w3", "w2"), routers=("mlp.gate", "block_sparse_moe.gate")
 )
 
 _OPT = FamilyChannels(
     (
-        Channels("layers.*.mlp", "mlp", (*_outputs("layers.*.fc1"), _inputs("layers.*.fc2"))),
+        Channels("layers.*.mlp", "mlp", (*outputs("layers.*.fc1"), inputs("layers.*.fc2"))),
         Channels(
-            f"{_AT}.values", "heads", (*_outputs(f"{_AT}.v_proj", each_head), _inputs(f"{_AT}.out_proj", each_head))
+            f"{_AT}.values", "heads", (*outputs(f"{_AT}.v_proj", each_head), inputs(f"{_AT}.out_proj", each_head))
         ),
-        _residual(
+        residual(
             (*_QKV, "layers.*.fc1", "project_out"),
             (f"{_AT}.out_proj", "layers.*.fc2", "project_in"),
             (
                 Along("embed_positions.weight", -1),
-                *_norm("layers.*.self_attn_layer_norm"),
-                *_norm("layers.*.final_layer_norm"),
-                *_norm("final_layer_norm"),
+                *norm("layers.*.self_attn_layer_norm"),
+                *norm("layers.*.final_layer_norm"),
+                *norm("final_layer_norm"),
             ),
             embedded,
         ),
@@ -243,9 +164,9 @@ _GPT2 = FamilyChannels(
             "residual",
             (
                 *(Along(f"{name}.weight", -1) for name in ("wte", "wpe", "lm_head")),
-                *_norm("h.*.ln_1"),
-                *_norm("h.*.ln_2"),
-                *_norm("ln_f"),
+                *norm("h.*.ln_1"),
+                *norm("h.*.ln_2"),
+                *norm("ln_f"),
                 Along("h.*.attn.c_attn.weight", -2),
                 Along("h.*.mlp.c_fc.weight", -2),
                 *(Along(f"h.*.{name}.c_proj.{kind}", -1) for name in ("attn", "mlp") for kind in ("weight", "bias")),
@@ -255,19 +176,120 @@ _GPT2 = FamilyChannels(
     ("h.*.attn.bias", "h.*.attn.masked_bias"),
 )
 
+_MLP = "layers.*.mlp"
+_STARCODER2 = FamilyChannels(
+    (
+        plain(f"{_MLP}.c_fc", "c_proj"),
+        _HEADS,
+        residual((*_QKV, f"{_MLP}.c_fc"), (f"{_AT}.o_proj", f"{_MLP}.c_proj"), _NORMS),
+    ),
+    _OTHERS,
+)
+_GATE_UP = plain(f"{_MLP}.gate_up_proj", "down_proj", stacked)
+_GLM4 = FamilyChannels(
+    (
+        _GATE_UP,
+        _HEADS,
+        residual((*_QKV, f"{_MLP}.gate_up_proj"), (f"{_AT}.o_proj", f"{_MLP}.down_proj"), _NORMS),
+    ),
+    _OTHERS,
+)
+_PHI3 = FamilyChannels(
+    (
+        _GATE_UP,
+        Channels(
+            f"{_AT}.values",
+            "heads",
+            (*outputs(f"{_AT}.qkv_proj", values_of_fused), inputs(f"{_AT}.o_proj", attended)),
+        ),
+        residual((f"{_AT}.qkv_proj", f"{_MLP}.gate_up_proj"), (f"{_AT}.o_proj", f"{_MLP}.down_proj"), _NORMS),
+    ),
+    _OTHERS,
+)
+
+
+def _query_key_value(layer: str, attention: str, names: tuple[str, ...], norms: tuple[str, ...]) -> FamilyChannels:
+    """GPT-NeoX and Falcon.
+
+    Args:
+        layer: glob over a layer's name.
+        attention: its attention.
+        names: of the embedding and the head.
+        norms: in the layer and behind the last.
+    """
+    at, up, down = f"{layer}.{attention}", f"{layer}.mlp.dense_h_to_4h", f"{layer}.mlp.dense_4h_to_h"
+    heads = (*outputs(f"{at}.query_key_value", values_of_groups), inputs(f"{at}.dense", attended))
+    more = tuple(along for name in norms for along in norm(name))
+    return FamilyChannels(
+        (
+            plain(up, "dense_4h_to_h"),
+            Channels(f"{at}.values", "heads", heads),
+            residual((f"{at}.query_key_value", up), (f"{at}.dense", down), more, embeddings=names),
+        ),
+        (f"{at}.bias", f"{at}.masked_bias", f"{at}.rotary_emb.inv_freq"),
+    )
+
+
+_GPT_NEOX = _query_key_value(
+    "layers.*",
+    "attention",
+    ("embed_in", "embed_out", "lm_head"),
+    ("layers.*.input_layernorm", "layers.*.post_attention_layernorm", "final_layer_norm"),
+)
+_FALCON = _query_key_value(
+    "h.*",
+    "self_attention",
+    ("word_embeddings", "lm_head"),
+    ("h.*.input_layernorm", "h.*.post_attention_layernorm", "h.*.ln_attn", "h.*.ln_mlp", "ln_f"),
+)
+
+_NEO = "h.*.attn.attention"
+_GPT_NEO = FamilyChannels(
+    (
+        plain("h.*.mlp.c_fc", "c_proj"),
+        Channels(
+            f"{_NEO}.values",
+            "heads",
+            (*outputs(f"{_NEO}.v_proj", each_head), inputs(f"{_NEO}.out_proj", each_head)),
+        ),
+        residual(
+            (*(f"{_NEO}.{name}_proj" for name in "qkv"), "h.*.mlp.c_fc"),
+            (f"{_NEO}.out_proj", "h.*.mlp.c_proj"),
+            (*norm("h.*.ln_1"), *norm("h.*.ln_2"), *norm("ln_f")),
+            embeddings=("wte", "wpe", "lm_head"),
+        ),
+    ),
+    (f"{_NEO}.bias", f"{_NEO}.masked_bias"),
+)
+
 CHANNELS: dict[str, FamilyChannels] = {
-    "deepseek": _decoder(("mlp", "mlp.shared_experts"), _LISTED, ("mlp.gate",)),
+    "cohere2": _LLAMA,
+    "deepseek": _SHARED_EXPERTS,
     "deepseek_v2": _DEEPSEEK_MLA,
     "deepseek_v3": _DEEPSEEK_MLA,
+    "falcon": _FALCON,
+    "gemma2": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "glm4": _GLM4,
+    "glm4_moe": _SHARED_EXPERTS,
     "gpt2": _GPT2,
+    "gpt_neo": _GPT_NEO,
+    "gpt_neox": _GPT_NEOX,
+    "granite": _LLAMA,
+    "internlm3": _LLAMA,
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": _MIXTRAL,
+    "olmo2": _LLAMA,
+    "olmo3": _LLAMA,
     "olmoe": _decoder(listed=_LISTED, routers=("mlp.gate",)),
     "opt": _OPT,
+    "phi3": _PHI3,
     "qwen2": _LLAMA,
     "qwen2_moe": _decoder(("mlp", "mlp.shared_expert"), _LISTED, ("mlp.gate", "mlp.shared_expert_gate")),
     "qwen3": _LLAMA,
     "qwen3_moe": _QWEN3_MOE,
+    "smollm3": _LLAMA,
+    "starcoder2": _STARCODER2,
 }
 """Keyed by the `model_type` of the model's config."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.permutation.channel_table import CHANNELS, Along, Channels, Part
+from sparseforge_ds.permutation.channel_rows import Along, Channels, Part
+from sparseforge_ds.permutation.channel_table import CHANNELS
 
 PARTS: dict[str, tuple[Part, ...]] = {
     "mlp": ("mlp",),

@@ -28,8 +28,9 @@ def shared(_config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
 
 
 def stacked(_config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
-    """Gate and up of every fused expert, end to end."""
-    return torch.arange(shape[0] * shape[axis]).view(shape[0], 2, shape[axis] // 2).transpose(0, 1)
+    """Gate and up in one weight, of an MLP or of every fused expert, end to end."""
+    experts = shape[0] if len(shape) == 3 else 1
+    return torch.arange(experts * shape[axis]).view(experts, 2, -1).transpose(0, 1)
 
 
 def values(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
@@ -44,9 +45,17 @@ def attended(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
 
 
 def values_of_fused(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
-    """GPT-2's queries, keys and values are one weight; a block for every head of the values."""
-    third = shape[axis] // 3
-    return torch.arange(2 * third, 3 * third).view(1, config.num_attention_heads, -1)
+    """All queries, then all keys, then all values in one weight; a block for every head of the values."""
+    heads = _key_value_heads(config)
+    width = shape[axis] // (config.num_attention_heads + 2 * heads)
+    return torch.arange(shape[axis] - heads * width, shape[axis]).view(1, heads, -1)
+
+
+def values_of_groups(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
+    """One weight, in which the queries of a key-value head stand in front of its key and its value."""
+    heads = _key_value_heads(config)
+    group_GHD = torch.arange(shape[axis]).view(heads, config.num_attention_heads // heads + 2, -1)
+    return group_GHD[:, -1][None]
 
 
 def values_of_latent(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
@@ -72,4 +81,7 @@ def embedded(config: Any, shape: tuple[int, ...], axis: int) -> Tensor:
 
 
 def _key_value_heads(config: Any) -> int:
+    if hasattr(config, "num_kv_heads"):  # Falcon, whose older models have one or as many as there are queries
+        grouped = config.new_decoder_architecture or not config.multi_query
+        return int(config.num_kv_heads) if grouped else 1
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

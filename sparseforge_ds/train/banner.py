@@ -8,6 +8,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.model.any_family import pasteable
+from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.planning.states import lasting
 from sparseforge_ds.train.spec import RunSpec
 
@@ -44,6 +46,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             "pruned",
             f"{config.pattern} in {coverage.weights} weights: {coverage}",
         ),
+        *_family_line(spec),
         *(("left dense", line) for line in coverage.lines(but={line.partition(" (")[0] for line in spec.uncovered})),
         *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in spec.uncovered),
         *(("allow_dense", line) for line in spec.unneeded),
@@ -77,6 +80,12 @@ def table(rows: Iterable[Row]) -> str:
     width = max(len(name) for name, _ in lines)
     below = "\n" + " " * (width + 4)
     return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
+
+
+def _family_line(spec: RunSpec) -> list[Row]:
+    """What `--any_family` came to."""
+    asked = spec.arguments.any_family and spec.model.config.model_type not in FAMILIES
+    return [("any_family", pasteable(spec.config))] if asked else []
 
 
 def _mask_line(spec: RunSpec) -> str:

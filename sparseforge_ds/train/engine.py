@@ -43,7 +43,8 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     permutation = settle_permutation(spec, ranks, batches)
     set_seed((spec.arguments.seed + ranks.rank) % 2**32)  # ranks differ, so that dropout does
     partition = spec.deepspeed if spec.stage == 3 else None
-    model = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, partition)
+    attention = {"attn_implementation": spec.arguments.attn_implementation}
+    model = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, partition, **attention)
     if permutation is not None:
         permute_model(model, permutation)
     if spec.arguments.activation_checkpointing:
@@ -60,7 +61,7 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     teacher, distillation = None, spec.config.distillation
     if spec.teacher is not None and distillation is not None:
         partition = teacher_ds_config(spec.deepspeed) if distillation.hold == "zero3" else None
-        loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition)
+        loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention)
         if permutation is not None and distillation.hidden is not None:  # their states are compared channel by channel
             permute_model(loaded, permutation)
         teacher = Teacher(loaded, distillation, spec.deepspeed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,9 +99,43 @@ def find_model(name: str, flag: str) -> Pretrained:
     return Pretrained(name, folder, config)
 
 
+def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
+    """Raise a ValueError unless the two have as many tokens."""
+    ours, theirs = (each.config.get_text_config().vocab_size for each in (model, teacher))
+    if ours != theirs:
+        raise ValueError(
+            f"--teacher {teacher.name} has a vocabulary of {theirs}, --model {model.name} of {ours}; "
+            "distillation needs a teacher with the same tokenizer"
+        )
+
+
 def empty_model(model: Pretrained) -> PreTrainedModel:
     """The model without weights (on the meta device): names and shapes, in a moment and in no memory."""
     return bare_model(model.config)
+
+
+def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> None:
+    """Whether a model can compute attention as `--attn_implementation` says.
+
+    Args:
+        model: student or teacher.
+        implementation: the flag's value.
+        elsewhere: of another machine than this, which may have packages that this one has not.
+
+    Raises:
+        ValueError: transformers does not know it, its family has none of that kind, or a package is missing.
+    """
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(
+                copy.deepcopy(model.config), attn_implementation=implementation, trust_remote_code=False
+            )
+    except (ImportError, ValueError, OSError) as error:
+        if not (elsewhere and isinstance(error, ImportError)):
+            raise ValueError(
+                f"--attn_implementation {implementation}: {model.name} cannot be computed with it ({reason(error)}); "
+                "choose another one, or leave the flag out for the best that there is"
+            ) from None
 
 
 def load_model(

@@ -163,3 +163,7 @@ def _farewell(folder: Path, result: dict[str, Any], logged: bool) -> str:
         + (f"  tensorboard --logdir {log}\n" if logged else "")
         + f"  sparseforge consolidate {run} {model}"
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge train`")

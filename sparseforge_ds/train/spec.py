@@ -27,6 +27,7 @@ from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import check_trained, frame_tokens
 from sparseforge_ds.data.text_files import LocalText, Source
 from sparseforge_ds.export.permuted_folder import DenseFolder
+from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import low_rank_share, prepare
@@ -37,7 +38,13 @@ from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, empty_model, find_model
+from sparseforge_ds.train.pretrained import (
+    Pretrained,
+    check_teacher_vocabulary,
+    check_attention,
+    empty_model,
+    find_model,
+)
 from sparseforge_ds.train.schedule import LearningRate
 from sparseforge_ds.train.tracking import check_trackers
 
@@ -180,7 +187,7 @@ def make_spec(
     teacher = None
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
-        _check_vocabulary(model, teacher)
+        check_teacher_vocabulary(model, teacher)
         if config.distillation.hidden is not None:
             same_states(model.config, teacher.config)
             _check_order(config, model, teacher)
@@ -191,7 +198,11 @@ def make_spec(
                 f"--seq_length {arguments.seq_length}: {flag} {each.name} has {positions} positions; "
                 f"use at most {positions}"
             )
+        if each is not None and (attention := arguments.attn_implementation) is not None:
+            check_attention(each, attention, elsewhere=arguments.dry_run)
     empty = empty_model(model)
+    if arguments.any_family:
+        config = any_family(empty, config)
     weights_to_prune(empty, config)  # for its errors
     if config.permute is not None:
         _check_channels(empty, config)
@@ -286,13 +297,4 @@ def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrain
         raise ValueError(
             f"--teacher {teacher.name} has its channels in another order than --model {model.name}, and "
             'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'
-        )
-
-
-def _check_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
-    ours, theirs = (each.config.get_text_config().vocab_size for each in (model, teacher))
-    if ours != theirs:
-        raise ValueError(
-            f"--teacher {teacher.name} has a vocabulary of {theirs}, --model {model.name} of {ours}; "
-            "distillation needs a teacher with the same tokenizer"
         )

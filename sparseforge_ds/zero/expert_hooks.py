@@ -4,7 +4,10 @@ transformers looks up how experts are computed in a table of functions, by a nam
 of a probe that name is ours: the same mathematics, with a hook behind each of the two matmuls, before the routing
 weights multiply. Tokens are sorted by expert, so that every expert has a run of rows.
 
-Legend of shape suffixes: T tokens, K experts of a token, S = T * K rows sorted by expert, E experts.
+Llama 4's experts are not in that table. Each of them is given all tokens, zeros where a token is not routed to it, and
+for the length of a probe their module has a forward of ours, which leaves the zeros out of what is heard.
+
+Legend of shape suffixes: T tokens, K experts of a token, S rows sorted by expert (T * K of them), E experts.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,14 +46,19 @@ _listeners: dict[Module, _Listener] = {}
 """Modules that are being probed."""
 
 
+def _sees_all(module: Module) -> bool:
+    """Whether every expert is given all tokens."""
+    return type(module).__name__ == "Llama4TextExperts"
+
+
 def unhookable(module: Module) -> str | None:
     """Why a module's experts cannot be hooked, or None."""
+    if _sees_all(module):
+        return None
     if not isinstance(getattr(module, "gate_up_proj", None), Tensor) or not hasattr(module, "_apply_gate"):
         return "is no fused experts module of transformers"
-    if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False):
-        return "has biases or norms"
-    if getattr(module, "is_transposed", False):
-        return "stores its weights transposed"
+    if getattr(module, "has_post_expert_norm", False):
+        return "has norms behind its experts"
     if getattr(module, "_is_expert_parallel", False):
         return "is divided over the ranks by expert parallelism"
     return None
@@ -59,13 +68,17 @@ def unhookable(module: Module) -> str | None:
 def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool = True) -> Iterator[None]:
     """While active, every backward through one of the modules calls the hook twice; or every forward, without them."""
     assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
-    configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
+    alone = [module for module in modules.values() if _sees_all(module)]
+    configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if m not in alone}
     before = {key: config._experts_implementation for key, config in configs.items()}
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     for name, module in modules.items():
-        _listeners[module] = _Listener(name, hook, before[id(module.config)] == "eager", gradients)
+        loops = module in alone or before[id(module.config)] == "eager"
+        _listeners[module] = _Listener(name, hook, loops, gradients)
     try:
+        for module in alone:
+            module.forward = partial(_forward_of_all, module)
         for config in configs.values():
             config._experts_implementation = _NAME
         with uncompiled():
@@ -73,6 +86,8 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
     finally:
         for module in modules.values():
             del _listeners[module]
+        for module in alone:
+            vars(module).pop("forward", None)
         for key, config in configs.items():
             config._experts_implementation = before[key]
 
@@ -86,25 +101,47 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
     stop_E = torch.searchsorted(expert_S, number_E, right=True, out_int32=True)
 
     def matmul(x_SI: Tensor, parameter: str) -> Tensor:
-        weight_EOI = getattr(module, parameter)
+        weight_E, transposed = getattr(module, parameter), module.is_transposed
         if listener is None or not listener.loops:
-            y_SO: Tensor = _grouped_linear(x_SI, weight_EOI, stop_E)
+            y_SO: Tensor = _grouped_linear(x_SI, weight_E, stop_E, is_transposed=transposed)
         else:
-            runs = zip(x_SI.tensor_split(stop_E[:-1].cpu().long()), weight_EOI.unbind(0), strict=True)
-            y_SO = torch.cat([F.linear(x, weight_OI) for x, weight_OI in runs])
+            runs = zip(x_SI.tensor_split(stop_E[:-1].cpu().long()), weight_E.unbind(0), strict=True)
+            y_SO = torch.cat([x @ weight if transposed else F.linear(x, weight) for x, weight in runs])
+        if module.has_bias:
+            y_SO = y_SO + getattr(module, f"{parameter}_bias")[expert_S]
         if listener is None:
             return y_SO
-        if not listener.gradients:
-            listener.hook(listener.name, parameter, None, x_SI.detach(), stop_E, T)
-        elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
-
-            def received(grad_SO: Tensor, x_SI: Tensor, stop_E: Tensor) -> None:
-                listener.hook(listener.name, parameter, grad_SO, x_SI, stop_E, T)
-
-            return with_hook(y_SO, received, x_SI.detach(), stop_E)
-        return y_SO
+        return _heard(listener, parameter, y_SO, x_SI, stop_E, T)
 
     gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))
     weighted_SO = matmul(gated_SI, "down_proj") * weight_TK.reshape(-1)[order_S, None]
     placed_SO = torch.zeros_like(weighted_SO).index_copy(0, order_S, weighted_SO)
     return placed_SO.view(T, K, -1).sum(dim=1).to(hidden_TI.dtype)
+
+
+def _heard(listener: _Listener, parameter: str, y_SO: Tensor, x_SI: Tensor, stop_E: Tensor, tokens: int) -> Tensor:
+    """The output of a matmul, behind which the listener's hook is."""
+    if not listener.gradients:
+        listener.hook(listener.name, parameter, None, x_SI.detach(), stop_E, tokens)
+    elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
+
+        def received(grad_SO: Tensor, x_SI: Tensor, stop_E: Tensor) -> None:
+            listener.hook(listener.name, parameter, grad_SO, x_SI, stop_E, tokens)
+
+        return with_hook(y_SO, received, x_SI.detach(), stop_E)
+    return y_SO
+
+
+def _forward_of_all(module: Any, hidden_NI: Tensor) -> Tensor:
+    """In the place of the forward of experts that are given all tokens, N = E * T rows sorted by expert."""
+    listener, E = _listeners[module], module.num_experts
+    routed_N = (hidden_NI != 0).any(dim=1)
+    row_S, stop_E = routed_N.nonzero()[:, 0], routed_N.view(E, -1).sum(1).cumsum(0).int()
+    T = len(hidden_NI) // E
+
+    def matmul(x_NI: Tensor, parameter: str) -> Tensor:
+        y_NO = torch.bmm(x_NI.view(E, T, -1), getattr(module, parameter)).view(E * T, -1)
+        return y_NO.index_copy(0, row_S, _heard(listener, parameter, y_NO[row_S], x_NI[row_S], stop_E, T))
+
+    gate, up = matmul(hidden_NI, "gate_up_proj").chunk(2, dim=-1)
+    return matmul(up * module.act_fn(gate), "down_proj")

@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.main": {"__version__"},
     "cli.compare": {"compare"},
+    "cli.evaluate": {"evaluate", "ranks"},
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "model.families", "permutation"},
     "cli.train": {"train.run"},

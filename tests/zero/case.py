@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import FalconConfig, Llama4TextConfig, Qwen3MoeConfig
 
 import sparseforge_ds as sf
 from sparseforge_ds.config.block import method_name
@@ -37,10 +37,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: tiny_models.tiny_mixture(Qwen3MoeConfig, vocab_size=40),
     # Conv1D (in, out): 20 x 60, 20 x 20, 20 x 80, 80 x 20.
     "gpt2": lambda: tiny_models.tiny_gpt2(n_embd=20, n_layer=1, n_head=2, vocab_size=40, n_positions=16),
-    # Families without rows, which change outputs of linear layers in place.
-    "falcon": lambda: tiny_models.tiny_falcon(num_hidden_layers=1),
-    "falcon_new": lambda: tiny_models.tiny_falcon(num_hidden_layers=1, new_decoder_architecture=True, num_kv_heads=2),
-    "llama4": tiny_models.tiny_llama4,
+    # Families which change outputs of linear layers in place.
+    "falcon": lambda: tiny_models.tiny_dense(FalconConfig, num_hidden_layers=1),
+    "falcon_new": lambda: tiny_models.tiny_dense(
+        FalconConfig, num_hidden_layers=1, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "llama4": lambda: tiny_models.tiny_mixture(Llama4TextConfig),
 }
 
 SCHEDULE = {

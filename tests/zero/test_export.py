@@ -56,8 +56,6 @@ CASES: dict[str, tuple[str, Case]] = {
     "stage2-listed": ("olmoe", Case(stage=2)),
     "stage3-one-step": ("llama", Case(stage=3, steps=1)),
 }
-UNFINISHED = {name for name in CASES if "unfinished" in name} | {"stage3-one-step"}
-MODELS = tiny_models.BUILDERS
 WEIGHTS = {
     "llama": 14,
     "qwen3": 14,
@@ -69,6 +67,16 @@ WEIGHTS = {
     "deepseek": 26,
 }
 """Of an export, in which every expert has three of its own."""
+MORE_FAMILIES = {
+    **dict.fromkeys(("cohere2", "gemma2", "gemma3_text", "granite", "internlm3", "olmo2", "olmo3", "smollm3"), 14),
+    **{"falcon": 8, "glm4": 12, "gpt_neo": 12, "gpt_neox": 8, "phi3": 8, "starcoder2": 12},
+    **{"glm4_moe": 26, "gpt_oss": 12, "llama4_text": 16, "qwen3_next": 24},
+}
+"""The same of families of which nothing but this is tried; GPT-OSS and Llama 4 are published with fused experts."""
+WEIGHTS |= MORE_FAMILIES
+CASES |= {f"stage{2 + i % 2}-{name}": (name, Case(stage=2 + i % 2)) for i, name in enumerate(MORE_FAMILIES)}
+UNFINISHED = {name for name in CASES if "unfinished" in name} | {"stage3-one-step"}
+MODELS = tiny_models.BUILDERS
 
 
 @dataclass(frozen=True)

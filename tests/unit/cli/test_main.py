@@ -17,7 +17,7 @@ import sparseforge_ds
 from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.evaluate import perplexity, pretrained, published, zero_shot
+from sparseforge_ds.evaluate import flags, perplexity, published, zero_shot
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.permutation import channels
 
@@ -57,13 +57,13 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
         ("permute", "--dimensions"): channels.PARTS,
-        (perplexity.__name__, "--dtype"): pretrained.DTYPES,
-        (perplexity.__name__, "--protocol"): get_args(perplexity.Protocol),
-        (zero_shot.__name__, "--dtype"): pretrained.DTYPES,
-        (zero_shot.__name__, "--suite"): published.SUITES,
-        (zero_shot.__name__, "--paper"): published.PUBLISHED,
     }
-    said = {(name, flag): action for name, flags in found.items() for flag, action in flags.items() if action.choices}
+    for name in ("evaluate", perplexity.__name__):
+        expected |= {(name, "--dtype"): flags.DTYPES, (name, "--protocol"): get_args(perplexity.Protocol)}
+    for name in ("evaluate", zero_shot.__name__):
+        expected |= {(name, "--dtype"): flags.DTYPES, (name, "--suite"): published.SUITES}
+        expected[name, "--paper"] = published.PUBLISHED
+    said = {(name, flag): action for name, some in found.items() for flag, action in some.items() if action.choices}
     assert said.keys() == expected.keys()
     for key, action in said.items():
         assert set(action.choices or ()) == set(expected[key]) and action.metavar is None, key

@@ -80,5 +80,5 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is sparse already" in error(str(sparse), str(tmp_path / "twice"))
     other = write_model(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "model_type": "falcon"}))
-    assert 'add a line "falcon" to CHANNELS' in error(str(other), str(tmp_path / "twice"))
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "bloom"}))
+    assert 'add a line "bloom" to CHANNELS' in error(str(other), str(tmp_path / "twice"))

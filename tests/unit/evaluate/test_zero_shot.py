@@ -9,7 +9,8 @@ import torch
 from datasets import Dataset, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparseforge_ds.evaluate import zero_shot
+from sparseforge_ds.cli.main import main as command_line
+from sparseforge_ds.evaluate import perplexity, zero_shot
 from sparseforge_ds.evaluate.published import SUITES
 from sparseforge_ds.evaluate.zero_shot import main
 
@@ -26,8 +27,15 @@ def test_piqa_against_likelihoods_by_hand(assets: Path, tmp_path: Path, capsys: 
     if not folder.is_dir():
         pytest.skip(f"no model in {folder}")
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert main([str(folder), "--tasks", "piqa", "--data", str(tmp_path)]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]["piqa"]
+    text = ["--text", "stdlib:heldout", "--seq_length", "64", "--limit", "4"]
+    both = [*text, "--tasks", "piqa", "--data", str(tmp_path), "--json", str(tmp_path / "both.json")]
+    assert command_line(["evaluate", str(folder), *both]) == 0
+    written = json.loads((tmp_path / "both.json").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written
+    result = written["zero_shot"]["tasks"]["piqa"]
+    assert perplexity.main([str(folder), *text]) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {**written["perplexity"], "seconds": 0} == {**alone, "seconds": 0} and alone["documents"] == 4
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     right = 0

@@ -32,27 +32,49 @@ from sparseforge_ds.model.rules import is_row
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
 PER_MODEL = {
+    "cohere2": 14,
     "deepseek": 16,
     "deepseek_v2": 18,
     "deepseek_v3": 18,
+    "falcon": 8,
+    "gemma2": 14,
+    "gemma3_text": 14,
+    "glm4": 12,
+    "glm4_moe": 16,
     "gpt2": 8,
+    "gpt_neo": 12,
+    "gpt_neox": 8,
+    "gpt_oss": 12,
+    "granite": 14,
+    "internlm3": 14,
     "llama": 14,
+    "llama4_text": 16,
     "mistral": 14,
     "mixtral": 12,
+    "olmo2": 14,
+    "olmo3": 14,
     "olmoe": 12,
     "opt": 12,
+    "phi3": 8,
     "qwen2": 14,
     "qwen2_moe": 16,
     "qwen3": 14,
     "qwen3_moe": 13,
+    "qwen3_next": 14,
+    "smollm3": 14,
+    "starcoder2": 12,
 }
 """Prunable weights of the tiny model, counted by hand: two layers, the experts of a layer in two."""
 VARIANTS: dict[str, dict[str, Any]] = {"deepseek_v2": {"q_lora_rank": None}, "deepseek_v3": {"q_lora_rank": None}}
 """Settings that swap some matrices for others."""
-OLD_ROWS = {"h.*.attn.bias"}
+OLD_ROWS = {"h.*.attn.bias", "h.*.attn.attention.bias", "layers.*.attention.bias"}
 """Rows for what present models do not have."""
-DENSE_LINEAR = ("lm_head", "project_in", "project_out", "shared_expert_gate")
+DENSE_LINEAR = ("lm_head", "project_in", "project_out", "shared_expert_gate", "router", "in_proj_ba")
 """nn.Linear modules that stay dense."""
+LISTED = [name for name in MIXTURES if FAMILIES[name].published]
+"""Those in whose files every expert has weights of its own; others are published as they are in memory."""
+TRANSPOSED = ("gpt_oss", "llama4_text")
+"""Those whose experts are stored (experts, in, out)."""
 
 
 def _rows_of(name: str, family: Family) -> list[str]:
@@ -96,10 +118,12 @@ def test_prunable_is_every_matmul_but_router_and_head(family: str) -> None:
         if isinstance(module, (nn.Linear, Conv1D)) and parameter.ndim > 1 and holder.split(".")[-1] not in DENSE_LINEAR:
             axis = -1 if isinstance(module, nn.Linear) else -2
             expected.append((name, tuple(parameter.shape), axis, holder, 0, 1))
-        elif hasattr(module, "is_transposed"):
-            assert not module.is_transposed and module.is_concatenated
-            stacked = 2 if name.endswith("gate_up_proj") else 1
-            expected.append((name, tuple(parameter.shape), -1, holder, module.num_experts, stacked))
+        elif holder.endswith(".experts") and parameter.ndim == 3:
+            transposed = getattr(module, "is_transposed", family in TRANSPOSED)
+            assert transposed == (family in TRANSPOSED) and (transposed or module.is_concatenated)
+            stacked = 2 if name.endswith("gate_up_proj") and not transposed else 1
+            axis = -2 if transposed else -1
+            expected.append((name, tuple(parameter.shape), axis, holder, module.num_experts, stacked))
     found = prunable_weights(model, SparseForgeConfig())
     assert [dataclasses.astuple(weight) for weight in found] == expected
     assert len(found) == PER_MODEL[family]
@@ -110,8 +134,11 @@ def test_only_routers_embeddings_and_heads_stay_dense(family: str) -> None:
     model = BUILDERS[family]()
     masked = {weight.name for weight in prunable_weights(model, SparseForgeConfig())}
     dense = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and name not in masked}
-    parts = ("embed_tokens", "embed_positions", "wte", "wpe", "lm_head", "project_in", "project_out")
-    routers = {name for name in dense if name.endswith(("mlp.gate.weight", "mlp.shared_expert_gate.weight"))}
+    dense = {name for name in dense if not name.endswith("_bias")}  # of all experts of a layer
+    parts = ("embed_tokens", "embed_positions", "embed_in", "word_embeddings", "wte", "wpe", "lm_head")
+    parts += ("project_in", "project_out", "conv1d", "in_proj_ba")
+    gates = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", ".router.weight")
+    routers = {name for name in dense if name.endswith(gates)}
     assert {name for name in dense if name.split(".")[-2] in parts} == dense - routers
     assert (family in MIXTURES) == bool(routers)
 
@@ -159,26 +186,46 @@ def test_groups_run_along_the_axis_that_the_layer_contracts(family: str) -> None
 @pytest.mark.parametrize("family", MIXTURES)
 def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, implementation: str) -> None:
     model, pattern = BUILDERS[family](), NM(2, 4)
-    model.set_experts_implementation(implementation)
+    if family != "llama4_text":  # which has one of its own
+        model.set_experts_implementation(implementation)
     weights = [weight for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts]
     for weight in weights:
         _prune(model, weight, pattern)
     up, down = weights[-2:]
     layer = model.get_submodule(up.module)
-    assert layer is model.get_submodule(down.module) and up.stacked == 2 and down.stacked == 1
-    x_TI = torch.randn(4, up.shape[-1], generator=torch.Generator().manual_seed(0))
+    assert layer is model.get_submodule(down.module) and down.stacked == 1
+    assert up.stacked == (1 if family in TRANSPOSED else 2)
+    x_TI = torch.randn(4, up.shape[up.input_axis], generator=torch.Generator().manual_seed(0))
     expert_T1 = torch.tensor([[2], [0], [3], [0]])
+    bias = {}
     with torch.no_grad():
-        found = layer(x_TI, expert_T1, torch.full((4, 1), 0.5))
+        for name in ("gate_up_proj", "down_proj"):
+            bias[name] = getattr(layer, f"{name}_bias", torch.zeros(up.experts, 1)).normal_().double()
+        if family == "llama4_text":  # every expert is given all tokens, zeros where they are another's
+            routed_ETI = torch.zeros(up.experts, *x_TI.shape)
+            routed_ETI[expert_T1[:, 0], torch.arange(4)] = x_TI
+            found = 0.5 * layer(routed_ETI.flatten(0, 1)).view(up.experts, 4, -1).sum(0)
+            bias = dict.fromkeys(bias, torch.zeros(up.experts, 1).double())
+        else:
+            found = layer(x_TI, expert_T1, torch.full((4, 1), 0.5))
+            if family != "gpt_oss":
+                bias = dict.fromkeys(bias, torch.zeros(up.experts, 1).double())
     gate_up, down_proj = layer.gate_up_proj.detach(), layer.down_proj.detach()
     expected = []
     for x_I, expert in zip(x_TI.double(), expert_T1[:, 0].tolist(), strict=True):
-        gate, value = _sum_of_kept(x_I[None], gate_up[expert], up.input_axis, pattern).chunk(2, dim=-1)
-        expected.append(0.5 * _sum_of_kept(F.silu(gate) * value, down_proj[expert], down.input_axis, pattern))
+        both = _sum_of_kept(x_I[None], gate_up[expert], up.input_axis, pattern) + bias["gate_up_proj"][expert]
+        if family == "gpt_oss":
+            gate, value = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
+            inner = gate * torch.sigmoid(1.702 * gate) * (value + 1)
+        else:
+            gate, value = both.chunk(2, dim=-1)
+            inner = F.silu(gate) * value
+        output = _sum_of_kept(inner, down_proj[expert], down.input_axis, pattern) + bias["down_proj"][expert]
+        expected.append(0.5 * output)
     torch.testing.assert_close(found.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", LISTED)
 def test_the_matrices_of_fused_experts_are_consecutive(family: str) -> None:
     """Gate, up and down of every expert, as they are published, are the runs that `matrices` promises."""
     model = BUILDERS[family]()
@@ -208,7 +255,8 @@ def test_published_names_cover_as_much(family: str) -> None:
     fused = prunable_weights(model, SparseForgeConfig())
     assert sum(weight.numel for weight in listed) == sum(weight.numel for weight in fused)
     assert sum(weight.matrices for weight in listed) == sum(weight.matrices for weight in fused)
-    assert all(weight.experts == int(".experts." in weight.name) for weight in listed)
+    of_one = 1 if family in LISTED else 4
+    assert all(weight.experts == of_one * (".experts." in weight.name) for weight in listed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -241,8 +289,9 @@ def test_the_leaf_of_listed_experts_is_the_block_around_them() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bare_stack_without_a_head_is_the_same(family: str) -> None:
     model = BUILDERS[family]()
-    inner = prunable_weights(model.base_model, SparseForgeConfig())
-    prefix = f"{model.base_model_prefix}."
+    stack = model.model if model.base_model is model else model.base_model  # Llama 4 has another prefix than name
+    inner = prunable_weights(stack, SparseForgeConfig())
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is stack)
     assert [prefix + weight.name for weight in inner] == [w.name for w in prunable_weights(model, SparseForgeConfig())]
 
 
@@ -363,7 +412,7 @@ def test_the_cure_of_a_misfit_cures_it() -> None:
 
 
 def test_names_of_an_unknown_family_are_refused() -> None:
-    with pytest.raises(ValueError, match="'bloom' has no row .* gpt2, llama, mistral, mixtral, olmoe, opt, "):
+    with pytest.raises(ValueError, match="'bloom' has no row .* gpt2, gpt_neo, gpt_neox, gpt_oss, granite, "):
         prunable_names("bloom", SHAPES, SparseForgeConfig())
 
 
@@ -395,7 +444,9 @@ def test_every_expert_has_a_place(family: str) -> None:
     assert {weight.place for weight in fused} == {(name, 0) for name in leaf_modules(model)}
     of_fused = {(weight.place[0], number) for weight in fused for number in range(weight.experts)}
     assert {
-        (layer.replace(".block_sparse_moe.", ".mlp."), number) for layer, number in (weight.place for weight in listed)
+        (weight.place[0].replace(".block_sparse_moe.", ".mlp."), weight.place[1] + number)
+        for weight in listed
+        for number in range(weight.experts)
     } == of_fused
 
 

@@ -15,7 +15,7 @@ from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
-from tests.tiny_models import _LLAMA_LIKE, BUILDERS, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
+from tests.tiny_models import _LLAMA_LIKE, BUILDERS, SCALED, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
 
 SEVERAL = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=5)
 
@@ -64,7 +64,7 @@ def _agree(student: PreTrainedModel, teacher: PreTrainedModel | None, config: Di
 
 
 @pytest.mark.parametrize("config", [SEVERAL, DistillationConfig()], ids=["blocks", "one block"])
-@pytest.mark.parametrize("family", BUILDERS)
+@pytest.mark.parametrize("family", [family for family in BUILDERS if family not in SCALED])
 def test_every_family_has_the_loss_and_gradients_of_whole_logits(family: str, config: DistillationConfig) -> None:
     build = BUILDERS[family]  # in fp32, which fused experts do not exceed
     _agree(build().train(), build(seed=1), config, rtol=1e-4, atol=1e-6)

@@ -38,7 +38,11 @@ def _projection(runs: int, k: int) -> Tensor:
     return torch.eye(runs).repeat_interleave(k, dim=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+BRANCHED = [family for family in FAMILIES if family != "falcon"]
+"""Families all of whose layers are plain ones."""
+
+
+@pytest.mark.parametrize("family", BRANCHED)
 def test_off_means_bit_identical(family: str) -> None:
     model = BUILDERS[family]()
     batch = token_batch()
@@ -61,7 +65,7 @@ def test_off_means_bit_identical(family: str) -> None:
     assert all(branch.low_rank_b.grad is None for branch in branches(model).values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BRANCHED)
 def test_every_masked_weight_has_a_branch(family: str) -> None:
     model = BUILDERS[family]()
     before = prunable_weights(model, _config(family))
@@ -75,6 +79,11 @@ def test_every_masked_weight_has_a_branch(family: str) -> None:
         assert branch.low_rank_b.shape == (weight.numel // inputs, inputs // 4)
         assert branch is model.get_submodule(weight.module)
         assert branch.enabled is False
+
+
+def test_layers_with_a_forward_of_their_own_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"query_key_value.weight belongs to a FalconLinear, which has no low-rank"):
+        prepare(BUILDERS["falcon"](), CONFIG)
 
 
 @pytest.mark.parametrize("family", MIXTURES)

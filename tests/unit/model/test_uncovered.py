@@ -12,14 +12,13 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    FalconConfig,
-    Gemma2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
     GraniteMoeConfig,
-    Phi3Config,
+    MptConfig,
+    PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    StableLmConfig,
 )
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -187,14 +186,13 @@ def _tiny(config: type[PreTrainedConfig], **more: Any) -> Callable[[], PreTraine
 
 WITHOUT_ROWS: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
     "bloom": (_tiny(BloomConfig, n_layer=2, n_head=4), 8),
-    "falcon": (_tiny(FalconConfig, head_dim=None), 8),
-    "gemma2": (_tiny(Gemma2Config), 14),
-    "gpt_neox": (_tiny(GPTNeoXConfig), 8),
-    "gpt_oss": (_tiny(GptOssConfig, num_local_experts=4, num_experts_per_tok=2), 8),
-    "granitemoe": (_tiny(GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2), 8),
-    "phi3": (_tiny(Phi3Config), 8),
+    "granitemoe": (_tiny(GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2), 12),
+    "mpt": (_tiny(MptConfig, d_model=32, n_layers=2, n_heads=4, hidden_size=None), 8),
+    "phi": (_tiny(PhiConfig), 12),
+    "phimoe": (_tiny(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2), 12),
+    "stablelm": (_tiny(StableLmConfig), 14),
 }
-"""Models of families that the table does not have, and how many linear layers of each are pruned."""
+"""Models of families that the table does not have, and how many weights of each are pruned, fused experts included."""
 
 
 @pytest.mark.parametrize("family", WITHOUT_ROWS)
@@ -244,8 +242,8 @@ def test_a_family_without_rows_is_pruned_where_include_says() -> None:
 
 
 def test_what_has_no_known_axis_is_not_pruned_by_include() -> None:
-    """Fused experts of a family without rows: which axis is contracted is not known."""
-    model = unknown("qwen3_moe")
+    """Fused experts that do not say themselves how they are stored."""
+    model = unknown("llama4_text")
     with pytest.raises(ValueError, match=r"not covered: .* to keep the others dense: \"allow_dense\": ") as raised:
         names(model, include=("*",))
     assert names(model, include=("*",), **pasted(str(raised.value)))
@@ -253,10 +251,20 @@ def test_what_has_no_known_axis_is_not_pruned_by_include() -> None:
     with pytest.raises(ValueError, match=r"not covered: .*experts.gate_up_proj") as raised:
         names(model, include=("*_proj.weight",))
     assert '"include"' not in str(raised.value)
-    assert names(model, include=("*_proj.weight",), allow_dense=("*.experts.*", "*.mlp.gate.weight"))
-    kept = names(model, include=("*",), allow_dense=("*.experts.*", "*.mlp.gate.weight"))
-    assert kept == [name for name in names(BUILDERS["qwen3_moe"]()) if ".experts." not in name]
-    assert leaf_modules(model) == ["model.layers.1.mlp.experts"]
+    kept = names(model, include=("*_proj.weight",), allow_dense=("*.experts.*",))
+    assert kept == [name for name in names(BUILDERS["llama4_text"]()) if ".experts." not in name]
+    assert leaf_modules(model) == ["model.layers.1.feed_forward.experts"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_fused_experts_that_say_how_they_are_stored_are_pruned_by_include(family: str) -> None:
+    """In the same matrices and along the same axes as the family table has them."""
+    expected = prunable_weights(BUILDERS[family](), SparseForgeConfig())
+    model = unknown(family)
+    with pytest.raises(ValueError, match="no rows for 'bloom'") as raised:
+        names(model)
+    assert prunable_weights(model, SparseForgeConfig(**pasted(str(raised.value)))) == expected
+    assert any(".experts." in weight.name for weight in expected)
 
 
 def test_listed_experts_of_a_family_without_rows() -> None:

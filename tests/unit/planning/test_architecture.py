@@ -81,7 +81,7 @@ def test_operations_of_a_forward_pass_are_counted(make: Callable[..., PreTrained
     assert forward_flops(found, length) * length + causal == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.tiny_falcon])
+@pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.BUILDERS["falcon"]])
 def test_an_empty_model_leaves_the_config_alone(make: Callable[..., PreTrainedModel]) -> None:
     """A run writes it into its folder."""
     config = make().config

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, GptOssConfig, Qwen3MoeConfig, ViTConfig
+from transformers import BloomConfig, FalconConfig, PhimoeConfig, Qwen3MoeConfig, ViTConfig
 
 from sparseforge_ds.cli.main import main
 from tests.tiny_folders import deepspeed_json, write_json
-from tests.tiny_models import tiny_falcon, tiny_mixture
+from tests.tiny_models import tiny_dense, tiny_mixture
 from tests.unit.planning.published_configs import qwen3_14b
 
 ROOT = Path(__file__).resolve().parents[3]
-GPT_OSS = {
+EXPERTS = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -198,28 +198,41 @@ def test_probes_at_outputs_of_experts_are_refused(tmp_path: Path, capsys: pytest
 
 
 def test_a_proposed_block_is_pasted_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of GPT-OSS most is experts that cannot be pruned, and the plan says how much."""
-    GptOssConfig(**GPT_OSS).save_pretrained(tmp_path)
+    """Of this mixture most is experts, and the plan says how much they are where they stay dense."""
+    PhimoeConfig(**EXPERTS).save_pretrained(tmp_path)
     arguments = ("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed")
     assert plan(*arguments, str(write_json(tmp_path / "ds.json", deepspeed_json()))) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     block = json.loads("{" + error[error.index('"include": ') :] + "}")
-    pasted = str(write_json(tmp_path / "ds.json", deepspeed_json(**block)))
-    assert plan(*arguments, pasted) == 0
+    assert plan(*arguments, str(write_json(tmp_path / "ds.json", deepspeed_json(**block)))) == 0
+    assert re.search(r"pruned +2:4 in 12 weights: 99\.5% of the linear weights", capsys.readouterr().out)
+    without = str(write_json(tmp_path / "ds.json", deepspeed_json(**block, exclude=["*.experts.*"])))
+    assert plan(*arguments, without) == 0
     text = capsys.readouterr().out
-    assert re.search(
-        r"pruned +2:4 in 8 weights: 11\.0% of the linear weights between .* and 10\.0% of all weights", text
-    )
+    assert re.search(r"pruned +2:4 in 8 weights: 11\.0% of the linear weights between .* of all weights", text)
     assert re.search(r"left dense +model\.layers\.\*\.mlp\.experts\.gate_up_proj \(32,768 elements, 58\.9% of", text)
-    (found,) = plan_json(capsys, *arguments, pasted)
+    (found,) = plan_json(capsys, *arguments, without)
     assert found["model"]["masked"] / found["model"]["linear"] < 0.12
 
 
 def test_a_family_with_attention_classes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_falcon().config.save_pretrained(tmp_path)
-    pasted = str(write_json(tmp_path / "ds.json", deepspeed_json(include=["*.h.*"])))
-    assert plan("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed", pasted) == 0
+    tiny_dense(FalconConfig).config.save_pretrained(tmp_path)
+    block = str(write_json(tmp_path / "ds.json", deepspeed_json()))
+    assert plan("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed", block) == 0
+    assert "2:4 in 8 weights: 100.0% of the linear weights" in capsys.readouterr().out
+
+
+def test_any_family_prints_what_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    arguments = ("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed")
+    assert plan(*arguments, str(write_json(tmp_path / "ds.json", deepspeed_json())), "--any_family") == 0
+    text = capsys.readouterr().out
+    assert "2:4 in 8 weights: 100.0% of the linear weights" in text
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("any_family"))
+    block = json.loads("{" + line.strip().removeprefix("any_family") + "}")
+    pasted = str(write_json(tmp_path / "ds.json", deepspeed_json(**block)))
+    assert plan(*arguments, pasted) == 0
     assert "2:4 in 8 weights: 100.0% of the linear weights" in capsys.readouterr().out
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Qwen3MoeConfig
 
+from sparseforge_ds.train.pretrained import check_attention, find_model, load_model
 from sparseforge_ds.train.run import main
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama, tiny_mixture
@@ -112,6 +115,10 @@ def test_probes_at_outputs_of_experts_are_refused(dry, tmp_path):
         (lambda _: {"gpus": 2, "dataset": "./nothing.txt"}, "no such file"),
         (lambda _: {"gpus": 2, "model": "nobody/no-such-model"}, "check the name and the network"),
         (lambda _: {"gpus": 2, "resume": "True"}, "no run in .* start it without --resume"),
+        (
+            lambda _: {"gpus": 2, "attn_implementation": "nothing"},
+            "--attn_implementation nothing: .* cannot be computed",
+        ),
         (_run_in_the_way, "already holds a run"),
         (_file_in_the_way, "file is a file, not a folder; give a folder"),
         (_no_bos, "--document_frame both: the tokenizer has no BOS token; use eos"),
@@ -140,6 +147,24 @@ def test_what_a_run_refuses_a_dry_run_refuses(dry, changes, message):
     code, text, errors = dry({**deepspeed_json(), **changes}, gpus=2)
     assert (code, text) == (1, "")
     assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
+
+
+def test_attention_of_another_machine_is_not_looked_for_on_this_one(dry):
+    """Only a run itself asks for the package."""
+    model = find_model("stdlib_llama", "--model")
+    check_attention(model, "flash_attention_2", elsewhere=True)
+    check_attention(model, "eager", elsewhere=False)
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises(ValueError, match="--attn_implementation flash_attention_2: stdlib_llama cannot be"):
+            check_attention(model, "flash_attention_2", elsewhere=False)
+    assert dry(deepspeed_json(), gpus=2, attn_implementation="eager")[0] == 0
+
+
+def test_the_attention_that_is_asked_for_is_loaded():
+    folder = find_model("stdlib_llama", "--model").folder
+    for asked, found in (("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")):
+        model = load_model(folder, "--model", torch.float32, None, attn_implementation=asked)
+        assert model.config._attn_implementation == found
 
 
 def test_an_allow_dense_that_is_not_needed_is_said_once(dry):

@@ -1,0 +1,31 @@
+"""`sparseforge evaluate`: what it refuses. What it measures is in tests/unit/evaluate."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparseforge_ds.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing to measure: give --text for perplexity, --tasks or --suite for accuracy, or both"),
+        (["--tasks", "piqa", "--stride", "8"], "--stride 8: it belongs to perplexity; give --text, or leave it out"),
+        (["--text", "stdlib:heldout", "--paper", "llama2-7b"], "--paper llama2-7b: it belongs to accuracy; give"),
+        (["--text", "stdlib:heldout"], "no/model: has no tokenizer that can be read"),
+    ],
+)
+def test_errors(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "no/model", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1, error
+
+
+def test_several_processes_measure_texts_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks leave the message to the first."""
+    monkeypatch.setenv("RANK", "1")
+    assert main(["evaluate", "no/model", "--text", "no such file"]) == 2
+    assert capsys.readouterr().err == ""

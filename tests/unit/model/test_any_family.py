@@ -1,0 +1,51 @@
+"""A family without rows, pruned by one flag."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.any_family import any_family, pasteable
+from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.planning.architecture import bare_model
+from tests.tiny_models import BUILDERS, tiny_llama
+from tests.unit.model.test_uncovered import WITHOUT_ROWS, unknown
+
+BLANK = SparseForgeConfig()
+
+
+@pytest.mark.parametrize("family", WITHOUT_ROWS)
+def test_everything_is_decided_and_can_be_pasted(family: str) -> None:
+    build, weights = WITHOUT_ROWS[family]
+    model = build()
+    config = any_family(model, BLANK)
+    found = prunable_weights(model, config)
+    assert len(found) == weights and not uncovered_weights(model, config).shapes
+    assert coverage(model, found).of_linear > 95
+    assert any_family(bare_model(model.config), BLANK) == config
+    pasted = SparseForgeConfig.from_dict(json.loads("{" + pasteable(config) + "}"))
+    assert pasted == config and prunable_weights(model, pasted) == found
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox", "starcoder2", "gpt_oss", "qwen2_moe"])
+def test_it_finds_what_the_rows_name(family: str) -> None:
+    model = unknown(family)
+    assert prunable_weights(model, any_family(model, BLANK)) == prunable_weights(BUILDERS[family](), BLANK)
+
+
+def test_a_family_with_rows_is_left_to_them() -> None:
+    assert any_family(tiny_llama(), BLANK) is BLANK
+
+
+def test_what_the_user_has_decided_stays() -> None:
+    model = unknown("llama")
+    chosen = SparseForgeConfig(include=("*.mlp.*",))
+    assert any_family(model, chosen).include == chosen.include
+    assert len(prunable_weights(model, any_family(model, chosen))) == 6
+    without = SparseForgeConfig(exclude=("*.q_proj.weight",), allow_dense=("*.k_proj.weight",))
+    config = any_family(model, without)
+    assert config.exclude == without.exclude and config.allow_dense == without.allow_dense
+    names = [weight.name for weight in prunable_weights(model, config)]
+    assert len(names) == 10 and not [name for name in names if "q_proj" in name or "k_proj" in name]

@@ -1,0 +1,71 @@
+"""Rows that a user gives a family."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from transformers import AutoModelForCausalLM, MptConfig, SeedOssConfig
+
+import sparseforge_ds as sf
+from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.families import coverage, prunable_weights
+from sparseforge_ds.model.family_table import FAMILIES, Row, register_family
+from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_llama
+
+BLANK = sf.SparseForgeConfig()
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """A registration is of the process."""
+    kept = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(kept)
+
+
+def test_like_another_family() -> None:
+    model = AutoModelForCausalLM.from_config(SeedOssConfig(**_LLAMA_LIKE, head_dim=8))
+    with pytest.raises(ValueError, match="no rows for 'seed_oss'"):
+        prunable_weights(model, BLANK)
+    sf.register_family("seed_oss", like="llama")
+    sf.register_family("seed_oss", like="llama")  # an import may come twice
+    found = prunable_weights(model, BLANK)
+    assert [weight.name for weight in found] == [weight.name for weight in prunable_weights(tiny_llama(), BLANK)]
+    assert coverage(model, found).of_linear == 100.0
+
+
+def test_the_rows_of_the_guide() -> None:
+    model = AutoModelForCausalLM.from_config(MptConfig(d_model=32, n_layers=2, n_heads=4, vocab_size=64))
+    sf.register_family(
+        "mpt",
+        prunable=["blocks.*.attn.Wqkv.weight", "blocks.*.attn.out_proj.weight", "blocks.*.ffn.*_proj.weight"],
+        dense=["wte.weight", "lm_head.weight"],
+    )
+    found = prunable_weights(model, BLANK)
+    assert len(found) == 8 and coverage(model, found).of_linear == 100.0
+
+
+def test_experts_with_all_that_a_row_can_say() -> None:
+    family, model = FAMILIES["gpt_oss"], BUILDERS["gpt_oss"]()
+    expected = prunable_weights(model, BLANK)
+    model.config.model_type = "new"
+    rows = [Row(**dataclasses.asdict(row)) for row in family.prunable]
+    register_family("new", prunable=rows, dense=family.dense, experts=family.experts)
+    assert prunable_weights(model, BLANK) == expected and leaf_modules(model) == leaf_modules(BUILDERS["gpt_oss"]())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_type": "llama", "prunable": ["a.weight"]}, "'llama' has other rows in the family table already"),
+        ({"model_type": "new", "like": "lama"}, "like='lama' has no rows; known families: cohere2, "),
+        ({"model_type": "new", "dense": ["a.weight"]}, "'new' has nothing that is prunable; give rows, or like"),
+    ],
+)
+def test_errors(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register_family(**arguments)  # type: ignore[arg-type]
+    assert "new" not in FAMILIES
