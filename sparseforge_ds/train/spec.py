@@ -40,8 +40,8 @@ from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.pretrained import (
     Pretrained,
-    check_teacher_vocabulary,
     check_attention,
+    check_teacher_vocabulary,
     empty_model,
     find_model,
 )

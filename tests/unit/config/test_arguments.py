@@ -88,7 +88,8 @@ def test_every_flag_is_parsed():
         "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
         "--eval_dataset h --eval_split dev --eval_sequences 8 --eval_every 6 --keep_best --report_to wandb mlflow "
         "--project p "
-        "--seed 9 --resume --resume_other_data --allow_dense *.a *.b --any_family --attn_implementation sdpa --activation_checkpointing --allow_dense *.c "
+        "--seed 9 --resume --resume_other_data --allow_dense *.a *.b "
+        "--any_family --attn_implementation sdpa --activation_checkpointing --allow_dense *.c "
         "--dry_run --gpus 64 --gpu_memory 40"
     )
     arguments = parse_arguments(line.split())
