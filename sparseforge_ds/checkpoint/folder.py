@@ -34,6 +34,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda child: (found[child], child.name))
 
 
+def step_of(checkpoint: Path) -> int:
+    """Of a folder of `list_checkpoints`, by its name."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names.
 
@@ -43,22 +48,30 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if steps := list_checkpoints(folder):
         return steps[-1]
     latest = folder / "latest"
-    if not latest.is_file():
-        return None
-    tag = latest.read_text(errors="replace").strip()
+    return _named_by(latest) if latest.is_file() else None
+
+
+def _named_by(file: Path) -> Path:
+    """The checkpoint that a file beside it names."""
+    with file.open(errors="replace") as text:
+        tag = text.read(300).strip()
     plain = tag not in ("", "..") and Path(tag).name == tag and len(tag) < 256
-    if not plain or not (folder / tag).is_dir():
-        raise ValueError(f"{latest}: names {tag[:100]!r}, which is no folder beside it")
-    return folder / tag
+    if not plain or not (file.parent / tag).is_dir():
+        raise ValueError(f"{file}: names {tag[:100]!r}, which is no folder beside it")
+    return file.parent / tag
 
 
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder.
 
+    It may also be a file `checkpoints/best`, which names the best.
+
     Raises:
-        ValueError: nothing there, or `latest` points nowhere.
+        ValueError: nothing there, or `latest` or `best` names nothing.
     """
     path = Path(path)
+    if path.name == "best" and path.is_file():
+        return _named_by(path)
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
     for parent in (path, path / "checkpoints"):

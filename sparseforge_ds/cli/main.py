@@ -18,6 +18,7 @@ from sparseforge_ds import __version__
 from sparseforge_ds.cli import (
     apply,
     bench,
+    card,
     compare,
     consolidate,
     evaluate,
@@ -31,7 +32,7 @@ from sparseforge_ds.cli import (
 )
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, generate, evaluate, plan, compare, bench)
+COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, generate, evaluate, card, plan, compare, bench)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""

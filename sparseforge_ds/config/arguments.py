@@ -17,6 +17,9 @@ EMBEDDED_MODEL = "stdlib_llama"
 EMBEDDED_TEXT = "stdlib"
 """`--dataset` of the text that is shipped inside the package: the documentation of Python's standard library."""
 
+HELD_OUT_TEXT = "stdlib:heldout"
+"""`--eval_dataset` of the part of it that nothing is trained on."""
+
 DocumentFrame = Literal["auto", "bos", "eos", "both"]
 """Which of the tokenizer's BOS and EOS tokens stand around every document."""
 
@@ -89,7 +92,13 @@ class RunArguments:
         "model also learns to end a text. auto: bos, or eos where there is no BOS, as in all runs measured so far",
     )
     max_steps: int | None = _flag(
-        None, "optimizer steps of the whole run; default: max_steps of the sparseforge block", "N"
+        None,
+        "optimizer steps of the whole run; default: max_steps of the sparseforge block. With --resume, more than "
+        "before go on with the frozen finetune, once the mask is frozen",
+        "N",
+    )
+    epochs: float | None = _flag(
+        None, "how often the text is read, in place of --max_steps; of one source that is no stream", "N"
     )
     global_batch: int | None = _flag(
         None,
@@ -127,7 +136,34 @@ class RunArguments:
     )
     save_every: int = _flag(500, "steps between checkpoints; 0: only at the end", "N")
     keep_checkpoints: int = _flag(2, "newest checkpoints that stay on disk, at least the last good one; 0: all", "N")
+    eval_dataset: str | None = _flag(
+        None,
+        "text that is scored while the run goes on: a file, a folder or a hub id as for --dataset, or stdlib:heldout. "
+        "Its perplexity, on the mask as it is at that step, is in the log and in every tracker; it is the same on any "
+        "number of ranks and changes nothing of the training",
+        "SOURCE",
+    )
+    eval_split: str = _flag("validation", "split of a folder or hub dataset of --eval_dataset", "NAME")
+    eval_sequences: int = _flag(512, "windows of --seq_length tokens that are scored, from the first on; 0: all", "N")
+    eval_every: int = _flag(
+        500, "steps between evaluations; there is one before the first step and one at the end; 0: only these", "N"
+    )
+    keep_best: bool = _flag(
+        False,
+        "keep the checkpoint with the lowest perplexity of --eval_dataset, whatever --keep_checkpoints says: "
+        "checkpoints/best names it, and consolidate and export take that path. It also evaluates at every save. Only "
+        "checkpoints whose mask is frozen, or was never soft, count",
+    )
     log_every: int = _flag(10, "steps between lines of the log", "N")
+    report_to: list[str] = _list_flag(
+        "where metrics go: tensorboard, wandb, trackio, mlflow, comet_ml, aim, clearml, dvclive or swanlab, several of "
+        "them, or none (default: tensorboard). What a JSON's own tensorboard, wandb, comet or csv_monitor names gets "
+        "them besides",
+        "NAME",
+    )
+    project: str = _flag(
+        "sparseforge_ds", "name under which trackers that have projects or experiments file the run", "NAME"
+    )
     seed: int = _flag(0, "seed of the data order and of everything random in training", "N")
     resume: Literal[False, True, "auto"] = field(
         default=False,
@@ -184,6 +220,13 @@ class RunArguments:
             "it belongs to --dry_run; a run has the GPUs that the launcher gives it (deepspeed --num_gpus, --hostfile)",
         )
         rate, steps, decay = self.learning_rate, self.max_steps, self.weight_decay
+        epochs = self.epochs
+        _require(
+            epochs is None or (0 < epochs < float("inf") and steps is None and not self.dry_run),
+            "epochs",
+            epochs,
+            "use a number > 0, without --max_steps; --dry_run reads no text, so give it --max_steps",
+        )
         for name, sound, cure in (
             ("max_steps", steps is None or steps >= 0, "use an integer >= 0"),
             ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),
@@ -194,20 +237,30 @@ class RunArguments:
             ("weight_decay", decay is None or decay >= 0, "use >= 0"),
             ("save_every", self.save_every >= 0, "use an integer >= 0"),
             ("keep_checkpoints", self.keep_checkpoints >= 0, "use an integer >= 0"),
+            ("eval_sequences", self.eval_sequences >= 0, "use an integer >= 0"),
+            ("eval_every", self.eval_every >= 0, "use an integer >= 0"),
+            (
+                "keep_best",
+                not self.keep_best or self.eval_dataset is not None,
+                "the best is that of --eval_dataset; name one",
+            ),
             ("log_every", self.log_every >= 1, "use an integer >= 1"),
             ("seed", 0 <= self.seed < 2**32, "use 0 <= seed < 2^32"),
         ):
             _require(sound, name, getattr(self, name), cure)
         for name, values in (("model", [self.model]), ("output_dir", [self.output_dir]), ("dataset", self.dataset)):
             _require(all(values), name, "", "give a value or leave the flag out")
-        _require(
-            all(re.fullmatch(r"[\w.-]+", name) for name in self.split.split("+")),
-            "split",
-            self.split,
-            "use the name of a split, or several joined by +, like train+validation",
-        )
+        for name, split in (("split", self.split), ("eval_split", self.eval_split)):
+            _require(
+                all(re.fullmatch(r"[\w.-]+", part) for part in split.split("+")),
+                name,
+                split,
+                "use the name of a split, or several joined by +, like train+validation",
+            )
         if not self.dataset:
             object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
+        if not self.report_to:
+            object.__setattr__(self, "report_to", ["tensorboard"])
 
 
 def flags(arguments: RunArguments) -> dict[str, object]:

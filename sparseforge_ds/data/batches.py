@@ -27,6 +27,14 @@ _SHOWN = 8
 _log = logging.getLogger(__name__)
 
 
+def micro_batch_of(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
+    """(B, S) tokens, see `packing.token_dtype`, as a micro-batch with its `trained`."""
+    token_BS = label_BS = _ids(row_BS)
+    if row_BS.dtype.names is not None:
+        label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
+    return MicroBatch(token_BS, label_BS, trained)
+
+
 class Batches:
     """An endless iterator over this rank's micro-batches, each (B, S) int64.
 
@@ -74,11 +82,7 @@ class Batches:
         share = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
         found = []
         for position in batch[:: layout.at_once]:
-            row_BS = self._rows(position)
-            token_BS = label_BS = _ids(row_BS)
-            if share is not None:
-                label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
-            whole = MicroBatch(token_BS, label_BS, share)
+            whole = micro_batch_of(self._rows(position), share)
             parts = layout.sequence_parallel
             found.append(whole if parts == 1 else whole.of(layout.part(self.seq_length), parts))
         return found

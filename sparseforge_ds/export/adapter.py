@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.stored import ADAPTER
 from sparseforge_ds.export.writer import write_json, write_tensors
@@ -25,7 +28,7 @@ TENSORS = f"{ADAPTER}.safetensors"
 CONFIG = "adapter_config.json"
 
 _PACKED_CARD = """\
-# A {pattern} model with low-rank branches
+## A model with low-rank branches
 
 Every pruned layer computes `y = x (w^T + P^T B^T)`: packed weights w, and a learned matrix B (`*.low_rank_b`) for the
 sums of runs of inputs. {why} transformers loads both:
@@ -41,7 +44,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
 branches. `sparseforge export THIS_FOLDER OUT --format hf` writes the same model for tools that know PEFT adapters.
 """
 _CARD = """\
-# A {pattern} model in two parts
+## A model in two parts
 
 This model is the weights in `model*.safetensors` **and** the low-rank branch (SLoRB, a PEFT LoRA adapter) in
 `adapter_model.safetensors`. {why} Nothing else warns whoever loads the weights alone.
@@ -56,11 +59,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
 ```
 
 An inference engine that is not told of the adapter computes with the weights alone: give it the adapter as its LoRA
-(rank {rank}), or do not use it for this model. Merging the adapter into the weights would fill what was pruned.
-
-`sparsity.json` says which weights are sparse and where they come from; `sparseforge verify` checks them and the
-adapter.
-"""
+(rank {rank}), or do not use it for this model. Merging the adapter into the weights would fill what was pruned."""
 _SHIFTED = (
     "Before training, every run of weights gave up a part of itself to the branch: alone, the weights are useless."
 )
@@ -119,11 +118,17 @@ def write_adapter(source: Source, folder: Path) -> None:
     write_json(folder / CONFIG, config)
 
 
-def write_card(source: Source, folder: Path, packed: bool) -> None:
-    """README.md of a model with branches, whose weights compute nonsense without them."""
-    text = (_PACKED_CARD if packed else _CARD).format(
-        pattern=source.pattern,
-        why=_SHIFTED if source.shifted else _LEARNED,
-        rank=max(shape[1] for shape in source.branches.values()),
-    )
-    (folder / "README.md").write_text(text)
+def card_section(folder: Path, config: dict[str, Any], packed: bool) -> str:
+    """What the card of a model with low-rank branches says of them: without, the weights compute nonsense.
+
+    Args:
+        folder: has an adapter, or packed weights with branches.
+        config: of its run.
+        packed: which of the two.
+    """
+    why = _SHIFTED if config and SparseForgeConfig.from_dict(config).shifts else _LEARNED
+    if packed:
+        return _PACKED_CARD.format(why=why)
+    adapter = read_json(folder / CONFIG)
+    ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
+    return _CARD.format(why=why, rank=max((rank for rank in ranks if isinstance(rank, int)), default=0))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.export.card import write_card
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.proof import prove_folder, require
@@ -82,4 +83,6 @@ def export(
             proof = None if skip_proof else prove_folder(source, folder, plain=not packed)
         record["proof"] = proof
         write_json(file, record)
+        if format != "mask":
+            write_card(folder)
     return record

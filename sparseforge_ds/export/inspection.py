@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.folder import find_run, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json
 from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
@@ -167,9 +167,9 @@ def inspect(
     return Inspection(path, description, result, inventory, current, status, problems)
 
 
-def phase(config: SparseForgeConfig, step: int) -> str:
-    """heating, hardening, frozen finetune or finished."""
-    if step >= config.max_steps:
+def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
+    """heating, hardening, frozen finetune or finished, of a run of so many steps."""
+    if step >= steps:
         return "finished"
     name = config.resolved_schedule.phase(step)
     return "frozen finetune" if name == "frozen" else name
@@ -210,6 +210,8 @@ def whole(masks: list[MaskReport]) -> MaskReport:
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
     """(folder of checkpoints, None) or (None, one checkpoint)."""
+    if path.is_file():
+        return None, find_checkpoint(path)  # one that is named by a file, like checkpoints/best
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
     if (path / "sparseforge.json").is_file() or (path / "checkpoints").is_dir():
@@ -247,7 +249,8 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             for name in manifest.files:
                 manifest.check_file(name)
     state = checkpoint.client_state.get("sparseforge")
-    tokens = checkpoint.client_state.get("train", {}).get("tokens")
+    of_train = checkpoint.client_state.get("train", {})
+    tokens, longer = of_train.get("tokens"), of_train.get("steps")
     trained = [name for name in checkpoint.shapes if name not in checkpoint.buffers]
     dtypes = {str(checkpoint.trained_dtype(name)).removeprefix("torch.") for name in trained}
     known: dict[str, Any] = {}
@@ -256,11 +259,12 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
         saved.check_shapes(checkpoint.shapes, str(folder))
         config, step = saved.config, saved.step
         schedule = config.resolved_schedule
+        steps = longer if type(longer) is int else config.max_steps
         known = {
             "step": step,
             "pattern": config.pattern,
-            "max_steps": config.max_steps,
-            "phase": phase(config, step),
+            "max_steps": steps,
+            "phase": phase(config, step, steps),
             "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),

@@ -8,7 +8,7 @@
 
 Beside the weights lies `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved
 config). The low-rank branch of a run is in `hf` a PEFT LoRA adapter, which `from_pretrained` loads with the weights
-where peft is installed. A README.md says what a model with branches needs.
+where peft is installed. `card` says so in README.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
-from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter, write_card
+from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
@@ -80,8 +80,6 @@ def write_model(
     items = sorted([*source.specs, *branches], key=lambda name: -specs[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers, progress)
     adapter: dict[str, Any] = {"adapter": None}
-    if source.branches:
-        write_card(source, folder, packed)
     if source.branches and not packed:
         write_adapter(source, folder)
         adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}

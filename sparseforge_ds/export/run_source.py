@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,14 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.bits import chunks, members_left
 from sparseforge_ds.export.published_names import published_tensors
-from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.export.source import (
+    Source,
+    check_config,
+    choose_dtype,
+    published_name,
+    read_model_config,
+    require_finite,
+)
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import is_kept
@@ -129,6 +137,7 @@ class RunSource(Source):
             "coverage": described.get("coverage") or {},
             "permutation": self.permutation_sha256,
             "config": self.config.to_dict(),
+            "run": _run_of(described, checkpoint.client_state.get("train"), self.step),
         }
 
     @override
@@ -209,3 +218,21 @@ class RunSource(Source):
         index, shape = torch.arange(part.start + start, part.start + stop), self.checkpoint.shapes[real]
         output = index // shape[-1] if weight.input_axis == -1 else index % shape[-1]
         return self.checkpoint.weight(scale).float()[output]
+
+
+def _run_of(described: dict[str, Any], train: object, step: int) -> dict[str, Any]:
+    """What `sparsity.json` and a model card say of the run: no paths of this machine; nothing of one from elsewhere."""
+    flags, train = described.get("run"), train if isinstance(train, dict) else {}
+    if not isinstance(flags, dict):
+        return {}
+    names = {key: published_name(flags[key]) for key in ("model", "teacher") if isinstance(flags.get(key), str)}
+    texts = [published_name(text) for text in flags.get("dataset") or [] if isinstance(text, str)]
+    kept = {key: flags.get(key) for key in ("seq_length", "global_batch", "learning_rate")}
+    scores = train.get("evaluations")
+    losses = scores.get("losses") if isinstance(scores, dict) else None
+    loss = losses.get(str(step)) if isinstance(losses, dict) else None
+    evaluation = None
+    if isinstance(scores, dict) and isinstance(loss, float):
+        evaluation = {"loss": loss, **{key: scores.get(key) for key in ("sequences", "seq_length")}}
+        evaluation["text"] = published_name(str(scores.get("text")))
+    return {**names, "dataset": texts, **kept, "tokens": train.get("tokens"), "evaluation": evaluation}

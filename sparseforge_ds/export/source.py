@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -31,8 +32,11 @@ from sparseforge_ds.export.bits import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 
-HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config")
+HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
 """What `sparsity.json` and `mask.json` both say of where a model comes from."""
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
+"""owner/name, perhaps with a part of it."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """What a model can be exported in, by the name that config.json uses."""
@@ -106,6 +110,12 @@ class Source(abc.ABC):
 
     def check_bytes(self, workers: int = 1) -> None:  # noqa: B027
         """Compare the checksums of the files that `read` does not check by itself."""
+
+
+def published_name(name: str) -> str:
+    """What others may read of a model or a text: a hub id as it is, of a path on this machine its last part."""
+    hub = HUB_ID.fullmatch(name) and not name.startswith(".") and not Path(name).exists()
+    return name if hub else Path(name).name or name
 
 
 def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -> torch.dtype:

@@ -37,7 +37,7 @@ def banner(spec: RunSpec, text: str) -> str:
 def spec_rows(spec: RunSpec) -> list[Row]:
     """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
     config, arguments, coverage = spec.config, spec.arguments, spec.coverage
-    steps, schedule = config.max_steps, config.resolved_schedule
+    steps, schedule = spec.steps, config.resolved_schedule
     batch = spec.deepspeed
     rate = spec.learning_rate
     return [
@@ -56,11 +56,13 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             "schedule",
             ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(steps) if stop > start),
         ),
+        *_longer_line(spec),
         *_permute_line(config),
         *_low_rank_line(spec),
         (
             "rate",
-            f"{rate.peak:g} after {round(rate.warmup * steps)} warm-up steps, cosine to {rate.peak * rate.floor:g}",
+            f"{rate.peak:g} after {round(rate.warmup * rate.max_steps)} warm-up steps, "
+            f"cosine to {rate.peak * rate.floor:g}",
         ),
         (
             "batch",
@@ -95,6 +97,15 @@ def _mask_line(spec: RunSpec) -> str:
     if isinstance(method, RefreshedMaskConfig):
         line += f", chosen anew every {method.every} steps, decay {method.decay:g}"
     return line
+
+
+def _longer_line(spec: RunSpec) -> list[Row]:
+    before = spec.config.max_steps
+    if spec.steps == before:
+        return []
+    return [
+        ("longer", f"laid out over {before} steps; the finetune goes on to {spec.steps} at the rate of step {before}")
+    ]
 
 
 def _permute_line(config: SparseForgeConfig) -> list[Row]:

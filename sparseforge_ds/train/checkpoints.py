@@ -13,13 +13,13 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.disk import sync
-from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files
+from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files, step_of
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.random_state import random_file, random_state
@@ -60,8 +60,17 @@ class Checkpoints:
         for leftover in self.folder.glob("*.tmp"):
             _sweep(leftover)
 
-    def save(self, engine: Any, step: int, client_state: dict[str, Any]) -> Saved:
+    def save(
+        self, engine: Any, step: int, client_state: dict[str, Any], losses: Mapping[int, float] | None = None
+    ) -> Saved:
         """Save on all ranks.
+
+        Args:
+            engine: DeepSpeed's.
+            step: optimizer steps so far.
+            client_state: what else belongs to them.
+            losses: of held-out text, by step: of the checkpoints that have one, the best stays too. None to keep the
+                newest only.
 
         Raises:
             OSError: DeepSpeed cannot write the files on this rank; the unfinished folder was removed.
@@ -101,9 +110,23 @@ class Checkpoints:
                 f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
                 "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
             ) from error
-        self.ranks.on_first(lambda: self._tidy(tag))
+        self.ranks.on_first(lambda: self._tidy(tag, losses))
         size = sum(manifest.files.values())
         return Saved(self.folder / tag, size, time.perf_counter() - began, checking)
+
+    def name_best(self, losses: Mapping[int, float] | None) -> Path | None:
+        """Make `best` name the checkpoint with the lowest of `losses`, see `save`. Rank 0 only.
+
+        Returns:
+            That checkpoint; None where none has a loss.
+        """
+        saved = [folder for folder in list_checkpoints(self.folder) if self._whole(folder)]
+        scored = {folder: losses[step] for folder in saved if losses and (step := step_of(folder)) in losses}
+        if not scored:
+            return None
+        best = min(scored, key=lambda folder: scored[folder])  # the earliest of equal ones
+        self._point("best", best.name)
+        return best
 
     def find(self) -> Manifest:
         """The newest checkpoint, to go on from.
@@ -187,16 +210,20 @@ class Checkpoints:
         sync(self.folder)
         sync(self.folder.parent)  # the first save has made the folder
 
-    def _tidy(self, tag: str) -> None:
-        """Remove all but the newest `keep` whole checkpoints, and tell DeepSpeed's own tools the newest."""
-        temporary = self.folder / "latest.tmp"
-        temporary.write_text(tag)
-        os.replace(temporary, self.folder / "latest")
+    def _tidy(self, tag: str, losses: Mapping[int, float] | None = None) -> None:
+        """Remove all but the newest `keep` whole checkpoints and the best; tell DeepSpeed's own tools the newest."""
+        self._point("latest", tag)
+        best = self.name_best(losses)
         saved = list_checkpoints(self.folder)
         kept = [folder for folder in saved if self._whole(folder)][-self.keep :] if self.keep else saved
         for folder in saved:
-            if folder not in kept:
+            if folder not in kept and folder != best:
                 self._remove(folder)
+
+    def _point(self, name: str, tag: str) -> None:
+        temporary = self.folder / f"{name}.tmp"
+        temporary.write_text(tag)
+        os.replace(temporary, self.folder / name)
 
     def _whole(self, folder: Path) -> bool:
         try:

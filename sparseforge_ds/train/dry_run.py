@@ -27,6 +27,7 @@ from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.planning.study import GIB, Machine, Study, study
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
+from sparseforge_ds.train.length import laid_out_over, lengthened
 from sparseforge_ds.train.pretrained import Pretrained, find_model
 from sparseforge_ds.train.ranks import world_size_from_launcher
 from sparseforge_ds.train.run_folder import begins_anew, check_beginning, room_for_checkpoints
@@ -59,6 +60,8 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
         lambda name, flag: _find(name, flag, arguments.document_frame, unchecked),
         Hardware() if elsewhere else Hardware.here(),
     )
+    if (laid_out := laid_out_over(spec)) is not None:
+        spec = lengthened(spec, laid_out)
     model = empty_model(spec.model.config, spec.config, spec.dtype)
     yield f"dry run for {spec.world_size} GPUs: nothing is loaded, allocated or written"
     yield table(row for row in spec_rows(spec) if row[0] != "memory")
@@ -90,7 +93,7 @@ def find_config(name: str, flag: str) -> Pretrained:
 
 def _phases(spec: RunSpec) -> Iterator[Row]:
     """Steps, tokens and mask updates of every phase."""
-    schedule, steps = spec.config.resolved_schedule, spec.config.max_steps
+    schedule, steps = spec.config.resolved_schedule, spec.steps
     for name, first, last in schedule.phases(steps):
         if last > first:
             updates = sum(map(schedule.is_update, range(first, last)))
@@ -125,7 +128,7 @@ def _matrices(spec: RunSpec, model: nn.Module) -> Iterator[Row]:
 
 def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Iterator[Row]:
     text = spec.text
-    read = spec.config.max_steps * spec.tokens_per_step
+    read = spec.steps * spec.tokens_per_step
     for source, share in zip(text.sources, text.shares, strict=True):
         yield source.name, "\n".join([f"{share * read:,.0f} tokens, {share:.1%}", *file_lines(source)])
         if isinstance(source, HubText):

@@ -23,6 +23,7 @@ from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import TrainContext
+from sparseforge_ds.train.evaluation import Evaluation
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
 from sparseforge_ds.train.preemption import Preemption, Stopped
@@ -37,8 +38,10 @@ class RunDivergedError(AgreedError):
     """The loss is infinite or NaN: a result, of a learning rate that is too high."""
 
 
-def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, preemption: Preemption) -> dict[str, Any]:
-    """Train until `max_steps` optimizer steps have been applied, and save.
+def train(
+    context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, preemption: Preemption, evaluation: Evaluation
+) -> dict[str, Any]:
+    """Train until all optimizer steps of the run have been applied, and save.
 
     Returns:
         What the run came to, for `result.json`.
@@ -51,7 +54,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
         OSError: a checkpoint cannot be written.
     """
     spec, engine, forge, batches = context.spec, context.engine, context.forge, context.batches
-    max_steps, rate = spec.config.max_steps, spec.learning_rate
+    max_steps, rate = spec.steps, spec.learning_rate
     began, first_step = time.perf_counter(), forge.step_count
     scalars: dict[str, float] = {}
     whole = context.objective.decide(batches.at(batches.position)[:1, :1].to(context.device))
@@ -60,6 +63,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
     saved, failures = first_step if spec.arguments.resume else None, 0
     if first_step == 0:
         forge.start(probe=ProbeText(context, 0, 1))
+    _evaluate_if_due(evaluation, monitor, first_step)  # of a resumed run only where the step before it was its last
 
     while forge.step_count < max_steps:
         for group in engine.basic_optimizer.param_groups:
@@ -69,7 +73,7 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
             batches.prepare_step()
         except AgreedError:  # between two steps: all ranks are here, and nothing is half done
             if before and saved != before and not failures:
-                save(context, checkpoints, monitor, before)
+                save(context, checkpoints, monitor, evaluation, before)
             raise
         losses = torch.zeros(len(LOSSES), device=context.device)
         micro_batches = [batch.to(context.device) for batch in batches.step()]
@@ -124,9 +128,11 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
                 monitor.write(step, forge.metrics)
             _look_closer(context, monitor, step)
         stop = asked > 0 and not failures and step < max_steps
+        if not stop and not failures:  # who asks to stop does not wait long; the resumed run makes up for it
+            _evaluate_if_due(evaluation, monitor, step)
         due = spec.arguments.save_every and step % spec.arguments.save_every == 0
         if (due or stop) and not failures and saved != step and step:
-            save(context, checkpoints, monitor, step)
+            save(context, checkpoints, monitor, evaluation, step)
             saved = step
         if stop:
             asked_by = max(context.ranks.gather(preemption.requested))
@@ -136,27 +142,42 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
         raise _diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1))
     forge.finish()
     if saved != max_steps:
-        save(context, checkpoints, monitor, max_steps)
+        save(context, checkpoints, monitor, evaluation, max_steps)
     return {
         "steps": forge.step_count,
         "tokens": forge.step_count * spec.tokens_per_step,
         "seconds": round(time.perf_counter() - began, 1),
         "steps_of_this_start": forge.step_count - first_step,
         "last_step": scalars,
+        **evaluation.result(),
     }
 
 
-def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, step: int) -> None:
+def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, evaluation: Evaluation, step: int) -> None:
     """Save everything that a resumed run needs."""
-    state = {
-        "train": {"step": step, "tokens": step * context.spec.tokens_per_step, "data": context.batches.state_dict()},
+    progress = {
+        "step": step,
+        "steps": context.spec.steps,
+        "tokens": step * context.spec.tokens_per_step,
+        "data": context.batches.state_dict(),
     }
-    done = checkpoints.save(context.engine, step, state)
+    state = {
+        "train": {**progress, "evaluations": evaluation.state_dict()},
+    }
+    with monitor.away():
+        done = checkpoints.save(context.engine, step, state, evaluation.ranking())
     monitor.write(step, {"checkpoint/seconds": done.seconds, "checkpoint/gib": done.bytes / 2**30})
     _LOG.info(
         f"saved {done.path.name}: {readable_bytes(done.bytes)} in {done.seconds:.1f} s, "
         f"of which {done.seconds_checking:.1f} s reading it back"
     )
+
+
+def _evaluate_if_due(evaluation: Evaluation, monitor: Monitor, step: int) -> None:
+    if evaluation.due(step):
+        with monitor.away():
+            scalars = evaluation.run(step)
+        monitor.write(step, scalars)
 
 
 class ProbeText:

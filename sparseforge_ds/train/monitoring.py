@@ -1,4 +1,4 @@
-"""What a run says of its steps: progress bar or log lines on rank 0, and TensorBoard."""
+"""What a run says of its steps: progress bar or log lines on rank 0, and its trackers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from deepspeed.accelerator import get_accelerator
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.train.banner import readable_bytes
+from sparseforge_ds.train.figures import can_draw, masks_over_time
+from sparseforge_ds.train.tracking import Trackers
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,33 +26,47 @@ class Monitor:
     """Progress and metrics of rank 0; a silent object on every other rank.
 
     Args:
-        folder: the run folder, or None on ranks that say nothing.
+        trackers: where metrics go, or None on ranks that say nothing; closed with this.
         start: steps already done.
         max_steps: steps of the whole run.
         tokens_per_step: tokens of a global batch.
         every: steps between log lines.
+        engine_monitor: DeepSpeed's own, which gets the metrics too where its JSON switches it on.
     """
 
-    def __init__(self, folder: Path | None, start: int, max_steps: int, tokens_per_step: int, every: int) -> None:
+    def __init__(
+        self,
+        trackers: Trackers | None,
+        start: int,
+        max_steps: int,
+        tokens_per_step: int,
+        every: int,
+        engine_monitor: Any = None,
+    ) -> None:
         self.tokens_per_step = tokens_per_step
         self.every = every
         self.max_steps = max_steps
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1) if folder is not None else None
+        self._trackers = trackers
+        self._engine_monitor = engine_monitor if engine_monitor is not None and engine_monitor.enabled else None
+        self._mask_values: dict[int, list[float]] = {}
+        self._flips: dict[int, float] = {}
         self._bar = None
-        if folder is not None and sys.stderr.isatty():
+        if trackers is not None and sys.stderr.isatty():
             self._bar = tqdm(total=max_steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
         self._clock = time.perf_counter()
         self._clock_step = start
-        self._rate = 0.0
+        self._rate, self._left = 0.0, "?"
 
     def step(self, step: int, scalars: Mapping[str, float], phase: str, dials: Dials | None) -> None:
         """Show and log one finished optimizer step; `scalars` are already reduced over ranks and tagged."""
-        if self._writer is None:
+        if self._trackers is None:
             return
         due = step % self.every == 0 or step == self.max_steps
         if due:
             now = time.perf_counter()
-            self._rate = (step - self._clock_step) * self.tokens_per_step / max(now - self._clock, 1e-9)
+            seconds = max(now - self._clock, 1e-9) / max(1, step - self._clock_step)
+            self._rate = self.tokens_per_step / seconds
+            self._left = tqdm.format_interval(seconds * (self.max_steps - step))
             self._clock, self._clock_step = now, step
             more = {"train/tokens_per_second": self._rate, "train/memory_gib": memory_in_use() / 2**30}
             self.write(step, {**scalars, **more, **dial_scalars(dials)})
@@ -64,40 +80,43 @@ class Monitor:
             if "loss/kl" in scalars:
                 parts += [f"ce {scalars['loss/cross_entropy']:.4f}", f"kl {scalars['loss/kl']:.4f}"]
             parts += [f"lr {scalars['train/learning_rate']:.2e}", f"{self._rate:,.0f} tokens/s", phase]
-            parts += [readable_bytes(memory_in_use())]
+            parts += [readable_bytes(memory_in_use()), f"{self._left} left"]
             _LOG.info(f"step {step}/{self.max_steps}  " + "  ".join(parts))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log scalars that belong to one step."""
-        if self._writer is not None:
-            for tag, value in scalars.items():
-                self._writer.add_scalar(tag, value, step)
+        if self._trackers is None:
+            return
+        self._trackers.log(step, scalars)
+        if self._engine_monitor is not None:
+            self._engine_monitor.write_events([(tag, value, step) for tag, value in scalars.items()])
+        if "mask/flip_rate" in scalars:
+            self._flips[step] = scalars["mask/flip_rate"]
 
     def histograms(self, step: int, histograms: Mapping[str, tuple[list[int], list[float]]]) -> None:
-        """Log counts between edges."""
-        if self._writer is None:
+        """Log counts between edges, and a picture of those of all masks so far."""
+        if self._trackers is None:
             return
         for tag, (counts, edges) in histograms.items():
-            centre = (np.asarray(edges[:-1]) + np.asarray(edges[1:])) / 2
-            count = np.asarray(counts, dtype=np.float64)
-            self._writer.add_histogram_raw(
-                tag,
-                min=float(edges[0]),
-                max=float(edges[-1]),
-                num=int(count.sum()),
-                sum=float((count * centre).sum()),
-                sum_squares=float((count * centre**2).sum()),
-                bucket_limits=[float(edge) for edge in edges[1:]],
-                bucket_counts=count.tolist(),
-                global_step=step,
-            )
+            self._trackers.histogram(step, tag, counts, edges)
+        masks = [counts for tag, (counts, _) in histograms.items() if tag.startswith("mask/")]
+        if masks and can_draw():
+            self._mask_values[step] = np.sum(masks, axis=0).tolist()
+            self._trackers.image(step, "masks_over_time", masks_over_time(self._mask_values, self._flips))
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """What is done inside is no part of the steps: it does not count for their speed."""
+        began = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - began
 
     def close(self) -> None:
         """Write everything out."""
         if self._bar is not None:
             self._bar.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def dial_scalars(dials: Dials | None) -> dict[str, float]:

@@ -111,6 +111,16 @@ def find_model(name: str, flag: str) -> Pretrained:
     return Pretrained(name, folder, config)
 
 
+def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
+    """Raise a ValueError unless the two have as many tokens."""
+    ours, theirs = (each.config.get_text_config().vocab_size for each in (model, teacher))
+    if ours != theirs:
+        raise ValueError(
+            f"--teacher {teacher.name} has a vocabulary of {theirs}, --model {model.name} of {ours}; "
+            "distillation needs a teacher with the same tokenizer"
+        )
+
+
 def empty_model(model: Pretrained) -> PreTrainedModel:
     """The model without weights (on the meta device): names and shapes, in a moment and in no memory."""
     return bare_model(model.config)

@@ -12,6 +12,7 @@ from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import TrainContext
+from sparseforge_ds.train.evaluation import Evaluation
 from sparseforge_ds.train.random_state import (
     fits_accelerator,
     random_file,
@@ -60,14 +61,15 @@ def load_position(found: Resumption, batches: Batches) -> None:
         ) from None
 
 
-def continue_from(found: Resumption, context: TrainContext) -> None:
-    """Make engine, forge and generators what they were; the last thing before training goes on. Collective.
+def continue_from(found: Resumption, context: TrainContext, evaluation: Evaluation) -> None:
+    """Make engine, forge, scores and generators what they were; the last thing before training goes on. Collective.
 
     Raises:
         ValueError: the checkpoint does not fit the engine.
-        AgreedError: the file of a rank's generators is damaged.
+        AgreedError: the file of a rank's generators, or what was scored, is damaged.
     """
     manifest, spec, ranks = found.manifest, context.spec, context.ranks
+    ranks.all_or_raise(lambda: evaluation.load_state_dict(found.checkpoint.client_state["train"].get("evaluations")))
     context.forge.restore(found.checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
     before, now = (found.checkpoint.world_size, found.checkpoint.stage), (ranks.world_size, spec.stage)

@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed
 
-from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.ranks import AgreedError, Ranks
@@ -23,14 +23,17 @@ from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
+from sparseforge_ds.train.evaluation import Evaluation, open_held_out
+from sparseforge_ds.train.length import laid_out_over, lengthened, steps_of_epochs
 from sparseforge_ds.train.loop import RunDivergedError, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import rank_from_launcher, take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import begins_anew, check_folder, lock_folder, write_folder, write_json
-from sparseforge_ds.train.spec import make_spec, read_config
+from sparseforge_ds.train.spec import RunSpec, make_spec, read_config
 from sparseforge_ds.train.text import open_text
+from sparseforge_ds.train.tracking import Trackers, flat
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,6 +52,14 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     unlink_shared_buffers()
     ranks = Ranks()
     spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    if arguments.epochs is not None:
+        steps = ranks.on_first(lambda: steps_of_epochs(spec))
+        _LOG.info(f"--epochs {arguments.epochs:g}: {steps} steps")
+        arguments = dataclasses.replace(arguments, epochs=None, max_steps=steps)
+        spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    laid_out = ranks.on_first(lambda: laid_out_over(spec))
+    if laid_out is not None:
+        spec = lengthened(spec, laid_out)
     anew = ranks.on_first(lambda: begins_anew(spec))  # the others may not see yet whether there is something to resume
     if anew is not None:
         _LOG.info(anew)
@@ -58,28 +69,39 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     ranks.on_first(lambda: lock_folder(spec.folder))
     ranks.on_first(checkpoints.recover)
     found = find_resumption(spec, ranks, checkpoints) if spec.arguments.resume else None
-    batches = open_text(spec, ranks)
+    begun = 0 if found is None else found.manifest.step
+    trackers = None
+    if ranks.first and (found is None or begun < spec.steps):  # early, because one may want a login
+        trackers = Trackers(arguments.report_to, spec.folder, arguments.project, begun)
+    batches, held_out = open_text(spec, ranks), open_held_out(spec, ranks)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))
     batches.prepare_step()
-    _LOG.info(banner(spec, batches.summary(spec.config.max_steps)))
+    described = banner(spec, batches.summary(spec.steps))
+    _LOG.info(described)
 
     context = build(spec, ranks, batches)
+    evaluation = Evaluation(context, held_out)
     if found is not None:
-        continue_from(found, context)
+        continue_from(found, context, evaluation)
+        ranks.on_first(lambda: checkpoints.name_best(evaluation.ranking()))  # a kill may have kept it from being named
     ranks.on_first(lambda: write_folder(spec))
-    start, max_steps = context.forge.step_count, spec.config.max_steps
+    start, max_steps = context.forge.step_count, spec.steps
     if found is not None and start >= max_steps:
         _LOG.info(f"the run in {spec.folder} is complete ({start} steps): nothing to do")
         ranks.leave()
         return
     result_file = spec.folder / "result.json"
     ranks.on_first(lambda: result_file.unlink(missing_ok=True))  # of an earlier start
-    monitor = Monitor(spec.folder if ranks.first else None, start, max_steps, spec.tokens_per_step, arguments.log_every)
+    if trackers is not None:
+        trackers.settings(_settings(spec), described, start)
+    monitor = Monitor(
+        trackers, start, max_steps, spec.tokens_per_step, arguments.log_every, getattr(context.engine, "monitor", None)
+    )
     with contextlib.closing(monitor):
         preemption.begin_training()
         try:
-            result = train(context, checkpoints, monitor, preemption)
+            result = train(context, checkpoints, monitor, preemption, evaluation)
         except Stopped:
             ranks.leave()
             raise
@@ -88,7 +110,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
                 write_json(result_file, {"diverged": str(error)})
             raise
     ranks.on_first(lambda: write_json(result_file, result))
-    _LOG.info(_farewell(spec.folder, result))
+    _LOG.info(_farewell(spec.folder, result, "tensorboard" in arguments.report_to))
     ranks.leave()
 
 
@@ -127,12 +149,19 @@ def _fail(error: Exception, aloud: bool) -> int:
     return 1
 
 
-def _farewell(folder: Path, result: dict[str, Any]) -> str:
+def _settings(spec: RunSpec) -> dict[str, Any]:
+    """The run flags, the keys of the block, and how the run is laid out, by name."""
+    layout = {"zero_stage": spec.stage, "ranks": spec.world_size, "dtype": str(spec.dtype).removeprefix("torch.")}
+    batch = {"global_batch": spec.deepspeed["train_batch_size"], "max_steps": spec.steps}
+    return flat({**flags(spec.arguments), **layout, **batch, "sparseforge": spec.config.to_dict()})
+
+
+def _farewell(folder: Path, result: dict[str, Any], logged: bool) -> str:
     log, run, model = (shlex.quote(str(path)) for path in (folder / "tensorboard", folder, folder / "export"))
     return (
         f"done: {result['steps']} steps, {result['tokens']:,} tokens in all, {result['seconds']:.0f} s\n"
-        f"  tensorboard --logdir {log}\n"
-        f"  sparseforge consolidate {run} {model}"
+        + (f"  tensorboard --logdir {log}\n" if logged else "")
+        + f"  sparseforge consolidate {run} {model}"
     )
 
 

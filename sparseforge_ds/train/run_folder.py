@@ -7,7 +7,7 @@
       permutation/       the order of the model's channels, where it is not the one that they were trained in
       data/              the token cache
       checkpoints/       DeepSpeed checkpoints (see checkpoints.py)
-      tensorboard/       event files
+      tensorboard/       event files, where --report_to names it
       .lock              held by the process that works here
       result.json        what the run came to, written at its end
 
@@ -156,8 +156,10 @@ def lock_folder(folder: Path) -> int:
 def room_for_checkpoints(spec: RunSpec) -> int:
     """Bytes of the checkpoints that this run will have on disk at once, the one being written included."""
     arguments = spec.arguments
-    written = -(-spec.config.max_steps // arguments.save_every) if arguments.save_every else 1
-    at_once = min(written, arguments.keep_checkpoints + 1) if arguments.keep_checkpoints else written
+    written = -(-spec.steps // arguments.save_every) if arguments.save_every else 1
+    at_once = (
+        min(written, arguments.keep_checkpoints + 1 + arguments.keep_best) if arguments.keep_checkpoints else written
+    )
     if arguments.resume:
         at_once = 1  # the others are there already
     return at_once * checkpoint_bytes(spec.sizes, spec.layout)
@@ -259,8 +261,8 @@ def _other_length(spec: RunSpec, steps: int) -> str:
     )
     return (
         f"--resume: the run in {spec.folder} is laid out over {steps} steps, here {now}: the schedules of masks and "
-        f"learning rate are fractions of max_steps, and another number would be another run. Resume with --max_steps "
-        f"{steps}; or start a run of {now} steps in a new --output_dir"
+        f"learning rate are fractions of max_steps, and another number would be another run; only more steps behind a "
+        f"frozen mask would not. Resume with --max_steps {steps}; or start a run of {now} steps in a new --output_dir"
         + (further if spec.config.low_rank is None else "")
     )
 

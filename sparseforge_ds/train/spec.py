@@ -21,9 +21,10 @@ from sparseforge_ds.config.deepspeed_config import (
     training_dtype,
     zero_stage,
 )
+from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import check_trained, frame_tokens
-from sparseforge_ds.data.text_files import LocalText
+from sparseforge_ds.data.text_files import LocalText, Source
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
@@ -36,8 +37,16 @@ from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, check_attention, check_length, empty_model, find_model
+from sparseforge_ds.train.pretrained import (
+    Pretrained,
+    check_attention,
+    check_length,
+    check_teacher_vocabulary,
+    empty_model,
+    find_model,
+)
 from sparseforge_ds.train.schedule import LearningRate
+from sparseforge_ds.train.tracking import check_trackers
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,10 @@ class RunSpec:
     teacher_sizes: Architecture | None
     """When the teacher is another model."""
     text: Mixture
+    held_out: Source | None
+    """Of `--eval_dataset`."""
+    steps: int
+    """Of the whole run: `max_steps` of its config, or more where it was extended."""
     world_size: int
 
     @property
@@ -142,6 +155,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
             'leave the flag out or write "distillation": {}'
         )
     batch_arithmetic(content, world_size, sequence_ranks(content, arguments, world_size))
+    check_trackers(arguments.report_to)
     check_output_place(arguments)
     if arguments.gpus is None:  # else the run is one of other machines
         check_machine(content)
@@ -178,7 +192,7 @@ def make_spec(
     teacher = None
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
-        _check_vocabulary(model, teacher)
+        check_teacher_vocabulary(model, teacher)
         if config.distillation.hidden is not None:
             same_states(model.config, teacher.config)
             _check_order(config, model, teacher)
@@ -220,6 +234,8 @@ def make_spec(
         unneeded=uncovered.unneeded,
         low_rank_share=low_rank_share(empty, weights),
         text=_find_text(arguments, config, model),
+        held_out=find_held_out(arguments),
+        steps=config.max_steps,
         sizes=describe(empty, weights, leaves),
         teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
         world_size=world_size,
@@ -283,13 +299,4 @@ def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrain
         raise ValueError(
             f"--teacher {teacher.name} has its channels in another order than --model {model.name}, and "
             'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'
-        )
-
-
-def _check_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
-    ours, theirs = (each.config.get_text_config().vocab_size for each in (model, teacher))
-    if ours != theirs:
-        raise ValueError(
-            f"--teacher {teacher.name} has a vocabulary of {theirs}, --model {model.name} of {ours}; "
-            "distillation needs a teacher with the same tokenizer"
         )

@@ -91,6 +91,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.hub": {"huggingface_hub"},
     "data.splits": {"yaml", "huggingface_hub"},
     "export.compressed_tensors": {"compressed_tensors", "pydantic"},
+    "export.card": {"huggingface_hub"},
     "export.loaded": {"safetensors"},
     "export.proof": {"psutil"},
     "export.reference": {"safetensors", "model.loading_error"},

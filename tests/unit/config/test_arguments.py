@@ -23,6 +23,7 @@ PINNED = {
     "loss_on": "all",
     "document_frame": "auto",
     "max_steps": None,
+    "epochs": None,
     "global_batch": None,
     "micro_batch": None,
     "seq_length": 256,
@@ -34,11 +35,20 @@ PINNED = {
     "weight_decay": None,
     "save_every": 500,
     "keep_checkpoints": 2,
+    "eval_dataset": None,
+    "eval_split": "validation",
+    "eval_sequences": 512,
+    "eval_every": 500,
+    "keep_best": False,
     "log_every": 10,
+    "report_to": [],
+    "project": "sparseforge_ds",
     "seed": 0,
     "resume": False,
     "resume_other_data": False,
     "allow_dense": [],
+    "any_family": False,
+    "attn_implementation": None,
     "activation_checkpointing": False,
     "dry_run": False,
     "gpus": None,
@@ -56,6 +66,12 @@ def test_command_line_is_pinned():
 
 def test_without_a_dataset_it_is_the_embedded_one():
     assert parse_arguments(["--deepspeed", "a.json"]).dataset == ["stdlib"]
+    assert parse_arguments(["--deepspeed", "a.json"]).report_to == ["tensorboard"]
+
+
+def test_the_best_checkpoint_needs_a_text_to_be_best_on():
+    with pytest.raises(ValueError, match="--keep_best True is not valid: the best is that of --eval_dataset"):
+        parse_arguments(["--deepspeed", "a.json", "--keep_best"])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +88,10 @@ def test_every_flag_is_parsed():
         "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --sequence_parallel 4 --output_dir o "
         "--learning_rate 1e-4 "
         "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
-        "--seed 9 --resume --resume_other_data --allow_dense *.a *.b --activation_checkpointing --allow_dense *.c "
+        "--eval_dataset h --eval_split dev --eval_sequences 8 --eval_every 6 --keep_best --report_to wandb mlflow "
+        "--project p "
+        "--seed 9 --resume --resume_other_data --allow_dense *.a *.b "
+        "--any_family --attn_implementation sdpa --activation_checkpointing --allow_dense *.c "
         "--dry_run --gpus 64 --gpu_memory 40"
     )
     arguments = parse_arguments(line.split())
@@ -87,6 +106,7 @@ def test_every_flag_is_parsed():
         "line",
         "both",
         7,
+        None,
         16,
         2,
         64,
@@ -98,11 +118,20 @@ def test_every_flag_is_parsed():
         0.01,
         5,
         3,
+        "h",
+        "dev",
+        8,
+        6,
+        True,
         1,
+        ["wandb", "mlflow"],
+        "p",
         9,
         True,
         True,
         ["*.a", "*.b", "*.c"],
+        True,
+        "sdpa",
         True,
         True,
         64,

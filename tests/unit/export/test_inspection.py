@@ -37,7 +37,7 @@ def test_the_whole_is_weighted_by_elements() -> None:
 
 def test_phases() -> None:
     config = SparseForgeConfig.from_dict({"max_steps": 10, "method": {"hardening": [0.2, 0.5], "update_every": 1}})
-    names = [phase(config, step) for step in (0, 1, 2, 4, 5, 9, 10)]
+    names = [phase(config, step, 10) for step in (0, 1, 2, 4, 5, 9, 10)]
     assert names == [
         "heating",
         "heating",
@@ -50,7 +50,9 @@ def test_phases() -> None:
 
 
 def test_a_fixed_mask_is_frozen_from_the_start() -> None:
-    assert phase(SparseForgeConfig.from_dict({"preset": "fixed_magnitude", "max_steps": 10}), 0) == "frozen finetune"
+    assert (
+        phase(SparseForgeConfig.from_dict({"preset": "fixed_magnitude", "max_steps": 10}), 0, 10) == "frozen finetune"
+    )
 
 
 def test_folders_that_are_no_run(tmp_path: Path) -> None:

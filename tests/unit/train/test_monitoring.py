@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sparseforge_ds.config.methods import SoftMaskConfig
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.monitoring import Monitor, memory_in_use
+from sparseforge_ds.train.tracking import Trackers
 
 DIALS = SoftMaskConfig().schedule(100).dials(20)
 SCALARS = {
@@ -29,7 +30,9 @@ def events(folder):
 
 
 def test_tensorboard_has_everything(tmp_path):
-    monitor = Monitor(tmp_path, start=0, max_steps=20, tokens_per_step=2048, every=10)
+    monitor = Monitor(
+        Trackers(["tensorboard"], tmp_path, "project", 0), start=0, max_steps=20, tokens_per_step=2048, every=10
+    )
     for step in range(1, 21):
         monitor.step(step, SCALARS, "hardening", DIALS)
     monitor.write(20, {"mask/undecided": 0.1})
@@ -49,7 +52,9 @@ def test_tensorboard_has_everything(tmp_path):
 
 def test_a_resumed_run_hides_what_it_repeats(tmp_path):
     for start, stop in ((0, 20), (10, 20)):
-        monitor = Monitor(tmp_path, start=start, max_steps=20, tokens_per_step=1, every=5)
+        monitor = Monitor(
+            Trackers(["tensorboard"], tmp_path, "project", start), start=start, max_steps=20, tokens_per_step=1, every=5
+        )
         for step in range(start + 1, stop + 1):
             monitor.step(step, {**SCALARS, "loss/total": float(start)}, "hardening", DIALS)
         monitor.close()
@@ -90,7 +95,9 @@ def test_a_rank_that_learns_its_number_late(console, capsys, monkeypatch):
 def test_lines_stand_above_the_bar(console, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     console(0)
-    monitor = Monitor(tmp_path, start=0, max_steps=7, tokens_per_step=2048, every=5)
+    monitor = Monitor(
+        Trackers(["tensorboard"], tmp_path, "project", 0), start=0, max_steps=7, tokens_per_step=2048, every=5
+    )
     monitor.step(1, SCALARS, "hardening", DIALS)
     capsys.readouterr()
     logging.getLogger("sparseforge_ds").info("a line")
@@ -102,7 +109,9 @@ def test_lines_stand_above_the_bar(console, tmp_path, capsys, monkeypatch):
 
 def test_without_a_terminal_there_is_a_line_now_and_then(console, tmp_path, capsys):
     console(0)
-    monitor = Monitor(tmp_path, start=0, max_steps=7, tokens_per_step=2048, every=5)
+    monitor = Monitor(
+        Trackers(["tensorboard"], tmp_path, "project", 0), start=0, max_steps=7, tokens_per_step=2048, every=5
+    )
     for step in range(1, 8):
         monitor.step(step, SCALARS, "hardening", DIALS)
     monitor.close()

@@ -1,0 +1,220 @@
+"""The model card of an exported folder: what `sparsity.json` knows of it, its run and its scores, as README.md.
+
+Results that are measured later come from the JSON files of the two evaluations; see `read_results`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HTTPError
+
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.export.adapter import CONFIG as ADAPTER
+from sparseforge_ds.export.adapter import card_section
+from sparseforge_ds.export.source import HUB_ID, published_name
+from sparseforge_ds.export.stored import is_packed, listed_weights
+
+NAME = "README.md"
+_OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->"
+
+
+def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
+    """Scores in files that `python -m sparseforge_ds.evaluate.perplexity` or `zero_shot` wrote by `--json`.
+
+    Raises:
+        ValueError: one is no such file.
+    """
+    found = []
+    for path in paths:
+        content = read_json(Path(path))
+        tasks, text, perplexity = content.get("tasks"), content.get("text"), content.get("perplexity")
+        if isinstance(text, str) and isinstance(perplexity, (int, float)):
+            how = {key: content.get(key) for key in ("protocol", "seq_length", "stride", "dtype") if content.get(key)}
+            found.append(_result("text-generation", published_name(text), "perplexity", perplexity, how))
+        elif isinstance(tasks, dict) and all(isinstance(row, dict) for row in tasks.values()):
+            limit = {"limit": content["limit"]} if content.get("limit") else {}
+            for task, row in tasks.items():
+                for metric in ("acc", "acc_norm"):
+                    if isinstance(row.get(metric), (int, float)):
+                        found.append(_result("multiple-choice", str(task), metric, row[metric], limit))
+        else:
+            raise ValueError(
+                f"--results {path}: is no result of python -m sparseforge_ds.evaluate.perplexity or zero_shot; give "
+                "what they write by --json"
+            )
+    return found
+
+
+def make_card(
+    folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
+) -> ModelCard:
+    """The card of a folder that `consolidate` or `export` wrote.
+
+    Args:
+        folder: has `sparsity.json`.
+        results: scores beside that of the run.
+        license: of the model, as the hub names it.
+        name: by which it is loaded, owner/name.
+
+    Raises:
+        ValueError: it is no such folder, or its `sparsity.json` is damaged.
+    """
+    if not (folder / "sparsity.json").is_file():
+        raise ValueError(
+            f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
+        )
+    record, config = read_json(folder / "sparsity.json"), read_json(folder / "config.json")
+    weights, _ = listed_weights(folder, record)
+    sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
+    if odd := next((key for key, section in sections.items() if not isinstance(section, dict)), None):
+        raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")
+    run, score = sections["run"], sections["run"].get("evaluation")
+    scored = [*_of_run(score), *results]
+    title = f"{Path(str(run.get('model', 'A model'))).name} {record.get('pattern')}"
+    data = ModelCardData(
+        model_name=title,
+        base_model=run.get("model") if HUB_ID.fullmatch(str(run.get("model"))) else None,
+        datasets=sorted({text.partition(":")[0] for text in run.get("dataset", []) if HUB_ID.fullmatch(text)}) or None,
+        library_name="transformers",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=["sparse", str(record.get("pattern")), "sparseforge"],
+        eval_results=scored or None,
+    )
+    packed = is_packed(config)
+    branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
+    body = [
+        f"# {title}",
+        _summary(record, sections, len(weights)),
+        card_section(folder, sections["config"], packed) if branched else _usage(packed),
+        *_table("Training", _training(record, sections)),
+        *_table("Evaluation", [_line(each) for each in scored]),
+        "`sparsity.json` has every key of the configuration and the sha256 of every weight; `sparseforge verify` "
+        "checks the weights against both pattern and hashes.",
+        _OURS,
+    ]
+    text = "\n\n".join(body).replace("THIS_FOLDER", name or "THIS_FOLDER")
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+
+
+def write_card(
+    folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
+) -> bool:
+    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`.
+
+    Returns:
+        Whether it was written.
+
+    Raises:
+        ValueError: as `make_card`.
+    """
+    path = folder / NAME
+    if path.is_file() and _OURS not in path.read_text(errors="replace"):
+        return False
+    path.write_text(str(make_card(folder, results, license, name)), encoding="utf-8")
+    return True
+
+
+def push(folder: Path, name: str, private: bool = False) -> str:
+    """Upload a folder to the hub as a model, which is made if it is not there yet.
+
+    Returns:
+        Its address.
+
+    Raises:
+        ValueError: the name is not owner/name, or the hub refuses or cannot be reached.
+    """
+    if not HUB_ID.fullmatch(name) or ":" in name:
+        raise ValueError(f"--push {name}: give owner/name")
+    try:
+        api = huggingface_hub.HfApi()
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by sparseforge card")
+    except (HTTPError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"--push {name}: the hub did not take it ({reason[0][:300]}); check name, network and token (hf auth login)"
+        ) from None
+    return str(address)
+
+
+def _result(task: str, name: str, metric: str, value: float, how: dict[str, Any]) -> EvalResult:
+    kind = name if HUB_ID.fullmatch(name) else re.sub(r"[^\w.-]+", "-", name)
+    return EvalResult(
+        task_type=task,
+        dataset_type=kind,
+        dataset_name=name,
+        metric_type="accuracy" if metric.startswith("acc") else metric,
+        metric_name=metric,
+        metric_value=round(float(value), 6),
+        dataset_args=how or None,
+    )
+
+
+def _of_run(score: Any) -> list[EvalResult]:
+    """The score of the exported step, which the run itself measured."""
+    if not isinstance(score, dict) or not isinstance(score.get("loss"), (int, float)):
+        return []
+    how = {key: score[key] for key in ("sequences", "seq_length") if isinstance(score.get(key), int)}
+    perplexity = math.exp(min(score["loss"], 700.0))
+    return [_result("text-generation", published_name(str(score.get("text"))), "perplexity", perplexity, how)]
+
+
+def _summary(record: dict[str, Any], sections: dict[str, dict[str, Any]], weights: int) -> str:
+    model, pattern = sections["run"].get("model"), record.get("pattern")
+    of = f" of {_link(model)}" if isinstance(model, str) else ""
+    exact = "exactly and in every group" if record.get("finished") else "projected before its run was finished"
+    return (
+        f"A {pattern} sparse model{of}: {weights} weight matrices are {pattern}, {exact}, and all other weights are "
+        "dense. sparseforge_ds made it; SparseForge is [arXiv 2605.06402](https://arxiv.org/abs/2605.06402)."
+    )
+
+
+def _usage(packed: bool) -> str:
+    first = "import sparseforge_ds  # knows the packed24 format\n" if packed else ""
+    return (
+        f"```python\n{first}from transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")\n```'
+    )
+
+
+def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, object]]:
+    run, config = sections["run"], sections["config"]
+    method = config.get("method")
+    rows: list[tuple[str, object]] = [
+        ("method", method.get("name") if isinstance(method, dict) else method),
+        ("pattern", record.get("pattern")),
+        ("importance", config.get("importance")),
+        ("steps", record.get("step")),
+        ("tokens", f"{run['tokens']:,}" if isinstance(run.get("tokens"), int) else None),
+        ("text", ", ".join(map(_link, run.get("dataset", []))) or None),
+        ("teacher", _link(run["teacher"]) if isinstance(run.get("teacher"), str) else None),
+        *((name.replace("_", " "), run.get(name)) for name in ("seq_length", "global_batch", "learning_rate")),
+        ("dtype", record.get("dtype")),
+    ]
+    return [(name, value) for name, value in rows if value is not None]
+
+
+def _line(result: EvalResult) -> tuple[str, object]:
+    how = ", ".join(f"{key} {value}" for key, value in (result.dataset_args or {}).items())
+    return (
+        f"{result.metric_name or result.metric_type}, {result.dataset_name}",
+        f"{result.metric_value:g} {f'({how})' if how else ''}",
+    )
+
+
+def _table(title: str, rows: Sequence[tuple[str, object]]) -> list[str]:
+    lines = [f"| {name} | {str(value).replace('|', ' ').strip()} |" for name, value in rows]
+    return [f"## {title}", "\n".join(["| | |", "|---|---|", *lines])] if lines else []
+
+
+def _link(name: str) -> str:
+    hub, _, _ = name.partition(":")
+    return f"[{name}](https://huggingface.co/{hub})" if HUB_ID.fullmatch(name) else f"`{name}`"

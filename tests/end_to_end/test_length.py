@@ -1,0 +1,76 @@
+"""A run of so many epochs; and one that was finished and goes on: what is frozen stays, the finetune continues."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export.run_source import RunSource
+from tests.distributed import run_distributed
+from tests.end_to_end.test_train import _main, differences, flags_of, states, train
+from tests.tiny_folders import deepspeed_json, write_text
+
+
+def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capsys):
+    """8 steps, then 12; the second part whole, and interrupted, on the ranks and stage of the first and on others."""
+    flags = flags_of(tmp_path, deepspeed_json(2), save_every=2, keep_checkpoints=0)
+    train(*flags)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    train(*flags, "--resume", "--max_steps=12")
+    said = capsys.readouterr().out
+    assert "laid out over 8 steps; the finetune goes on to 12 at the rate of step 8" in said and "step 12/12" in said
+    straight = states(checkpoints / "step_000012")
+    shutil.rmtree(checkpoints / "step_000012")
+    train(*flags, "--resume", "--max_steps=12")
+    assert differences(straight, states(checkpoints / "step_000012")) == []
+    saved = [RunSource(checkpoints / name) for name in ("step_000008", "step_000012")]
+    moved = 0
+    for name in saved[0].prunable:
+        before, after = (source.read_mask(name) for source in saved)
+        assert (before == after).all()
+        moved += not (saved[0].read(name) == saved[1].read(name)).all()
+    assert moved == len(saved[0].prunable), "and the weights were trained"
+    assert Checkpoint(checkpoints / "step_000012").client_state["sparseforge"]["config"]["max_steps"] == 8
+    assert main(["inspect", str(tmp_path / "run"), "--quick"]) == 0
+    assert "12 of 12, finished" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 12
+
+    train(*flags, "--resume", "--max_steps=12")  # complete
+    train(*flags, "--resume", "--max_steps=14", ranks=1)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 14
+
+
+@pytest.mark.parametrize(
+    ("more", "kept", "said"),
+    [
+        (["--max_steps=12"], "step_000004", "is laid out over 8 steps, here 12"),
+        (["--max_steps=6"], "step_000008", "is laid out over 8 steps, here 6"),
+        (["--max_steps=12", "--min_lr_ratio=0"], "step_000008", "so that more steps would change nothing"),
+    ],
+)
+def test_what_cannot_become_longer(tmp_path, capfd, more, kept, said):
+    """Soft masks, whose schedule would be another; fewer steps; and a learning rate of 0. Masks freeze at step 6."""
+    flags = flags_of(tmp_path, deepspeed_json(0), save_every=4)
+    train(*flags, ranks=1)
+    for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        if path.name > kept:
+            shutil.rmtree(path)
+    assert run_distributed(_main, 1, [*flags, "--resume", *more]) == [1]
+    assert said in capfd.readouterr().out
+
+
+def test_epochs(tmp_path, capsys):
+    """20 documents are 49 windows of 32 tokens: with 4 a step, one and a half epochs are 19 steps."""
+    write_text(tmp_path / "short.jsonl", documents=20)
+    flags = [flag for flag in flags_of(tmp_path, deepspeed_json(1), save_every=0) if "--dataset" not in flag]
+    train(*flags, f"--dataset={tmp_path / 'short.jsonl'}", "--epochs=1.5")
+    said = capsys.readouterr().out
+    tokens = next((tmp_path / "run" / "data").glob("*.json"))
+    windows = json.loads(tokens.read_text())["tokens"] // 32
+    steps = -(-windows * 3 // 8)
+    assert f"--epochs 1.5: {steps} steps" in said
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == steps

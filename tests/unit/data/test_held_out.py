@@ -1,0 +1,70 @@
+"""Text that a run is scored on: found, cut into windows, and refused by the names of its own flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.data.held_out import HeldOut, find_held_out, read_held_out
+from sparseforge_ds.data.packing import encode
+from sparseforge_ds.data.windows import trained_of
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_text
+
+
+def arguments(**flags: Any) -> RunArguments:
+    return RunArguments(deepspeed="zero3", seq_length=32, **flags)
+
+
+def read(vocabulary: int = BYTE_VOCABULARY, **flags: Any) -> HeldOut:
+    given = arguments(**flags)
+    source = find_held_out(given)
+    assert source is not None
+    return read_held_out(source, byte_tokenizer(), vocabulary, given)
+
+
+def test_the_first_windows_of_the_text_in_order(tmp_path):
+    path = write_text(tmp_path / "text.jsonl", documents=20)
+    texts = [f"Document {i} counts {i * i} things, and then it goes on about the number {i % 7}." for i in range(20)]
+    ids = np.concatenate(encode(texts, byte_tokenizer()))
+    whole = read(eval_dataset=str(path), eval_sequences=0)
+    assert np.array_equal(whole.token_NS.reshape(-1), ids[: len(ids) // 32 * 32])
+    few = read(eval_dataset=str(path), eval_sequences=3)
+    assert np.array_equal(few.token_NS, whole.token_NS[:3]) and few.key != whole.key
+    assert find_held_out(arguments()) is None
+
+
+def test_the_part_of_the_embedded_text_that_nothing_is_trained_on():
+    assert read(eval_dataset="stdlib:heldout", eval_sequences=5).token_NS.shape == (5, 32)
+
+
+def test_completions_alone(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "one and one is ", "completion": "two"}\n' * 9)
+    found = read(eval_dataset=str(path), loss_on="completion")
+    assert 0 < trained_of(found.token_NS).sum() < found.token_NS.size / 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"eval_dataset": "nowhere.jsonl"}, "--eval_dataset nowhere.jsonl: no such file"),
+        ({"text_field": "body"}, "no field 'body'"),
+        ({"vocabulary": 100}, "the tokenizer gives token 256"),
+    ],
+)
+def test_what_cannot_be_used(tmp_path, flags, said):
+    with pytest.raises(ValueError, match=said):
+        read(**{"eval_dataset": str(write_text(tmp_path / "text.jsonl", documents=3)), **flags})
+
+
+def test_a_folder_without_that_split_and_a_text_that_is_too_short(tmp_path):
+    (tmp_path / "folder").mkdir()
+    write_text(tmp_path / "folder" / "train.jsonl")
+    with pytest.raises(ValueError, match="--eval_dataset .*has no split validation .*--eval_split"):
+        read(eval_dataset=str(tmp_path / "folder"))
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(ValueError, match=r"--eval_dataset .*short.txt: has 6 tokens, less than one window"):
+        read(eval_dataset=str(tmp_path / "short.txt"))

@@ -1,0 +1,61 @@
+"""When a run is scored, and which checkpoint counts as its best."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.data.held_out import HeldOut
+from sparseforge_ds.train.evaluation import Evaluation
+
+TEXT = HeldOut("text.jsonl", np.zeros((4, 8), dtype=np.uint16))
+
+
+def evaluation(held_out: HeldOut | None = TEXT, method: str = "sparseforge", **flags: Any) -> Evaluation:
+    arguments = SimpleNamespace(**{"eval_every": 4, "save_every": 3, "keep_best": False, **flags})
+    config = SparseForgeConfig.from_dict({"max_steps": 10, "method": method})
+    spec = SimpleNamespace(arguments=arguments, steps=10, config=config)
+    return Evaluation(SimpleNamespace(spec=spec), held_out)  # type: ignore[arg-type]
+
+
+def steps(found: Evaluation) -> list[int]:
+    return [step for step in range(11) if found.due(step)]
+
+
+def test_when_it_is_due() -> None:
+    assert steps(evaluation()) == [0, 4, 8, 10]
+    assert steps(evaluation(eval_every=0)) == [0, 10]
+    assert steps(evaluation(eval_every=0, keep_best=True)) == [0, 3, 6, 9, 10]
+    assert steps(evaluation(held_out=None)) == []
+
+
+def test_what_was_scored_is_not_scored_again_and_what_a_stop_left_out_is() -> None:
+    found = evaluation()
+    found.load_state_dict({"key": TEXT.key, "losses": {"0": 2.5, "4": 2.0}})
+    assert steps(found) == [8, 10]
+    assert found.state_dict()["losses"] == {"0": 2.5, "4": 2.0}
+
+
+def test_scores_of_another_text_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    found = evaluation()
+    with caplog.at_level("INFO"):
+        found.load_state_dict({"key": "another", "text": "old.jsonl", "losses": {"0": 2.5}})
+    assert found.losses == {} and "other text than before (old.jsonl)" in caplog.text
+    found.load_state_dict({})
+    with pytest.raises(ValueError, match="its evaluations cannot be read"):
+        found.load_state_dict({"key": TEXT.key, "losses": {"first": 2.5}})
+
+
+@pytest.mark.parametrize(
+    ("method", "counted"), [("sparseforge", {2: 3.0, 8: 2.5}), ("sr_ste", {0: 2.0, 2: 3.0, 8: 2.5})]
+)
+def test_soft_masks_are_never_the_best(method: str, counted: dict[int, float]) -> None:
+    """Of 10 steps masks of sparseforge are frozen at the second."""
+    found = evaluation(keep_best=True, method=method)
+    found.losses = {0: 2.0, 2: 3.0, 8: 2.5, 9: float("nan")}
+    assert found.ranking() == counted
+    assert evaluation(method=method).ranking() is None

@@ -1,0 +1,112 @@
+"""Trackers: found before anything else is done, and given what a run says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import tracking as of_accelerate
+from accelerate.tracking import GeneralTracker, get_available_trackers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from sparseforge_ds.train.figures import masks_over_time
+from sparseforge_ds.train.monitoring import Monitor
+from sparseforge_ds.train.tracking import Trackers, check_trackers, flat
+
+
+class Notebook(GeneralTracker):
+    """A tracker of the kind that accelerate lets anybody add."""
+
+    name = "notebook"
+    requires_logging_directory = True
+    written: list[Any] = []
+
+    def __init__(self, project: str, folder: Path) -> None:
+        super().__init__()
+        self.written.append((project, folder))
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.written
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.written.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.written.append((step, values))
+
+    def finish(self) -> None:
+        self.written.append("finished")
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setitem(of_accelerate.LOGGER_TYPE_TO_CLASS, "notebook", Notebook)
+    Notebook.written.clear()
+    return Notebook.written
+
+
+def test_a_tracker_gets_settings_scalars_and_its_end(tmp_path, notebook):
+    check_trackers(["notebook", "tensorboard"])
+    trackers = Trackers(["notebook"], tmp_path / "run", "project", 0)
+    trackers.settings({"seed": 3, "dataset": ["a", "b"], "teacher": None}, "text", 0)
+    monitor = Monitor(trackers, start=0, max_steps=4, tokens_per_step=1, every=1)
+    monitor.write(2, {"mask/undecided": 0.5})
+    monitor.histograms(2, {"mask/a": ([1, 2], [0.0, 0.5, 1.0])})
+    monitor.close()
+    expected = {"seed": 3, "dataset": "['a', 'b']", "teacher": "None"}
+    assert notebook == [("project", tmp_path / "run"), expected, (2, {"mask/undecided": 0.5}), "finished"]
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_unknown_and_missing_trackers_are_named():
+    with pytest.raises(ValueError, match=r"--report_to tensorbord: no such tracker; use aim, .*tensorboard.*, none"):
+        check_trackers(["tensorbord"])
+    with pytest.raises(ValueError, match="none stands alone"):
+        check_trackers(["none", "tensorboard"])
+    missing = next(name for name in ("aim", "clearml", "dvclive", "mlflow") if name not in get_available_trackers())
+    with pytest.raises(ValueError, match=f"--report_to {missing}: it is not installed; pip install {missing}"):
+        check_trackers([missing])
+    check_trackers(["none"])
+    assert Trackers(["none"], Path("nowhere"), "project", 0)._trackers == []
+
+
+def test_tensorboard_has_settings_and_pictures(tmp_path):
+    trackers = Trackers(["tensorboard"], tmp_path, "project", 0)
+    trackers.settings({"seed": 3, "model": "a"}, "  model  a\n  batch  b", 0)
+    monitor = Monitor(trackers, start=0, max_steps=4, tokens_per_step=1, every=1)
+    for step in (1, 2, 3):
+        monitor.write(step, {"mask/flip_rate": 0.1 / step})
+        monitor.histograms(
+            step, {"mask/a": ([step, 0, 9 - step], [0.0, 0.3, 0.6, 1.0]), "curvature_log10/a": ([1], [0.0, 1.0])}
+        )
+    monitor.close()
+    log = EventAccumulator(str(tmp_path / "tensorboard"))
+    log.Reload()
+    (event,) = log.Tensors("run/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert "      model  a" in text and "| seed | 3 |" in text
+    assert [image.step for image in log.Images("masks_over_time")] == [1, 2, 3]
+    start = plugin_data_pb2.HParamsPluginData.FromString(
+        log.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
+    assert dict(start.session_start_info.hparams)["seed"].number_value == 3
+    assert [path.name for path in tmp_path.rglob("events*")] == [
+        path.name for path in (tmp_path / "tensorboard").iterdir()
+    ]
+
+
+def test_a_picture_shows_what_it_is_given():
+    """The row of the bin that holds everything is dark elsewhere: white there, where nothing lies."""
+    empty, full = (masks_over_time({5: counts, 10: counts}, {5: 0.2}) for counts in ([0, 0, 0, 9], [9, 0, 0, 0]))
+    assert empty.dtype == np.uint8 and empty.shape == (600, 900, 3)
+    middle = slice(300, 500)
+    assert empty[30:60, middle].min() < 255 and empty[200:250, middle].min() == 255
+    assert full[200:250, middle].min() < 255 and full[30:60, middle].min() == 255
+
+
+def test_nested_settings_by_their_path():
+    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
