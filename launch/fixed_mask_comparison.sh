@@ -4,7 +4,7 @@
 #     bash launch/fixed_mask_comparison.sh MODEL TRAIN_TEXT HELDOUT_TEXT [STEPS] [SEED]
 #
 # Prints held-out perplexity of the dense model, of one-shot magnitude and Wanda 2:4, of both fixed masks retrained, of
-# SparseForge with the paper's literal choices (preset paper_no_low_rank), and with the defaults of ds_configs/zero3.json.
+# SparseForge with the paper's literal choices (preset paper_like_no_low_rank), and with the defaults of ds_configs/zero3.json.
 # A fixed mask is the same trainer with hardening at step 0. One-shot Wanda is that trainer stopped after a single step
 # whose learning rate is too small to matter.
 set -euo pipefail
@@ -60,5 +60,5 @@ perplexity one_shot_magnitude "$model" --one_shot 2:4
 train one_shot_wanda fixed_wanda --max_steps 1 --learning_rate 1e-12
 train fixed_magnitude fixed_magnitude --max_steps "$steps"
 train fixed_wanda fixed_wanda --max_steps "$steps"
-train sparseforge_paper paper_no_low_rank --max_steps "$steps"
+train sparseforge_paper paper_like_no_low_rank --max_steps "$steps"
 train sparseforge default --max_steps "$steps"

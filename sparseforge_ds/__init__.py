@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from sparseforge_ds.model.registration import register_families, register_with_transformers
 
 if TYPE_CHECKING:
+    from sparseforge_ds.checkpoint.reader import Checkpoint
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.forge import ForgeError, SparseForge
     from sparseforge_ds.model.any_family import any_family
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
 _WHERE = {
+    "Checkpoint": "checkpoint.reader",
     "DistillationLoss": "model.distill",
     "ForgeError": "forge",
     "Published": "model.family_table",
@@ -37,6 +39,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "Checkpoint",
     "DistillationLoss",
     "ForgeError",
     "Published",

@@ -5,6 +5,7 @@ The default method is Algorithm 1 of the paper (arXiv 2605.06402); `methods` has
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -14,9 +15,11 @@ from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import CurvatureMean, ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
 from sparseforge_ds.methods.histograms import histograms
+from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
-from sparseforge_ds.model.low_rank import branches
+from sparseforge_ds.zero.engine_checkpoints import carry_state
+from sparseforge_ds.zero.gradient_hooks import hook_gradients
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.restore import Masks, restore
@@ -35,18 +38,23 @@ class SparseForge:
     optimizer; this object holds the step count and what can be recomputed.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig) -> None:
+    def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig, max_steps: int | None = None) -> None:
         """Attach to an engine. Collective; changes no weight.
+
+        From now on `engine.save_checkpoint` saves the forge's state too, and `engine.load_checkpoint` continues the
+        whole run as `restore` does.
 
         Args:
             engine: from `deepspeed.initialize` with `model_parameters=param_groups(model, config)`.
             config: the same as was given to `prepare` and `param_groups`.
+            max_steps: optimizer steps of the whole run, where they were not known before; None for those of the config.
 
         Raises:
             ValueError: the engine or the model cannot be used, with the setting to change.
         """
         refuse_unsupported(engine)
         refuse_unprepared(engine.module, expert_lists(engine.module))
+        config = config if max_steps is None else dataclasses.replace(config, max_steps=max_steps)
         self.engine = engine
         self.config = config
         self.schedule = config.resolved_schedule
@@ -63,9 +71,12 @@ class SparseForge:
         self._ranking = Ranking(self._mean)
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe)
-        self._ready = not (self._method.starts or self.config.shifts)
+        hook_gradients(on.state, on.shards)
+        self.ready = not (self._method.starts or self.config.shifts)
+        """Whether the first step may be made; if not, `start` comes before it."""
         self._method.resume()
         self._skipped = engine.skipped_steps
+        carry_state(self._layout, self.state_dict, self.restore)
         self._listen()
 
     @property
@@ -100,16 +111,25 @@ class SparseForge:
         Raises:
             ValueError: a probe is needed, and there is none.
         """
-        if self._ready or self.step_count:
+        if self.ready or self.step_count:
             return
         if self.config.shifts:
             shift_into_branches(self.engine.module, self._sharded)
             self._republish()  # the mask is chosen by what the probe says of shifted weights
         self._method.start(probe)
-        self._ready = True
+        self.ready = True
         self._switch_on_branches(0)
         self._republish()
         self._release_if_due()
+
+    def loss_divided_by(self, divisor: float) -> None:
+        """Before a backward pass whose loss is not the mean over all tokens of its micro-batch, as with labels of -100
+        or padding, so that the curvature counts every token that is trained on alike.
+
+        Args:
+            divisor: of the sum over its tokens; for the mean over a step, its trained tokens over its micro-batches.
+        """
+        self._mean.loss_divided_by(divisor)
 
     def step(self, probe: Closure | ProbeBatches | None = None) -> bool:
         """After `engine.step`: curvature, gates and masks when an update is due; otherwise next to nothing. Collective.
@@ -133,7 +153,7 @@ class SparseForge:
             return False
         if begun > 1:
             raise ForgeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
-        if not self._ready:
+        if not self.ready:
             raise ForgeError(
                 "the mask is chosen, and weights are shifted, before the first step: call forge.start(probe) before "
                 "the first engine.step"
@@ -195,7 +215,7 @@ class SparseForge:
         return histograms(self._mean, bins)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint's client state must carry; plain JSON types. Collective.
+        """What `engine.save_checkpoint` puts into the client state as "sparseforge"; plain JSON types. Collective.
 
         What has one number a weight is optimizer state already; row and column sums are here, as text. Of a frozen
         mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
@@ -208,9 +228,8 @@ class SparseForge:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
 
-        Takes the place of `engine.load_checkpoint` and `load_state_dict`: masters, every optimizer state, frozen
-        weights, buffers, loss scale, counters and low-precision weights are what they were, bit for bit on the same
-        layout, and no pickle is executed. `checkpoint.check_bytes` finds damaged bytes beforehand.
+        All that trains, counts or is saved is what it was, bit for bit on the same layout, and no pickle is executed.
+        `engine.load_checkpoint` calls it with a checkpoint whose bytes it has checked.
 
         Raises:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
@@ -218,21 +237,6 @@ class SparseForge:
         """
         state = self._check_saved(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
         restore(self._layout, self._state, checkpoint, self._masks_of(state))
-        self._continue(state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a run; call it after `engine.load_checkpoint`. Collective.
-
-        Raises:
-            ValueError: the checkpoint was made with another configuration or for other weights.
-        """
-        self._check_saved(state, "the checkpoint")
-        if self._masks_of(state) == "moving" and not self._state.complete:
-            raise ValueError(
-                "the checkpoint, or what was loaded of its optimizer states, holds no dense, mask: call "
-                "engine.load_checkpoint without load_module_only or load_optimizer_states=False, and on a checkpoint "
-                "that a sparseforge run wrote"
-            )
         self._continue(state)
 
     def _check_saved(self, state: object, where: str) -> dict[str, Any]:
@@ -259,7 +263,7 @@ class SparseForge:
         self._sharded.step, self._sharded.refreshes = state["step"], state["refreshes"]
         self._mean.load_state_dict(state)
         self._hooks.steps_begun = 0
-        self._ready = self.step_count > 0 or not (self._method.starts or self.config.shifts)
+        self.ready = self.step_count > 0 or not (self._method.starts or self.config.shifts)
         if self.step_count and self._masks_of(state) == "frozen":
             self._state.read_kept()
             self._sharded.check_frozen()

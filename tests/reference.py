@@ -208,8 +208,6 @@ class ReferenceForge:
         gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
-            if name in self.mask and self.step_count >= self._dials(0)["freeze"]:
-                parameter.grad = parameter.grad * torch.tensor(self.mask[name]).view_as(parameter)
         before = {name: self.master[name].detach().clone() for name in self.mask}
         self.optimizer.step()
         if self.formed and self.step_count < self._dials(0)["freeze"]:
@@ -287,9 +285,17 @@ class ReferenceForge:
                 weight = weight * self.effective_mask(name, step).view_as(weight) + 0.0
             parameter.copy_(weight)
 
+    @property
+    def _frozen(self) -> bool:
+        """Whether the next step is one under frozen masks."""
+        return self.step_count >= self._dials(0)["freeze"]
+
     def clipped_gradients(self, batches: list[Batch]) -> tuple[dict[str, Tensor], float]:
-        """`gradients`, scaled to the norm that is allowed."""
+        """`gradients` of what is left of the weights, scaled to the norm that is allowed."""
         gradients, loss = self.gradients(batches)
+        for name, mask in self.mask.items():
+            if self._frozen:
+                gradients[name] = gradients[name] * torch.tensor(mask).view_as(gradients[name])
         if self.clip:
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
             gradients = {name: g * min(1.0, self.clip / (norm + 1e-6)) for name, g in gradients.items()}

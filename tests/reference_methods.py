@@ -50,6 +50,11 @@ class ReferenceMethod(ReferenceForge):
     def _release(self) -> None:
         """What a frozen mask removed stays, here: who compares leaves it out."""
 
+    @property
+    def _frozen(self) -> bool:
+        """Each rule says itself what a gradient is used for; no case clips and freezes."""
+        return False
+
     def weight(self, name: str) -> list[float]:
         """W, flat."""
         values: list[float] = self.master[name].detach().flatten().tolist()

@@ -33,6 +33,13 @@ from sparseforge_ds.checkpoint.zero_partitions import Number, element_states, fi
 # What entries of a wrong type raise, wherever they are first used.
 _DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
+_OF_DEEPSPEED = {
+    *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+    *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+}
+"""Entries of a model file that are DeepSpeed's own."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -95,10 +102,12 @@ class Checkpoint:
             """Sequences trained on."""
             self.skipped: int = field(first, int, "skipped_steps")
             """Steps that an fp16 overflow skipped."""
-            self.client_state = {
-                key: field(first, dict, key) for key in ("sparseforge", "train") if key in first.content
+            self.client_state: dict[str, Any] = {
+                key: field(first, dict, key) if key in ("sparseforge", "train") else value
+                for key, value in first.content.items()
+                if key not in _OF_DEEPSPEED
             }
-            """What our own save put beside the weights."""
+            """What was saved beside the weights by others than DeepSpeed."""
             self.aliases = read_aliases(files, module)
             """Tied weights: name without data -> name that holds it."""
             self.buffers = frozenset(field(first, list, "buffer_names"))

@@ -15,7 +15,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 _EPILOG = """\
 formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
-  packed24  2:4 weights in 0.5625 of their bf16 bytes; transformers loads it after `import sparseforge_ds`
+  packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
+            after `import sparseforge_ds`
   mask      the mask alone, one bit a weight; `sparseforge apply` puts it on the dense model
 
 Each is proved before it reports success: hf and packed24 are loaded in a fresh process and give the source's logits
@@ -24,6 +25,7 @@ bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that 
 examples:
   sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
   sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask
+  sparseforge export models/llama_wanda_2to4 models/llama_packed24 --format packed24   # pruned by another tool
 """
 
 
@@ -38,7 +40,9 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="a run folder (its newest checkpoint), one checkpoint, or an exported folder"
+        "source",
+        metavar="SOURCE",
+        help="a run folder (its newest checkpoint), one checkpoint, an exported folder, or any other 2:4 model folder",
     )
     add_out(parser)
     add_source_options(parser)
@@ -70,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def write(source: Source, args: argparse.Namespace, format: str = "hf") -> int:
     """Export with the options of `add_out`, and say what was made and how it was proved."""
     from sparseforge_ds.export.formats import export
+    from sparseforge_ds.export.stored import Size
     from sparseforge_ds.export.workers import default_workers
 
     workers = default_workers() if args.workers is None else args.workers
@@ -78,10 +83,13 @@ def write(source: Source, args: argparse.Namespace, format: str = "hf") -> int:
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(format, record)}")
+    if "bytes" in record:
+        print(f"{args.out}: {Size(**record['bytes'])}")
     if record.get("adapter"):
         print(
             f"{args.out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where "
-            "peft is installed, and without it the weights compute nonsense"
+            "peft is installed, and without it the weights compute nonsense. It stores the fixed matrix P too: "
+            "--format packed24 does not"
         )
     print(_proof_line(format, record["proof"]))
     return 0

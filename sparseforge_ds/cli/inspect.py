@@ -94,6 +94,10 @@ def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         share = f"{percent(masked, total)} of all weights under a mask"
     lines.append(("coverage", f"{status.pattern} in {status.masked_weights} weights: {share} ({total:,} in all)"))
+    if branch := status.branch_parameters:
+        lines.append(
+            ("branches", f"{branch:,} numbers in low-rank branches, {branch / masked:.4f} of the dense weights'")
+        )
     return lines + (_masks(status) if status.masks else [])
 
 

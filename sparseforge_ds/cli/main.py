@@ -22,6 +22,7 @@ from sparseforge_ds.cli import (
     consolidate,
     evaluate,
     export,
+    generate,
     inspect,
     permute,
     plan,
@@ -30,7 +31,7 @@ from sparseforge_ds.cli import (
 )
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, evaluate, bench, plan, compare)
+COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, generate, evaluate, plan, compare, bench)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""

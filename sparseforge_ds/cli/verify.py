@@ -15,7 +15,8 @@ _EPILOG = """\
 A folder that consolidate or export wrote says in its sparsity.json what it must be. For any other one give --pattern:
 then every prunable weight (of an unknown family: every matrix of a numbered layer) must be in it. Without both, the
 usual patterns are tried, and the table is of the strictest that all these weights are in, or of the nearest one: a
-dense model does not pass.
+dense model does not pass. Weights that llm-compressor quantized (compressed-tensors) are checked as their kernels see
+them: whether a quantization kept the zeros.
 
 exit code: 0 all in order; 1 a violation; 2 the folder cannot be read
 
@@ -23,6 +24,7 @@ examples:
   sparseforge verify models/qwen3_14b_2to4 --json report.json
   sparseforge verify models/from_elsewhere                      # in which pattern is it?
   sparseforge verify models/from_elsewhere --pattern 2:4
+  sparseforge verify models/qwen3_14b_2to4-W8A8 --pattern 2:4   # what a quantization left of it
 """
 
 
@@ -75,6 +77,10 @@ def _print_table(report: FolderReport) -> None:
         f"{report.pattern}: {total['weights']} weights, {total['groups']:,} groups, {total['nonzeros']:,} non-zeros "
         f"({share:.2f}% of these weights), {total['violations']:,} violations"
     )
+    print(f"size: {report.size}")
+    if report.quantized:
+        kept = "kept every group" if not report.violations else "did not keep the pattern"
+        print(f"{report.quantized} of the folder's weights are quantized: the quantization {kept}")
     for kind, entries in (
         ("missing", report.missing),
         ("not the exported bytes", report.changed),

@@ -43,7 +43,7 @@ def draw(
     """Draw all.
 
     Args:
-        lines: the summary.
+        lines: the summary, with `bytes` (`compare.cost`).
         rows: of results.jsonl.
         histories: what `history.read_history` gives, by the name of a run.
         folder: where the files go.
@@ -70,6 +70,7 @@ class _Artist:
 
     def all(self, trained: pd.DataFrame, untrained: pd.DataFrame) -> Iterator[Drawn]:
         yield self.tokens(trained, untrained)
+        yield self.bytes(trained, untrained)
         for name in _CURVES:
             yield from self.curve(name)
         yield from self.mask_values()
@@ -96,6 +97,24 @@ class _Artist:
         several = trained["test_deviation"].notna().any()
         caption = "mean over seeds; bars are one sample standard deviation" if several else "one seed"
         return self.save(figure, "perplexity", "Perplexity against tokens", caption)
+
+    def bytes(self, trained: pd.DataFrame, untrained: pd.DataFrame) -> Drawn:
+        figure, axes = _axes(9, 5)
+        known = trained[(trained["steps"] == trained["steps"].max()) & np.isfinite(trained["test"])]
+        far = FAR * known["test"].median() if len(known) else math.inf
+        for line in known.itertuples():
+            style = {**self.styles[line.method], "linestyle": "", "markersize": 7}
+            drawn = line.test <= far
+            label = line.method if drawn else f"{line.method}: {line.test:.4g} (not drawn)"
+            axes.plot([line.bytes] if drawn else [], [line.test] if drawn else [], **style, label=label)
+        for line in untrained[untrained["kind"] == "dense"].itertuples():
+            axes.plot(
+                [line.bytes], [line.test], color="grey", marker="*", linestyle="", label=f"dense: {line.test:.4g}"
+            )
+        axes.set(xlabel="bytes of a pruned matrix at inference, of the dense one's", ylabel="test perplexity")
+        axes.set_xlim(0.0, 1.05)
+        caption = "at the largest budget; values of 16 bits, places of what is kept, low-rank branches"
+        return self.save(figure, "bytes", "Perplexity against bytes", caption)
 
     def curve(self, name: str) -> Iterator[Drawn]:
         title, caption = _CURVES[name]

@@ -13,7 +13,15 @@ from jinja2 import Environment, PackageLoader
 from sparseforge_ds.compare.figures import Drawn, draw
 from sparseforge_ds.compare.records import write_text
 from sparseforge_ds.compare.settings import CompareConfig
-from sparseforge_ds.compare.summary import Table, legend_lines, markdown, results_table, selection_table, summarize
+from sparseforge_ds.compare.summary import (
+    Table,
+    cost_of,
+    legend_lines,
+    markdown,
+    results_tables,
+    selection_table,
+    summarize,
+)
 
 
 def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], notes: list[str], pattern: str) -> str:
@@ -31,8 +39,10 @@ def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], no
     write_text(out / "table.md", table)
     stored = ((row["run"], out / "histories" / f"{row['run']}.json") for row in rows if row["kind"] == "result")
     histories = {name: json.loads(path.read_text()) for name, path in stored if path.exists()}
+    lines["bytes"] = [cost_of(line, config).bytes for line in lines.itertuples()]
     figures = draw(lines, rows, histories, out / "figures")
-    tables = [each for each in (results_table(lines, config), selection_table(rows, config)) if each is not None]
+    tried = selection_table(rows, config)
+    tables = [*results_tables(lines, config), *([] if tried is None else [tried])]
     words = [*legend_lines(lines, config), *notes]
     title = f"Comparison on {Path(config.model).name}, {pattern}"
     commands = [row["command"] for row in rows if row["command"]]
@@ -53,8 +63,8 @@ def page(
 
     Args:
         title: its heading.
-        tables: `summary.results_table` and `summary.selection_table`; a cell in ** is bold.
-        words: paragraphs below the first table.
+        tables: `summary.results_tables` and `summary.selection_table`; a cell in ** is bold.
+        words: paragraphs above the tables.
         figures: PNG files, which are put into the page.
         config: CONFIG as text.
         commands: one for each run.

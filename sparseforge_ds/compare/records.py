@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.compare.assessment import Baselines
-from sparseforge_ds.compare.runs import at_the_edge, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.compare.runs import Setting, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
 
 _FOUND = ("validation_perplexity", "test_perplexity", "diverged", "sparsity", "seconds", "resumed", "agreement")
@@ -75,7 +75,7 @@ def settled(record: Mapping[str, Any]) -> bool:
 
 
 def write_rows(
-    out: Path, config: CompareConfig, baselines: Baselines, records: Records, chosen: Mapping[str, float]
+    out: Path, config: CompareConfig, baselines: Baselines, records: Records, chosen: Mapping[str, Setting]
 ) -> list[dict[str, Any]]:
     """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done.
 
@@ -84,7 +84,7 @@ def write_rows(
         config: the grid.
         baselines: the first two rows.
         records: what is known of the runs.
-        chosen: the learning rate of every method; empty before they are chosen.
+        chosen: learning rate and decay of every method; empty before they are chosen.
     """
     values = asdict(baselines)
     rows: list[dict[str, Any]] = []
@@ -108,9 +108,11 @@ def write_rows(
             "steps": run.steps,
             "tokens": run.steps * config.batch * config.seq_length if run.trained else 0,
             "learning_rate": run.learning_rate if run.trained else None,
+            "decay": run.decay,
             "decides": run in deciding,
-            "chosen": chosen.get(run.method.name) == run.learning_rate,
-            "at_the_edge": run.trained and at_the_edge(run.method, run.learning_rate),
+            "chosen": chosen.get(run.method.name) == run.setting,
+            "at_the_edge": run.trained and at_the_edge(run.method.learning_rates, run.learning_rate),
+            "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
             **{key: record.get(key) for key in _FOUND},
             "settings": run.method.block,
             "flags": run.method.flags,

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparseforge_ds.compare.settings import CompareConfig, Method, one_shot_steps
 
 NO_TRAINING = 1e-12
 """Learning rate of a step that must not change anything."""
+
+
+class Setting(NamedTuple):
+    """What is chosen for a method on the validation text."""
+
+    learning_rate: float
+    decay: float | None = None
+    """`method.decay`; None: what its block says."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +32,29 @@ class Run:
     seed: int
     steps: int
     trained: bool = True
+    decay: float | None = None
+    """Instead of the block's."""
+
+    @property
+    def setting(self) -> Setting:
+        """What distinguishes it among the runs of its method, seed and budget."""
+        return Setting(self.learning_rate, self.decay)
 
     @property
     def name(self) -> str:
         """Of its files."""
         rate = f"-lr{self.learning_rate:g}" if self.trained else ""
+        rate += "" if self.decay is None else f"-decay{self.decay:g}"
         return f"{self.method.name}{rate}-seed{self.seed}-steps{self.steps}"
 
     def deepspeed(self, config: CompareConfig) -> dict[str, Any]:
         """The DeepSpeed JSON."""
         content = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", **config.base}
-        return {**content, "train_batch_size": config.batch, "sparseforge": config.block(self.method, self.steps)}
+        return {
+            **content,
+            "train_batch_size": config.batch,
+            "sparseforge": config.block(self.method, self.steps, self.decay),
+        }
 
     def flags(self, config: CompareConfig) -> dict[str, Any]:
         """Run flags that decide what comes out."""
@@ -67,12 +87,13 @@ class Run:
 
 
 def selection_runs(config: CompareConfig) -> list[Run]:
-    """Runs that decide a learning rate: none where there is nothing to choose from."""
+    """Runs that decide a learning rate and a decay: none where there is nothing to choose from."""
     return [
-        Run(method, rate, config.seeds[0], config.budgets[0])
+        Run(method, rate, config.seeds[0], config.budgets[0], decay=decay)
         for method in config.methods.values()
-        if len(method.learning_rates) > 1
+        if len(method.learning_rates) > 1 or len(method.decays) > 1
         for rate in method.learning_rates
+        for decay in method.decays or (None,)
     ]
 
 
@@ -85,18 +106,18 @@ def one_shot_runs(config: CompareConfig) -> list[Run]:
     ]
 
 
-def result_runs(config: CompareConfig, chosen: Mapping[str, float]) -> list[Run]:
-    """Runs that count, with the chosen learning rate of every method."""
+def result_runs(config: CompareConfig, chosen: Mapping[str, Setting]) -> list[Run]:
+    """Runs that count, with what was chosen for every method."""
     return [
-        Run(method, chosen[method.name], seed, steps)
+        Run(method, chosen[method.name].learning_rate, seed, steps, decay=chosen[method.name].decay)
         for steps in config.budgets
         for seed in config.seeds
         for method in config.methods.values()
     ]
 
 
-def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict[str, float]:
-    """The learning rate of every method: the lowest perplexity on the validation text.
+def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[str, Setting]:
+    """Learning rate and decay of every method: the lowest perplexity on the validation text.
 
     Args:
         config: the grid.
@@ -105,7 +126,10 @@ def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict
     Raises:
         ValueError: a method diverges at all of its learning rates.
     """
-    chosen = {name: method.learning_rates[0] for name, method in config.methods.items()}
+    chosen = {
+        name: Setting(method.learning_rates[0], method.decays[0] if method.decays else None)
+        for name, method in config.methods.items()
+    }
     tried: dict[str, list[Run]] = {}
     for run in selection_runs(config):
         tried.setdefault(run.method.name, []).append(run)
@@ -113,13 +137,13 @@ def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict
         best = min(runs, key=lambda run: validation[run.name])
         if math.isinf(validation[best.name]):
             raise ValueError(f"methods.{name}: diverges at all learning rates; add lower ones")
-        chosen[name] = best.learning_rate
+        chosen[name] = best.setting
     return chosen
 
 
-def at_the_edge(method: Method, rate: float) -> bool:
-    """Whether a better learning rate may lie outside of the grid."""
-    return len(method.learning_rates) > 1 and rate in (method.learning_rates[0], method.learning_rates[-1])
+def at_the_edge(grid: Sequence[float], value: float | None) -> bool:
+    """Whether a better value may lie outside of a sorted grid."""
+    return len(grid) > 1 and value in (grid[0], grid[-1])
 
 
 def unique(runs: Iterable[Run]) -> list[Run]:

@@ -55,6 +55,8 @@ class Method:
     """Its run flags over those of all, like another `teacher`."""
     learning_rates: tuple[float, ...] = ()
     """Instead of those of all."""
+    decays: tuple[float, ...] = ()
+    """Values of `method.decay` to choose from together with the learning rate (ast, cast, sr_ste)."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,15 @@ class CompareConfig:
         """Name of the reference."""
         return next(iter(self.methods)) if self.reference is None else self.reference
 
-    def block(self, method: Method, steps: int) -> dict[str, Any]:
-        """The `sparseforge` block of a run."""
+    def block(self, method: Method, steps: int, decay: float | None = None) -> dict[str, Any]:
+        """The `sparseforge` block of a run; a decay of its own takes the place of the method's."""
         every = max(1, steps // self.points) if self.points and steps else 0
         watched = {"monitor": {"histograms_every": every, "gap_every": 2 * every}}
-        return {**merge(merge(watched, self.base.get("sparseforge", {})), method.block), "max_steps": steps}
+        block = merge(merge(watched, self.base.get("sparseforge", {})), method.block)
+        if decay is not None:
+            named = block["method"] if isinstance(block.get("method"), dict) else {"name": method_name(block)}
+            block["method"] = {**named, "decay": decay}
+        return {**block, "max_steps": steps}
 
 
 def read_config(path: str) -> CompareConfig:
@@ -153,15 +159,16 @@ def one_shot_steps(method: Method) -> int:
 
 
 def _split(kind: str, name: str, entry: Any) -> Any:
-    """A method's run flags and learning rates apart from the keys of its block."""
+    """A method's run flags, learning rates and decays apart from the keys of its block."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{kind}: {name!r} is to be the name of a folder; use letters, digits, _ . and +")
     if not isinstance(entry, dict):
         return entry
-    if "learning_rates" in entry and (kind == "one_shot" or not entry["learning_rates"]):
-        why = "it does not train" if kind == "one_shot" else "none is given"
-        raise ValueError(f"{kind}.{name}.learning_rates: {why}; remove it")
-    own = {key: entry[key] for key in ("flags", "learning_rates") if key in entry}
+    for key in ("learning_rates", "decays"):
+        if key in entry and (kind == "one_shot" or not entry[key]):
+            why = "it does not train" if kind == "one_shot" else "none is given"
+            raise ValueError(f"{kind}.{name}.{key}: {why}; remove it")
+    own = {key: entry[key] for key in ("flags", "learning_rates", "decays") if key in entry}
     return {"name": name, "block": {key: value for key, value in entry.items() if key not in own}, **own}
 
 
@@ -170,7 +177,8 @@ def _located(config: CompareConfig, folder: Path) -> CompareConfig:
 
     def method(kind: str, found: Method) -> Method:
         rates = tuple(sorted(found.learning_rates or config.learning_rates))
-        return replace(found, flags=_flags(found.flags, f"{kind}.{found.name}.flags", folder), learning_rates=rates)
+        flags = _flags(found.flags, f"{kind}.{found.name}.flags", folder)
+        return replace(found, flags=flags, learning_rates=rates, decays=tuple(sorted(found.decays)))
 
     def held_out(where: str) -> HeldOut:
         text: HeldOut = getattr(config, where)
@@ -199,6 +207,7 @@ def _check(config: CompareConfig) -> None:
                 raise ValueError(f"{name} = {value}: use an integer >= {least}")
     lists = {name: getattr(config, name) for name in ("seeds", "budgets", "learning_rates")}
     lists |= {f"methods.{method.name}.learning_rates": method.learning_rates for method in config.methods.values()}
+    lists |= {f"methods.{name}.decays": found.decays for name, found in config.methods.items() if found.decays}
     for name, values in lists.items():
         if not values:
             raise ValueError(f"{name} = []: give a list of at least one value")
@@ -224,7 +233,8 @@ def _check(config: CompareConfig) -> None:
         *(("one_shot", method, one_shot_steps(method)) for method in config.one_shot.values()),
     ):
         try:
-            patterns.add(SparseForgeConfig.from_dict(config.block(method, steps)).pattern)
+            for decay in method.decays or (None,):
+                patterns.add(SparseForgeConfig.from_dict(config.block(method, steps, decay)).pattern)
         except ValueError as error:
             raise ValueError(f"{where}.{method.name} with {steps} steps: {error}") from None
     if len(patterns) != 1:

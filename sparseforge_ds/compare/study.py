@@ -37,7 +37,7 @@ from sparseforge_ds.compare.assessment import Baselines, Evaluator
 from sparseforge_ds.compare.history import read_history
 from sparseforge_ds.compare.page import write_pages
 from sparseforge_ds.compare.records import Records, settled, write_rows, write_text
-from sparseforge_ds.compare.runs import Run, choose_rates, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.compare.runs import Run, Setting, choose, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.compare.texts import read_texts
 from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trainer
@@ -73,7 +73,7 @@ class Study:
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
-        self.chosen: dict[str, float] = {}
+        self.chosen: dict[str, Setting] = {}
         for name in ("runs", "models", "histories"):
             (out / name).mkdir(parents=True, exist_ok=True)
 
@@ -94,7 +94,7 @@ class Study:
             self._do_all([*deciding, *untrained], {run.name for run in untrained})
             records = {run.name: self.records.read(run.name) or {} for run in deciding}
             validation = {name: record.get("validation_perplexity", math.inf) for name, record in records.items()}
-            self.chosen = choose_rates(config, validation)
+            self.chosen = choose(config, validation)
             counting = result_runs(config, self.chosen)
             names = {run.name for run in [*counting, *untrained]}
             for name in records.keys() - names:

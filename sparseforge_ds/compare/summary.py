@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from sparseforge_ds.compare.settings import CompareConfig
+from sparseforge_ds.compare.cost import DENSE, Cost, inference_cost
+from sparseforge_ds.compare.settings import CompareConfig, one_shot_steps
+from sparseforge_ds.config import SparseForgeConfig
 
 Row = Mapping[str, Any]
 """A line of results.jsonl."""
 _KINDS = ("dense", "one_shot", "result")
 """In the order of the table; a run that only decided a learning rate, `tried`, has no line."""
+_EDGE = " (edge)"
 _MEASURED = ["validation_perplexity", "test_perplexity"]
 
 
@@ -23,15 +26,18 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
 
     Returns:
         kind, method, steps, tokens, learning_rate, at_the_edge (the smallest or the largest of the grid was chosen),
-        seeds, seconds (mean of the training time), and `validation`, `test` and `behind`, each a mean with its sample
-        standard deviation beside it (`test_deviation`, NaN for a single number). `behind` is the test perplexity minus
-        that of the reference with the same seed and budget. A mean with a diverged run is not finite.
+        decay and decay_at_the_edge (where there was a grid of them), seeds, seconds (mean of the training time), and
+        `validation`, `test` and `behind`, each a mean with its sample standard deviation beside it (`test_deviation`,
+        NaN for a single number). `behind` is the test perplexity minus that of the reference with the same seed and
+        budget. A mean with a diverged run is not finite.
     """
     table = pd.DataFrame(rows)
     table = table[table["kind"].isin(_KINDS)].reset_index(drop=True)
     # JSON has no infinity: a run that diverged has null.
     table[_MEASURED] = table[_MEASURED].astype(float).fillna(math.inf)
-    table["at_the_edge"] = table["at_the_edge"].eq(True) if "at_the_edge" in table else False
+    for edge in ("at_the_edge", "decay_at_the_edge"):
+        table[edge] = table[edge].eq(True) if edge in table else False
+    table["decay"] = table["decay"].astype(float) if "decay" in table else math.nan
     table["kind"] = pd.Categorical(table["kind"], _KINDS, ordered=True)
     of_reference = table[(table["kind"] == "result") & (table["method"] == reference)]
     against = table[["seed", "steps"]].merge(
@@ -43,6 +49,8 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         tokens=("tokens", "first"),
         learning_rate=("learning_rate", "first"),
         at_the_edge=("at_the_edge", "first"),
+        decay=("decay", "first"),
+        decay_at_the_edge=("decay_at_the_edge", "first"),
         seeds=("kind", "size"),
         seconds=("seconds", "mean"),
         validation=("validation_perplexity", "mean"),
@@ -80,23 +88,53 @@ def markdown(lines: pd.DataFrame, rows: Sequence[Row], config: CompareConfig, no
     tried = selection_table(rows, config)
     listed = "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
     legend = "\n".join(legend_lines(lines, config)) + "\n"
-    return f"{results_table(lines, config)}\n{legend}{listed}\n" + (f"\n{tried}" if tried else "")
+    results = "\n".join(map(str, results_tables(lines, config)))
+    return f"{results}\n{legend}{listed}\n" + (f"\n{tried}" if tried else "")
 
 
-def results_table(lines: pd.DataFrame, config: CompareConfig) -> Table:
-    """A row for every line of the summary."""
-    head = ["method", "tokens", "learning rate", "seeds", "validation", "test", f"test minus {config.compared_with}"]
-    return Table([*head, "training"], [_cells(line) for line in lines.itertuples()])
+def cost_of(line: Any, config: CompareConfig) -> Cost:
+    """What the model of a line costs at inference."""
+    if line.kind == "dense":
+        return DENSE
+    if line.method in config.one_shot:
+        method = config.one_shot[line.method]
+        steps = one_shot_steps(method)
+    elif line.kind == "one_shot":  # magnitude, with the pattern of all
+        method, steps = next(iter(config.methods.values())), config.budgets[0]
+        method = replace(method, block={**method.block, "low_rank": None})
+    else:
+        method, steps = config.methods[line.method], line.steps
+    return inference_cost(SparseForgeConfig.from_dict(config.block(method, steps)))
 
 
-def _cells(line: Any) -> list[str]:
+def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
+    """A row for every line of the summary; those with a low-rank branch, which cost more, in a table of their own."""
+    head = ["bytes", "multiplications", "tokens", "learning rate", "seeds", "validation", "test", "above dense"]
+    head += [f"test minus {config.compared_with}", "training"]
+    dense = lines.loc[lines["kind"] == "dense", "test"]
+    tables: dict[bool, list[list[str]]] = {False: [], True: []}
+    for line in lines.itertuples():
+        cost = cost_of(line, config)
+        tables[cost.branch].append(_cells(line, cost, dense.iloc[0] if len(dense) else math.nan))
+    names = {False: "method", True: "method, with a low-rank branch"}
+    return [Table([names[branch], *head], rows) for branch, rows in tables.items() if rows]
+
+
+def _cells(line: Any, cost: Cost, dense: float) -> list[str]:
+    rate = "" if math.isnan(line.learning_rate) else f"{line.learning_rate:g}{_EDGE if line.at_the_edge else ''}"
+    if not math.isnan(line.decay):
+        rate += f", decay {line.decay:g}{_EDGE if line.decay_at_the_edge else ''}"
+    above = line.test / dense - 1
     return [
         line.method,
+        f"{cost.bytes:.4g}",
+        f"{cost.multiplications:.4g}",
         f"{line.tokens:,}" if line.kind == "result" else "",
-        "" if math.isnan(line.learning_rate) else f"{line.learning_rate:g}{' (edge)' if line.at_the_edge else ''}",
+        rate,
         "" if line.kind == "dense" else str(line.seeds),
         spread(line.validation, line.validation_deviation),
         spread(line.test, line.test_deviation),
+        f"{above:.1%}" if line.kind != "dense" and math.isfinite(above) else "",
         spread(line.behind, line.behind_deviation, "+"),
         "" if math.isnan(line.seconds) else f"{line.seconds:,.0f} s",
     ]
@@ -108,24 +146,33 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     over = f"of seed {first} alone" if one else "mean ± sample standard deviation over seeds"
     legend = [
         f"Perplexity per token, {over}. At the same budget and seed all methods read the same tokens in the same "
-        f"order. Learning rates were chosen on the validation text, at {config.budgets[0]} steps, seed {first}; "
-        "nothing was chosen on the test text. Differences are taken seed by seed."
+        "order. Learning rates, and decays where there is a grid of them, were chosen on the validation text, at "
+        f"{config.budgets[0]} steps, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
+        "seed.",
+        "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
+        "values of 16 bits and the places of what is kept; products with zeros are skipped.",
     ]
-    if lines["at_the_edge"].any():
+    if lines[["at_the_edge", "decay_at_the_edge"]].any(axis=None):
         legend.append("(edge): the smallest or the largest of the grid; a better one may lie outside.")
     return legend
 
 
 def selection_table(rows: Sequence[Row], config: CompareConfig) -> Table | None:
-    """Validation perplexity of every learning rate that was tried."""
+    """Validation perplexity of every learning rate, and decay, that was tried."""
     tried = pd.DataFrame([row for row in rows if row["decides"]])
     if tried.empty:
         return None
     tried["shown"] = [_tried(row) for row in tried.to_dict("records")]
-    cells = tried.pivot(index="method", columns="learning_rate", values="shown").fillna("")
+    decays = tried["decay"].astype(float) if "decay" in tried else pd.Series(math.nan, tried.index)
+    names = zip(tried["method"], decays, strict=True)
+    tried["tuned"] = [name if math.isnan(decay) else f"{name}, decay {decay:g}" for name, decay in names]
+    cells = tried.pivot(index="tuned", columns="learning_rate", values="shown").fillna("")
     head = ["validation perplexity at learning rate", "steps", *(f"{rate:g}" for rate in cells.columns)]
     steps = str(config.budgets[0])
-    return Table(head, [[name, steps, *cells.loc[name]] for name in config.methods if name in cells.index])
+    order = list(config.methods)
+    rank = {tuned: order.index(method) for tuned, method in zip(tried["tuned"], tried["method"], strict=True)}
+    shown = sorted(dict.fromkeys(tried["tuned"]), key=rank.__getitem__)
+    return Table(head, [[name, steps, *cells.loc[name]] for name in shown])
 
 
 def _tried(row: Row) -> str:

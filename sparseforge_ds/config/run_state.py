@@ -83,7 +83,8 @@ class RunState:
         """
         if not isinstance(state, dict):
             raise ValueError(
-                f'{where} was not saved by SparseForge; save with client_state={{"sparseforge": forge.state_dict()}}'
+                f"{where} was not saved by SparseForge: engine.save_checkpoint saves its state once sf.SparseForge is "
+                "attached to the engine"
             )
         if state.get("version") != STATE_VERSION:
             raise ValueError(

@@ -49,11 +49,13 @@ class FisherSums(SumsEstimator):
         sums = AxisSums(shards.matrices, shards.shards, shards.layout.device)
         self._empty = sums.holding(sums.values.new_empty(0))
         self._sums: AxisSums | None = None
-        self._tokens: dict[str, int] = {}
+        self._tokens: dict[str, float] = {}
+        self.divisor: float | None = None
+        """What losses divide the sum over their tokens by; None where it is the number of tokens of a micro-batch."""
 
     def begin(self) -> None:
-        """Forget what was heard, and have room for what comes."""
-        self._sums = self._empty.zeros()
+        """Forget what was heard, and have room for what comes, whose losses are means over a micro-batch's tokens."""
+        self._sums, self.divisor = self._empty.zeros(), None
         self._tokens = dict.fromkeys(self.on.shards, 0)
         self.on.load.begin()
 
@@ -97,15 +99,23 @@ class FisherSums(SumsEstimator):
 
     def _hear(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
         on, tokens = self.on, grad_TO.shape[0]
-        self._tokens[name] += tokens
         of_batch = tokens
         if name in on.load.rows:
             of_batch = self._entered[self._layer[name]]
             if name in on.listed:
                 on.load.add(on.load.rows[name], tokens)
-        # The loss is a mean over the tokens of a micro-batch, and a token's own gradient is that many times as large.
+        factor = self._factor(name, of_batch)
         assert self._sums is not None
-        add_fisher_sums(grad_TO, input_TI, (of_batch / on.probe.backward_scale) ** 2, *on.sums_of(name, self._sums))
+        add_fisher_sums(grad_TO, input_TI, factor, *on.sums_of(name, self._sums))
+
+    def _factor(self, name: str, tokens: int) -> float:
+        """Counts the tokens of a micro-batch, and says what squared gradients of them are to be multiplied by.
+
+        The loss is a mean over tokens, and a token's own gradient is as many times as large as the mean has of them.
+        """
+        of_mean = tokens if self.divisor is None else self.divisor
+        self._tokens[name] += of_mean
+        return (of_mean / self.on.probe.backward_scale) ** 2
 
     def _hear_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int
@@ -116,10 +126,9 @@ class FisherSums(SumsEstimator):
         if name not in on.shards:
             return
         assert grad_SO is not None and self._sums is not None
-        self._tokens[name] += tokens
         experts = len(on.load.rows[name])
         stacked = len(on.matrices.rows[name]) // experts
-        factor = (tokens / on.probe.backward_scale) ** 2
+        factor = self._factor(name, tokens)
         of_axis = expert_fisher_sums(grad_SO, input_SI, stop_E, stacked)
         # The matrices of a weight lie end to end, each with its row sums before its column sums.
         both = torch.cat(of_axis[::-1] if name in on.input_first else of_axis, dim=2).view(-1)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,16 @@ class MicroBatch:
     """What a sum over its trained tokens is divided by, so that the mean over all micro-batches of a batch is the mean
     over the trained tokens of that batch: their number, over that of its micro-batches. None where all are trained on,
     as many in each."""
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other inputs of the forward pass, such as an attention mask; the launcher's batches have none."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """On another device; does not wait for it."""
         token_BS = self.token_BS.to(device, non_blocking=True)
         same = self.label_BS is self.token_BS
         label_BS = token_BS if same else self.label_BS.to(device, non_blocking=True)
-        return MicroBatch(token_BS, label_BS, self.trained)
+        more = {key: value.to(device, non_blocking=True) for key, value in self.more.items()}
+        return MicroBatch(token_BS, label_BS, self.trained, more)
 
 
 class Batches:

@@ -43,7 +43,7 @@ def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
         if any(mean is not None for mean in ours):
             title = f"mean acc of {', '.join(SUITES[suite])}"
             rows.append(_mean_row(title, ours, _both(published, suite)))
-    if published is not None and "seven" in published.dense_mean:
+    if published is not None and "seven" in published.sparse_mean:
         rows.append(
             _mean_row("mean of seven tasks, which is not known", [None] * len(models), _both(published, "seven"))
         )

@@ -1,7 +1,8 @@
-"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter, and the model card that tells of it.
+"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter, and the cards of models with branches.
 
 Ours is y = x (w^T + P^T B^T) with P (in/k, in) a fixed sum over runs of k inputs; LoRA's is y = x w^T + s x A^T B^T. So
-lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1.
+lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1. P is then stored
+and multiplied, which costs about as much as B; `packed24` stores B alone.
 
 Its files lie beside the weights, in the model's own folder: there `from_pretrained` of transformers finds the adapter
 by itself, wherever the folder is moved to, if peft is installed.
@@ -17,11 +18,28 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.source import Source
+from sparseforge_ds.export.stored import ADAPTER
 from sparseforge_ds.export.writer import write_json, write_tensors
 
-TENSORS = "adapter_model.safetensors"
+TENSORS = f"{ADAPTER}.safetensors"
 CONFIG = "adapter_config.json"
 
+_PACKED_CARD = """\
+# A {pattern} model with low-rank branches
+
+Every pruned layer computes `y = x (w^T + P^T B^T)`: packed weights w, and a learned matrix B (`*.low_rank_b`) for the
+sums of runs of inputs. {why} transformers loads both:
+
+```python
+import sparseforge_ds  # knows the format; without it transformers raises
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
+```
+
+`sparsity.json` says which weights are sparse and where they come from; `sparseforge verify` checks them and the
+branches. `sparseforge export THIS_FOLDER OUT --format hf` writes the same model for tools that know PEFT adapters.
+"""
 _CARD = """\
 # A {pattern} model in two parts
 
@@ -32,7 +50,7 @@ With peft installed, transformers loads both:
 
 ```python
 import peft  # fails where it is missing; transformers itself would leave the adapter out and say nothing
-{packed}from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
 ```
@@ -97,16 +115,15 @@ def write_adapter(source: Source, folder: Path) -> None:
             f"base_model.model.{name}.lora_B.weight": source.read_branch(name),
         }
 
-    write_tensors(folder, "adapter_model", specs, make, list(source.branches))
+    write_tensors(folder, ADAPTER, specs, make, list(source.branches))
     write_json(folder / CONFIG, config)
 
 
 def write_card(source: Source, folder: Path, packed: bool) -> None:
-    """README.md of a model with branches, whose weights compute nonsense without the adapter beside them."""
-    text = _CARD.format(
+    """README.md of a model with branches, whose weights compute nonsense without them."""
+    text = (_PACKED_CARD if packed else _CARD).format(
         pattern=source.pattern,
         why=_SHIFTED if source.shifted else _LEARNED,
-        packed="import sparseforge_ds  # knows the packed24 format\n" if packed else "",
         rank=max(shape[1] for shape in source.branches.values()),
     )
     (folder / "README.md").write_text(text)

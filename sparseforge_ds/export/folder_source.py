@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,11 +17,13 @@ from sparseforge_ds.export.source import (
     Source,
     check_config,
     choose_dtype,
+    kept,
     read_model_config,
     require_finite,
 )
-from sparseforge_ds.export.stored import StoredWeights, is_packed, listed_weights, reads_as
-from sparseforge_ds.mask.pattern import parse_pattern, top_n
+from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
+from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.model.families import LOW_RANK
 from sparseforge_ds.permutation.record import Permutation
 
 _KEYS = ("format", "dtype", *HEAD)
@@ -64,8 +65,8 @@ class FolderSource(Source):
         self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
         self._weights = StoredWeights(self.folder, stored_config)
-        weights, dense = listed_weights(self.folder, self._sparsity)
-        self._listed = weights | dense
+        weights, dense, branches = listed_weights(self.folder, self._sparsity)
+        self._listed = weights | dense | branches
         if set(self._listed) != set(self._weights.specs):
             odd = sorted(set(self._listed) ^ set(self._weights.specs))[0]
             raise ValueError(f"{self.folder}: {odd} is not in both sparsity.json and the safetensors; export again")
@@ -75,22 +76,19 @@ class FolderSource(Source):
                 raise ValueError(
                     f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
                 )
-            self.specs[name] = TensorSpec(spec.shape, self.dtype if spec.dtype == DTYPES[stored] else spec.dtype)
+            if name not in branches:
+                self.specs[name] = TensorSpec(spec.shape, self.dtype if spec.dtype == DTYPES[stored] else spec.dtype)
         where = str(self.folder / "sparsity.json")
         self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
         self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
-        self.branches = {}
+        self.branches = {n.rpartition(".")[0]: self._matrix(n, self._weights.specs[n].shape) for n in branches}
+        self._adapter: TensorFolder | None = None
         if self._sparsity.get("adapter"):
             self._open_adapter()
 
     @override
     def read(self, name: str) -> Tensor:
-        value = self._weights.read(name)
-        if hash_tensor(value) != self._listed[name].get("sha256"):
-            raise ValueError(
-                f"{self.folder}: {name} has not the bytes that sparsity.json gives the sha256 of; the folder was "
-                "changed or damaged, export again"
-            )
+        value = self._checked(name)
         if value.dtype != self.specs[name].dtype:
             value = value.to(self.specs[name].dtype)
             if name in self.prunable:
@@ -100,19 +98,23 @@ class FolderSource(Source):
 
     @override
     def read_mask(self, name: str) -> Tensor:
-        """Where fewer than N are not zero, the first zeros of the group count as kept."""
-        weight = self.prunable[name]
-        there = (self.read(name) != 0).to(torch.uint8)
-        there_GM = self.pattern.to_groups(there.reshape(-1), weight.shape, weight.input_axis)
-        if bool((there_GM.sum(1) > self.pattern.kept).any()):
-            raise ValueError(f"{self.folder}: {name} is not {self.pattern}; run `sparseforge verify` on the folder")
-        kept_GM = top_n(there_GM, self.pattern.kept)
-        return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
+        return kept(self.read(name), self.prunable[name], self.pattern, self.folder)
 
     @override
     def read_branch(self, name: str) -> Tensor:
-        value = self._adapter.read(_branch_key(name)).to(self.dtype)
-        require_finite(value, _branch_key(name), self.folder)
+        adapter, key = self._adapter, f"{name}.{LOW_RANK}"
+        value = (self._checked(key) if adapter is None else adapter.read(_branch_key(name))).to(self.dtype)
+        require_finite(value, key, self.folder)
+        return value
+
+    def _checked(self, name: str) -> Tensor:
+        """A tensor of the folder that has its hash."""
+        value = self._weights.read(name)
+        if hash_tensor(value) != self._listed[name].get("sha256"):
+            raise ValueError(
+                f"{self.folder}: {name} has not the bytes that sparsity.json gives the sha256 of; the folder was "
+                "changed or damaged, export again"
+            )
         return value
 
     @override
@@ -124,13 +126,19 @@ class FolderSource(Source):
 
     def _open_adapter(self) -> None:
         require_adapter(self.folder)
-        self._adapter = TensorFolder(self.folder, "adapter_model")
+        self._adapter = TensorFolder(self.folder, ADAPTER)
         for key, spec in self._adapter.specs.items():
             name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
             if key == _branch_key(name):
-                if f"{name}.weight" not in self.prunable or len(spec.shape) != 2:
-                    raise ValueError(f"{self.folder}: {key} belongs to no weight of sparsity.json; export again")
-                self.branches[name] = (spec.shape[0], spec.shape[1])
+                self.branches[name] = self._matrix(f"{name}.{LOW_RANK}", spec.shape)
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The shape of the B of a layer whose weight is sparse."""
+        weight = self.prunable.get(f"{name.rpartition('.')[0]}.weight")
+        inputs = None if weight is None else weight.shape[weight.input_axis]
+        if inputs is None or len(shape) != 2 or not shape[1] or inputs % shape[1] or not name.endswith(LOW_RANK):
+            raise ValueError(f"{self.folder}: {name} is the branch of no weight of sparsity.json; export again")
+        return shape[0], shape[1]
 
 
 def _branch_key(name: str) -> str:

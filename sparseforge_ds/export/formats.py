@@ -5,6 +5,9 @@
 | `hf` | an ordinary Hugging Face folder | plain transformers loads it, logits bit-equal |
 | `packed24` | the same, 2:4 weights in 0.5625 of their bf16 bytes | transformers with our package, logits bit-equal |
 | `mask` | the mask alone | it unpacks to the source's |
+
+A low-rank branch is a PEFT adapter in `hf`, with its fixed matrix; `packed24` stores B alone: with k = 4 0.8125 of the
+bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ def export(
     if packed and source.pattern != NM(2, 4):
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
     if format != "mask" and not skip_proof:
-        require(source)
+        require(source, packed)
     shard_bytes = parse_size(max_shard_size)
     source.check_bytes(workers)
     with unfinished_folder(out) as folder:

@@ -26,6 +26,7 @@ from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.run_source import read_masked
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.model.families import LOW_RANK
 
 UNDECIDED = (0.05, 0.95)
 """A mask value between these is neither kept nor pruned yet."""
@@ -68,6 +69,8 @@ class RunStatus:
     """The window of optimizer steps over which the mask becomes binary."""
     masked_weights: int = 0
     masked_parameters: int = 0
+    branch_parameters: int = 0
+    """Numbers in all B of low-rank branches."""
     masks: list[MaskReport] = field(default_factory=list)
     """The most undecided first."""
 
@@ -213,11 +216,13 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return path / "checkpoints", None
     if is_checkpoint(path):
         return None, path
+    if (path / "latest").is_file():  # also a folder of transformers' Trainer, which has the model beside it
+        return path, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
         what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
         raise ValueError(f"{path}: is an exported {what}")
-    if (path / "latest").is_file() or any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
+    if any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
         return path, None
     raise ValueError(
         f"{path}: holds neither a run nor a checkpoint; give a run's output folder or one checkpoint in it"
@@ -259,6 +264,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),
+            "branch_parameters": sum(math.prod(s) for name, s in checkpoint.shapes.items() if name.endswith(LOW_RANK)),
         }
         if not quick:
             bar = tqdm(saved.weights, unit=" weights", disable=not progress, file=sys.stderr)

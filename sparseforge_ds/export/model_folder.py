@@ -3,16 +3,18 @@
 - `hf`: safetensors, config and tokenizer that `AutoModelForCausalLM.from_pretrained` loads without this package.
 - `packed24`: a 2:4 weight is its kept values, under its own name with half its inputs, and `<name>_positions`, two bits
   for each (see `mask.packing.pack24`): 0.5625 of its bf16 bytes. Everything else is stored as it is. `import
-  sparseforge_ds` makes transformers load it; transformers alone raises, as the shapes are not the model's.
+  sparseforge_ds` makes transformers load it; transformers alone raises, as the shapes are not the model's. Of a
+  low-rank branch it has B, `<layer>.low_rank_b`.
 
 Beside the weights lies `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved
-config) and, for a run with a low-rank branch, a PEFT LoRA adapter, which `from_pretrained` loads with them where peft
-is installed, and a README.md that says so.
+config). The low-rank branch of a run is in `hf` a PEFT LoRA adapter, which `from_pretrained` loads with the weights
+where peft is installed. A README.md says what a model with branches needs.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
+from sparseforge_ds.model.families import LOW_RANK
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-_WRITTEN = ("config.json", "sparsity.json", "mask.json", CONFIG)
+_WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)
 
 
 def write_model(
@@ -54,9 +57,11 @@ def write_model(
         ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
     """
     rows: dict[str, dict[str, Any]] = {}
+    branches = {f"{name}.{LOW_RANK}": name for name in source.branches} if packed else {}
 
     def make(name: str) -> dict[str, Tensor]:
-        value, weight = source.read(name), source.prunable.get(name)
+        value = source.read_branch(branches[name]) if name in branches else source.read(name)
+        weight = source.prunable.get(name)
         row: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         row["sha256"] = hash_tensor(value)
         if name in source.fused_name:
@@ -69,24 +74,31 @@ def write_model(
         values, positions = pack24(value, weight.input_axis)
         return {name: values, name + POSITIONS: positions}
 
-    specs = _packed_specs(source) if packed else source.specs
+    specs = _packed_specs(source) if packed else dict(source.specs)
+    specs |= {key: TensorSpec(source.branches[name], source.dtype) for key, name in branches.items()}
     # The largest first, so that the workers end together; equal ones stay in the order of the files.
-    items = sorted(source.specs, key=lambda name: -source.specs[name].nbytes)
+    items = sorted([*source.specs, *branches], key=lambda name: -specs[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers, progress)
     adapter: dict[str, Any] = {"adapter": None}
     if source.branches:
-        write_adapter(source, folder)
         write_card(source, folder, packed)
+    if source.branches and not packed:
+        write_adapter(source, folder)
         adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
     if source.permutation is not None:
         source.permutation.save(folder)
-    copy_model_files(source, folder, {"quant_method": PACKED24, "format": PACKED24_FORMAT} if packed else None)
+    quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
+    if branches:
+        inputs = {name: _inputs(source, name) for name in source.branches}
+        quantization["low_rank"] = {name: inputs[name] // shape[1] for name, shape in source.branches.items()}
+    copy_model_files(source, folder, quantization if packed else None)
     record = {
         **source.record,
         **adapter,
         "config_sha256": config_sha256(source.model_config),
         "weights": {name: rows[name] for name in source.specs if name in source.prunable},
         "dense": {name: rows[name] for name in source.specs if name not in source.prunable},
+        "branches": {key: rows[key] for key in branches},
         "proof": None,
     }
     write_json(folder / "sparsity.json", record)
@@ -96,6 +108,7 @@ def write_model(
         raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {worst})")
     for found in report.rows:
         rows[found.name] |= {"groups": found.groups, "nonzeros": found.nonzeros}
+    record["bytes"] = asdict(report.size)
     return record
 
 
@@ -117,6 +130,11 @@ def copy_other_files(model_folder: Path, folder: Path) -> None:
         wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
         if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
             shutil.copyfile(file, folder / file.name)
+
+
+def _inputs(source: Source, name: str) -> int:
+    weight = source.prunable[f"{name}.weight"]
+    return weight.shape[weight.input_axis]
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.mask_only import MaskedSource
+from sparseforge_ds.export.plain_source import PlainSource
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.source import Source
 
@@ -14,7 +15,8 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     """Find and check everything that an export needs, before anything is written.
 
     Args:
-        path: a run's folder, one of its checkpoints, a Hugging Face folder that `consolidate` wrote, or a mask.
+        path: a run's folder, one of its checkpoints, a Hugging Face folder that `consolidate` wrote or any other that
+            is 2:4, or a mask.
         model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself. For a mask,
             the dense model that it belongs to.
         dtype: one of `DTYPES`, or auto: what config.json says.
@@ -27,4 +29,6 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
         return MaskedSource(path, model, dtype)
     if (path / "sparsity.json").is_file():
         return FolderSource(path, model, dtype)
+    if (path / "config.json").is_file() and any(path.glob("model*.safetensors*")):
+        return PlainSource(path, model, dtype)
     return RunSource(path, model, dtype)

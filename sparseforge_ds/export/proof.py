@@ -3,8 +3,8 @@
 One process fills a model from the source (`reference`), another loads the folder by `from_pretrained`, for `hf` without
 our package (`loaded`), both without network and without a GPU. The logits of the same tokens must be equal bit by bit,
 and the loader must report nothing missing, unexpected or mismatched; where the source has a low-rank branch,
-`from_pretrained` must have loaded it too, and the logits with it must be those of our own branch, up to the order of
-sums. One model is in memory at a time.
+that holds with it for `packed24`. An `hf` folder must give the logits of the weights alone bit by bit, and, with the
+adapter that `from_pretrained` loads too, those of the branch up to the order of sums. One model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _LIBRARIES = 600 * 10**6
 """Bytes of a process with torch and transformers and no model."""
 
 
-def require(source: Source) -> None:
-    """Raise where the proof of this source's exports cannot be done, before anything is written."""
+def require(source: Source, packed: bool) -> None:
+    """Raise where the proof of an export of this source cannot be done, before anything is written."""
     specs = source.specs.values()
     need = _LIBRARIES + sum(spec.nbytes for spec in specs) + 4 * max((spec.nbytes for spec in specs), default=0)
     if source.branches:  # a copy in fp32
@@ -47,7 +47,7 @@ def require(source: Source) -> None:
             f"the proof loads the whole model: it needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are "
             "available; free some, or give --skip_proof and prove it on a larger machine"
         )
-    if source.branches and importlib.util.find_spec("peft") is None:
+    if source.branches and not packed and importlib.util.find_spec("peft") is None:
         raise ValueError("the adapter's proof needs peft: pip install 'sparseforge_ds[peft]', or give --skip_proof")
 
 
@@ -67,7 +67,7 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="sparseforge-proof-") as scratch:
         _reference(source, Path(scratch))
         own = source.model_config.get("model_type") in OWN_FAMILIES
-        plain = plain and not own
+        by_peft, plain = plain and bool(source.branches), plain and not own
         first = "" if plain else "import sparseforge_ds\n"
         first += "sparseforge_ds.register_families()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
@@ -79,7 +79,8 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
         if plain and told["imported"]:
             raise _failed(folder, f"{told['imported'][0]} was imported to load it")
         reference, loaded = TensorFolder(scratch, "reference"), TensorFolder(scratch, "loaded")
-        expected, found = reference.read("logits"), loaded.read("logits")
+        expected = reference.read("branched" if source.branches and not by_peft else "logits")
+        found = loaded.read("logits")
         if found.dtype != expected.dtype or tensor_bytes(found) != tensor_bytes(expected):
             worst = (found.float() - expected.float()).abs().max().item() if found.shape == expected.shape else "shapes"
             raise _failed(folder, f"its logits differ from the source's (by up to {worst})")
@@ -92,7 +93,7 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
             "loaded_by": "transformers" if plain else "transformers with sparseforge_ds",
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         }
-        if source.branches:
+        if by_peft:
             if "adapted" not in loaded.specs:
                 raise _failed(folder, "transformers did not load its low-rank adapter")
             proof["adapter"] = _compare_adapted(reference, loaded, folder)

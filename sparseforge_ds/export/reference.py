@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
@@ -70,7 +71,7 @@ def token_ids(model: Any, count: int) -> Tensor:
     return (torch.arange(count)[None] * 7919 + 3) % model.get_input_embeddings().weight.shape[0]
 
 
-def add_branches(model: nn.Module, source: Source) -> None:
+def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
     """Our low-rank branch (design eq. 13) as forward hooks, in the model's dtype."""
 
     def hook(b_OK: Tensor) -> Any:
@@ -82,8 +83,10 @@ def add_branches(model: nn.Module, source: Source) -> None:
         return add
 
     dtype = next(model.parameters()).dtype
-    for name in source.branches:
+    return [
         model.get_submodule(name).register_forward_hook(hook(source.read_branch(name).to(dtype)))
+        for name in source.branches
+    ]
 
 
 @torch.no_grad()
@@ -93,6 +96,10 @@ def _main(tokens: str, path: str, dtype: str, folder: str | None = None) -> None
     answer = {"ids": token_ids(model, int(tokens))}
     answer["logits"] = model(answer["ids"]).logits
     if source.branches:
+        hooks = add_branches(model, source)
+        answer["branched"] = model(answer["ids"]).logits
+        for hook in hooks:
+            hook.remove()
         model.float()  # so that only the order of sums differs between the two ways to write the branch
         answer["without"] = model(answer["ids"]).logits
         add_branches(model, source)

@@ -50,7 +50,8 @@ class RunSource(Source):
 
     Args:
         path: a run's folder, or one of its checkpoints.
-        model: where config.json and the tokenizer are; by default the run's `model`.
+        model: where config.json and the tokenizer are; by default the run's `model`, or `path` where config.json is in
+            it, as in a checkpoint of transformers' Trainer.
         dtype: one of `DTYPES`, or auto.
 
     Raises:
@@ -76,7 +77,11 @@ class RunSource(Source):
             )
         run = find_run(path)
         if model is None and run is None:
-            raise ValueError(f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model")
+            if not (Path(path) / "config.json").is_file():  # transformers' Trainer saves it beside the checkpoint
+                raise ValueError(
+                    f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model"
+                )
+            model = path
         self.model_folder = Path(model) if model is not None else Path(run or path) / "model"
         self.model_config = read_model_config(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)

@@ -28,7 +28,7 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.bits import count_not_finite
-from sparseforge_ds.mask.pattern import Pattern
+from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config")
@@ -159,3 +159,15 @@ def require_finite(value: Tensor, name: str, where: Path) -> None:
     """Raise unless every element is finite."""
     if count_not_finite(value):
         raise ValueError(f"{where}: {name} is not finite in {value.dtype}; try --dtype float32")
+
+
+def kept(value: Tensor, weight: SparseWeight, pattern: Pattern, where: Path) -> Tensor:
+    """The mask of a final weight: bool in its shape. Where fewer than N are not zero, the first zeros count as kept.
+
+    Raises:
+        ValueError: a group has more than N.
+    """
+    there_GM = pattern.to_groups((value != 0).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis)
+    if bool((there_GM.sum(1) > pattern.kept).any()):
+        raise ValueError(f"{where}: {weight.name} is not {pattern}; run `sparseforge verify` on the folder")
+    return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)

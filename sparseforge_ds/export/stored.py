@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
+from sparseforge_ds.export.compressed_tensors import QuantizedWeights, is_quantized
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, unpack24
+from sparseforge_ds.model.families import LOW_RANK
+
+ADAPTER = "adapter_model"
+"""Where PEFT has the tensors of an adapter."""
 
 
 def is_packed(config: dict[str, Any]) -> bool:
@@ -19,7 +25,9 @@ def is_packed(config: dict[str, Any]) -> bool:
 
 
 class StoredWeights:
-    """A Hugging Face folder of ordinary safetensors, or a packed24 one. Several threads may read.
+    """A Hugging Face folder of ordinary safetensors, a packed24 one, or one that llm-compressor quantized.
+
+    Several threads may read.
 
     Raises:
         ValueError: (constructor, methods) it is damaged; the message names the weight.
@@ -31,11 +39,31 @@ class StoredWeights:
         self.packed = is_packed(config)
         positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
-        self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in positions}
+        self._quantized = QuantizedWeights(folder, config, tensors) if is_quantized(config) else None
+        inside = positions | (self._quantized.belongs if self._quantized else set())
+        self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in inside}
+        if self._quantized:
+            self.specs |= self._quantized.specs
         """Shape and dtype of every weight, as the network sees it."""
+
+    @property
+    def size(self) -> Size:
+        """With the branches of the folder, wherever they lie."""
+        branches = {name: spec for name, spec in self._tensors.specs.items() if name.endswith(LOW_RANK)}
+        beside = TensorFolder(self.folder, ADAPTER).specs if (self.folder / f"{ADAPTER}.safetensors").is_file() else {}
+        of_branches = sum(spec.nbytes for spec in (*branches.values(), *beside.values()))
+        stored = sum(spec.nbytes for name, spec in self._tensors.specs.items() if name not in branches)
+        return Size(stored, of_branches, sum(spec.nbytes for name, spec in self.specs.items() if name not in branches))
+
+    @property
+    def quantized(self) -> int:
+        """How many weights are quantized."""
+        return len(self._quantized.specs) if self._quantized else 0
 
     def read(self, name: str) -> Tensor:
         """One weight in its dense shape, in memory of its own."""
+        if self._quantized and name in self._quantized.specs:
+            return self._quantized.read(name)
         value = self._tensors.read(name)
         if name not in self._packed:
             return value
@@ -46,7 +74,7 @@ class StoredWeights:
 
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
         """One weight as chunks of `elements`, (n,) each: a chunk is used up when the next one comes."""
-        if name in self._packed:
+        if name in self._packed or (self._quantized and name in self._quantized.specs):
             yield from self.read(name).reshape(-1).split(elements)
         else:
             yield from self._tensors.stream(name, elements)
@@ -64,19 +92,37 @@ class StoredWeights:
         return TensorSpec(tuple(shape), spec.dtype)
 
 
-def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of `weights` and of `dense` in a sparsity.json, by name; none where it has none.
+@dataclass(frozen=True)
+class Size:
+    """Bytes of a model's tensors, in files."""
+
+    weights: int
+    """As they are stored."""
+    branches: int
+    """Of its low-rank branches; in a PEFT adapter the fixed matrices too."""
+    dense: int
+    """Of the weights in their dense shapes."""
+
+    def __str__(self) -> str:
+        stored = self.weights + self.branches
+        parts = f" ({self.branches:,} of them low-rank branches)" if self.branches else ""
+        return f"{stored:,} bytes{parts}, {stored / max(1, self.dense):.4f} of the dense model's {self.dense:,}"
+
+
+def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The entries of `weights`, `dense` and `branches` in a sparsity.json, by name; none where it has none.
 
     Raises:
         ValueError: one is not a JSON object of objects, or a sparse weight has no input axis.
     """
-    weights, dense = sections = [sparsity.get(key, {}) for key in ("weights", "dense")]
-    for key, section in zip(("weights", "dense"), sections, strict=True):
+    keys = ("weights", "dense", "branches")
+    weights, dense, branches = sections = [sparsity.get(key, {}) for key in keys]
+    for key, section in zip(keys, sections, strict=True):
         if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
             raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
     if any(entry.get("input_axis") not in (-1, -2) for entry in weights.values()):
         raise ValueError(f"{folder / 'sparsity.json'}: weights is damaged; export again")
-    return weights, dense
+    return weights, dense, branches
 
 
 def reads_as(spec: TensorSpec, entry: dict[str, Any]) -> bool:

@@ -2,7 +2,8 @@
 
     sparseforge verify OUT
 
-Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Prunable weights are those that
+Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Quantized weights in a format of
+the compressed-tensors library are turned back by it first. Prunable weights are those that
 `sparsity.json` lists and those that the family table names (without what the run excluded); in a model of another
 family, all matrices of numbered layers. A group is in order when at most N of its members are not zero. Also reported:
 -0.0, values that are not finite, missing weights, a missing adapter, bytes that are not the exported ones, and a
@@ -32,7 +33,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.bits import WeightReport, chunk_size
 from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
+from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
@@ -56,6 +57,11 @@ class FolderReport:
     """Weights whose bytes are not those that `sparsity.json` gives the hash of."""
     notes: list[str] = field(default_factory=list)
     """Anything else that is wrong with the folder."""
+    size: Size = Size(0, 0, 0)
+    input_axis: dict[str, int] = field(default_factory=dict)
+    """Along which the groups of every row were counted."""
+    quantized: int = 0
+    """How many weights were stored quantized, and turned back by the compressed-tensors library."""
 
     @property
     def violations(self) -> int:
@@ -74,7 +80,8 @@ class FolderReport:
         result: dict[str, Any] = {"ok": self.ok, "pattern": self.pattern, "weights": len(self.rows)}
         result |= {key: sum(getattr(row, key) for row in self.rows) for key in totals}
         result["elements"] = sum(torch.Size(row.shape).numel() for row in self.rows)
-        result |= {"missing": self.missing, "changed": self.changed, "notes": self.notes}
+        result["bytes"] = asdict(self.size)
+        result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
@@ -105,8 +112,8 @@ def check_folder(
             raise ValueError(f"{folder / 'sparsity.json'}: has no pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity["pattern"])
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
-    sparse, dense = listed_weights(folder, sparsity)
-    listed = sparse | dense
+    sparse, dense, branches = listed_weights(folder, sparsity)
+    listed = sparse | dense | branches
     weights, misfits = _prunable(folder, config, sparsity, shapes, PATTERNS if pattern is None else (pattern,))
     names = [name for name in tensors.specs if name in weights or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
@@ -135,7 +142,7 @@ def check_folder(
     missing = [name for name in listed if name not in tensors.specs]
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     notes = []
-    if "quantization_config" in config and not tensors.packed:
+    if "quantization_config" in config and not tensors.packed and not tensors.quantized:
         notes.append("config.json has a quantization_config: other tools will misread the weights")
     if "dtype" in sparsity and config.get("dtype", config.get("torch_dtype")) != sparsity["dtype"]:
         notes.append("config.json gives another dtype than the weights have")
@@ -154,9 +161,10 @@ def check_folder(
         else:
             if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
                 changed.append(str(folder / TENSORS))
-    return FolderReport(
-        str(chosen or "no pattern"), choices[best] if choices else [], missing + misfits, changed, notes
-    )
+    rows = choices[best] if choices else []
+    axes = {row.name: weights[row.name][best][1] for row in rows}
+    pattern = str(chosen or "no pattern")
+    return FolderReport(pattern, rows, missing + misfits, changed, notes, tensors.size, axes, tensors.quantized)
 
 
 def _prunable(
@@ -168,7 +176,7 @@ def _prunable(
 ) -> tuple[dict[str, list[tuple[Pattern, int]]], list[str]]:
     """The weights to check, with the patterns and axes of groups that they may have; and those that none fits."""
     found: dict[str, list[tuple[Pattern, int]]] = {}
-    sparse, dense = listed_weights(folder, sparsity)
+    sparse, dense, _ = listed_weights(folder, sparsity)
     misfits: list[str] = []
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})

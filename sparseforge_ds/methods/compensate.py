@@ -17,8 +17,8 @@ from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.model.low_rank import branches
 from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.shard import Layout, Shard
 

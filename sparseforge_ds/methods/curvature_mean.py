@@ -106,6 +106,12 @@ class CurvatureMean:
             self.sums.begin()
             self._hearing.enter_context(self.sums.listening())
 
+    def loss_divided_by(self, divisor: float) -> None:
+        """What the losses of this step divide the sum over their tokens by."""
+        if self._hears:
+            assert isinstance(self.sums, FisherSums)
+            self.sums.divisor = divisor
+
     @torch.no_grad()
     def take_heard(self) -> None:
         """After a training step: take what was heard of it into the running mean, as one refresh. Collective."""

@@ -2,12 +2,8 @@
 
     y = x (w^T + P^T B^T)
 
-P is a fixed sum over runs of `k` neighbouring inputs: no parameters and no matmul, a reshape and a sum. B, of shape
-(out, in / k), is learned. It is zero and switched off until the forge starts it (`compensate`): before the first step
-from a shift of the weights, or as published from what a mask removes (`methods.compensate`).
-
-The layers here are those of the model, with another class: parameter names, ZeRO-3 partitions and masks do not notice.
-Shape suffixes: O outputs, I inputs, K runs of inputs.
+Its layer is in `model.branch`. B is zero and switched off until the forge starts it (`methods.compensate`): before the
+first step from a shift of the weights, or as published from what a mask removes.
 """
 
 from __future__ import annotations
@@ -16,56 +12,14 @@ import math
 from collections.abc import Iterable
 
 from deepspeed.utils import set_z3_leaf_modules_by_name
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.branch import add_branch, branches
 from sparseforge_ds.model.experts import expert_lists, join_gradients, leaf_modules
 from sparseforge_ds.model.families import LOW_RANK, PrunableWeight, full_shape
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
-
-
-class Branch(nn.Module):
-    """What a layer with a switchable branch has beside its weight, which keeps its orientation."""
-
-    low_rank_b: nn.Parameter
-    """(out, in / k)."""
-    k: int
-    enabled: bool
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out): x w^T + (P x) B^T. `sum` accumulates 16-bit inputs in fp32 and rounds once."""
-        output: Tensor = super().forward(input)
-        if not self.enabled:
-            return output
-        sums = input.reshape(*input.shape[:-1], input.shape[-1] // self.k, self.k).sum(-1)
-        return output + F.linear(sums, self.low_rank_b)
-
-    def extra_repr(self) -> str:
-        """Sizes for print(model)."""
-        return f"{super().extra_repr()}, k={self.k}, enabled={self.enabled}"
-
-
-class LowRankLinear(Branch, nn.Linear):
-    """`nn.Linear` with a branch."""
-
-
-class LowRankConv1D(Branch, Conv1D):  # type: ignore[misc]  # transformers is untyped
-    """GPT-2's `Conv1D` with a branch."""
-
-
-def add_branch(layer: nn.Linear | Conv1D, k: int) -> Branch:
-    """Give a layer a branch that is zero and off, in place; `k` must divide its inputs."""
-    linear = isinstance(layer, nn.Linear)
-    outputs, inputs = full_shape(layer.weight)[:: 1 if linear else -1]
-    b_OK = nn.Parameter(layer.weight.new_zeros(outputs, inputs // k))
-    layer.__class__ = LowRankLinear if linear else LowRankConv1D
-    assert isinstance(layer, Branch)
-    layer.low_rank_b = b_OK
-    layer.k, layer.enabled = k, False
-    return layer
 
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
@@ -100,11 +54,6 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     for layer in layers.values():
         add_branch(layer, k)
     return model
-
-
-def branches(model: nn.Module) -> dict[str, Branch]:
-    """The branched layers by the name of their weight, in module order; empty when the model has none."""
-    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Branch)}
 
 
 def low_rank_share(model: nn.Module, weights: Iterable[PrunableWeight]) -> tuple[float, float]:

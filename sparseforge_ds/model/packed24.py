@@ -11,6 +11,10 @@ On CUDA (compute capability 8.0 or more, fp16 or bf16), `"semi_structured": true
 config.json turns the weights of linear layers into torch's semi-structured tensors instead, which are faster from about
 a thousand rows on and slower when text is generated; then `save_pretrained` refuses.
 
+Low-rank branches (`low_rank` of the quantization_config) are B alone, beside the weights: their layers get the class of
+`model.branch`, which computes the sums of inputs. Such a model is not saved by `save_pretrained`, whose folder would
+not say that there are branches.
+
 A packed weight lies under its own name, with half its inputs, beside `<name>_positions`. That is what makes
 transformers without this package fail: it ignores a quant_method that it does not know with a mere warning, but raises
 on a shape that is not the model's.
@@ -36,12 +40,19 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         format: version of the storage.
         semi_structured: on CUDA, unpack weights into torch's semi-structured sparse tensors where it has a kernel for
             them, and into dense ones elsewhere.
+        low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
 
     Raises:
         ValueError: a format that this version does not know.
     """
 
-    def __init__(self, format: int = PACKED24_FORMAT, semi_structured: bool = False, **more: Any) -> None:
+    def __init__(
+        self,
+        format: int = PACKED24_FORMAT,
+        semi_structured: bool = False,
+        low_rank: dict[str, int] | None = None,
+        **more: Any,
+    ) -> None:
         if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
             raise ValueError(
                 f"{PACKED24}: format {format!r} with {sorted(more)} is not what this version of sparseforge_ds reads "
@@ -50,6 +61,9 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         self.quant_method = PACKED24
         self.format = format
         self.semi_structured = semi_structured
+        self.low_rank = low_rank or {}
+        if not isinstance(self.low_rank, dict) or any(type(k) is not int or k < 1 for k in self.low_rank.values()):
+            raise ValueError(f"{PACKED24}: low_rank {low_rank!r} is damaged; use names of layers and integers k >= 1")
 
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
@@ -74,19 +88,29 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         ]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Matrices are called `weight` in most layers; fused experts have other names."""
+        """Matrices are called `weight` in most layers; fused experts have other names. Branches are added."""
         self._leaves = tuple(sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 1}))
+        from sparseforge_ds.model.branch import add_branch
+
+        for name, k in self.quantization_config.low_rank.items():
+            try:
+                add_branch(model.get_submodule(name), k).enabled = True
+            except AttributeError as error:
+                raise ValueError(
+                    f"{PACKED24}: low_rank names {name}, no linear layer of this model ({error})"
+                ) from None
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """The conversion is not undone on saving. Where nothing is packed, the model is an ordinary dense one."""
+        """The conversion is not undone on saving. Without packed weights and branches, the model is an ordinary one."""
         ours = type(_operation(self))
         model._weight_conversions = [
             conversion
             for conversion in model._weight_conversions or []
             if not any(isinstance(operation, ours) for operation in getattr(conversion, "operations", ()))
         ]
-        if not any(_is_packed(module) or _is_sparse(module) for module in model.modules()):
+        branched = bool(self.quantization_config.low_rank)
+        if not branched and not any(_is_packed(module) or _is_sparse(module) for module in model.modules()):
             self.remove_quantization_config(model)
             for module in model.modules():
                 if getattr(getattr(module, "config", None), "_is_quantized", False):
@@ -94,6 +118,11 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        if self.quantization_config.low_rank:
+            raise ValueError(
+                f"{PACKED24}: this model has low-rank branches, without which its weights are useless; a folder for "
+                "other tools is what `sparseforge export FOLDER OUT --format hf` writes"
+            )
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # transformers has it from the config
         for name, module in list(model.named_modules()):
             if _is_packed(module):
@@ -106,13 +135,13 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return model
 
     def is_serializable(self) -> bool:
-        """Semi-structured tensors are not saved: transformers raises."""
-        return not self.quantization_config.semi_structured
+        """Semi-structured tensors and branches are not saved: transformers raises."""
+        return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
 
     @property
     def is_trainable(self) -> bool:
         """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
-        return not self.quantization_config.semi_structured
+        return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
 
 
 def _is_packed(module: nn.Module) -> bool:

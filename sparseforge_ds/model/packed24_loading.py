@@ -13,8 +13,12 @@ from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.mask.packing import POSITIONS, check24, unpack24
+from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
 from sparseforge_ds.runtime.linear24 import linear24
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
+
+_KEPT = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
+"""Layers that a packed one takes the place of."""
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
@@ -41,7 +45,7 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         """
         if model is not None and full_layer_name is not None and len(input_dict) == 2 and _is_own(source_patterns):
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
-            if type(layer) in (nn.Linear, Conv1D) and not self.semi_structured:
+            if type(layer) in _KEPT and not self.semi_structured:
                 return _keep_packed(model, layer, full_layer_name, input_dict)
         result: dict[str, Any] = {}
         for name, tensors in input_dict.items():
@@ -100,8 +104,10 @@ def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[
         check24(values, positions)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    kind = Packed24Linear if isinstance(layer, nn.Linear) else Packed24Conv1D
+    kind: Any = Packed24Linear if isinstance(layer, nn.Linear) else Packed24Conv1D
     packed = kind(values, positions, layer.bias)
+    if isinstance(layer, Branch):
+        add_branch(packed, layer.k, layer.low_rank_b).enabled = True
     model.set_submodule(name.rpartition(".")[0], packed.train(layer.training))
     return {name: packed.weight, name + POSITIONS: packed.weight_positions}
 

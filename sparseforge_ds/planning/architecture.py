@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.model.low_rank import branches, prepare
+from sparseforge_ds.model.low_rank import prepare
 
 _ATTENTION = "sparseforge_planned"
 """As `attn_implementation` of a transformers model."""

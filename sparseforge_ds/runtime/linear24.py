@@ -1,13 +1,18 @@
 """`sparseforge::linear24`, the product with a 2:4 weight that stays packed, as an operator of torch.
 
 `register_kernel` of torch.library is the place where devices differ. On the CPU, the first call loads a C++ library
-(`cpu_kernel`), which registers itself with torch and from then on is called without Python. A device without a kernel
-has the reference, which unpacks the weight at each call. The operator may be compiled (it is opaque to torch.compile),
-and under autocast its inputs are cast as those of nn.functional.linear are.
+(`cpu_kernel`), which registers itself with torch and from then on is called without Python. GPUs have a Triton kernel
+(`triton_kernel`), and any other device the reference, which unpacks the weight at each call. The operator may be
+compiled (it is opaque to torch.compile), and under autocast its inputs are cast as those of nn.functional.linear are.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +20,8 @@ from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
 from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @torch.library.custom_op("sparseforge::linear24", mutates_args=())
@@ -72,6 +79,27 @@ def check_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | No
     if len({tensor.device for tensor in (*given.values(), positions)}) > 1:
         given["positions"] = positions
         raise ValueError(f"linear24: devices differ: {', '.join(f'{name} {t.device}' for name, t in given.items())}")
+
+
+@linear24.register_kernel("cuda")
+def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """NVIDIA's and AMD's GPUs are both "cuda" to torch, and have the Triton kernel."""
+    check_inputs(x, values, positions, bias)
+    kernel = _triton_kernel() if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else None
+    return (kernel or reference24)(x, values, positions, bias)
+
+
+@cache
+def _triton_kernel() -> Callable[..., Tensor] | None:
+    """None where Triton is missing, which CUDA and ROCm builds of torch bring along; said once."""
+    if find_spec("triton") is None:
+        _LOGGER.warning(
+            "linear24: triton is not installed, so every product with a packed weight unpacks the whole weight first, "
+            "which is slower than a dense layer; pip install triton"
+        )
+        return None
+    kernel: Callable[..., Tensor] = import_module("sparseforge_ds.runtime.triton_kernel").triton24
+    return kernel
 
 
 def _fake(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:

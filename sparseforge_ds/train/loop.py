@@ -149,7 +149,6 @@ def train(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, pre
 def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, step: int) -> None:
     """Save everything that a resumed run needs."""
     state = {
-        "sparseforge": context.forge.state_dict(),
         "train": {"step": step, "tokens": step * context.spec.tokens_per_step, "data": context.batches.state_dict()},
     }
     done = checkpoints.save(context.engine, step, state)

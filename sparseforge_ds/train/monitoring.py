@@ -53,14 +53,7 @@ class Monitor:
             self._rate = (step - self._clock_step) * self.tokens_per_step / max(now - self._clock, 1e-9)
             self._clock, self._clock_step = now, step
             more = {"train/tokens_per_second": self._rate, "train/memory_gib": memory_in_use() / 2**30}
-            if dials is not None:
-                more |= {
-                    "dials/temperature": dials.temperature,
-                    "dials/beta": dials.beta,
-                    "dials/lambda_mid": dials.mid_penalty,
-                    "dials/x": dials.x,
-                }
-            self.write(step, {**scalars, **more})
+            self.write(step, {**scalars, **more, **dial_scalars(dials)})
         loss = f"loss {scalars['loss/total']:.4f}"
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
@@ -105,6 +98,18 @@ class Monitor:
             self._bar.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def dial_scalars(dials: Dials | None) -> dict[str, float]:
+    """The annealed numbers, as they are logged; none of methods that anneal none."""
+    if dials is None:
+        return {}
+    return {
+        "dials/temperature": dials.temperature,
+        "dials/beta": dials.beta,
+        "dials/lambda_mid": dials.mid_penalty,
+        "dials/x": dials.x,
+    }
 
 
 def memory_in_use() -> float:

@@ -64,12 +64,12 @@ class Objective:
         return self.whole
 
     @contextmanager
-    def targets(self, micro_batches: Sequence[Tensor]) -> Iterator[Sequence[Target | None]]:
-        """What the teacher says of the micro-batches of a step, while this is active; collective."""
+    def targets(self, micro_batches: Sequence[Tensor], **inputs: Tensor) -> Iterator[Sequence[Target | None]]:
+        """What the teacher says of the micro-batches of a step, while this is active, as `Teacher.targets`."""
         if self.teacher is None or self.whole:
             yield [None] * len(micro_batches)
         else:
-            with self.teacher.targets(micro_batches) as targets:
+            with self.teacher.targets(micro_batches, **inputs) as targets:
                 yield targets
 
     def loss(self, batch: MicroBatch, target: Target | None) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class Objective:
             losses, output = self._of_whole_logits(batch)
         else:
             losses, output = loss_in_head(
-                self.engine, batch.label_BS, self.config, target, batch.trained, input_ids=batch.token_BS
+                self.engine, batch.label_BS, self.config, target, batch.trained, input_ids=batch.token_BS, **batch.more
             )
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
@@ -94,25 +94,25 @@ class Objective:
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
         """The task loss alone, which probes of the curvature take."""
         if self.whole or self.draws_labels:
-            return task_loss(self._run(batch.token_BS).logits, batch.label_BS, trained=batch.trained)
+            return task_loss(self._run(batch).logits, batch.label_BS, trained=batch.trained)
         return loss_in_head(self.engine, batch.label_BS, trained=batch.trained, input_ids=batch.token_BS)[0].total
 
     def _of_whole_logits(self, batch: MicroBatch) -> tuple[DistillationLoss, Any]:
-        token_BS, label_BS, trained = batch.token_BS, batch.label_BS, batch.trained
+        label_BS, trained = batch.label_BS, batch.trained
         if self.teacher is None or self.config is None:
-            output = self._run(token_BS)
+            output = self._run(batch)
             total = task_loss(output.logits, label_BS, trained=trained)
             nothing = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), nothing, nothing), output
         with self.teacher.captured() as states:
-            teacher_BSV = self.teacher(token_BS)
+            teacher_BSV = self.teacher(batch.token_BS, **batch.more)
         with compared(self.engine.module, states, next_labels(label_BS), self.config, trained) as distance:
-            output = self._run(token_BS)
+            output = self._run(batch)
         losses = distillation_loss(output.logits, teacher_BSV, label_BS, replace(self.config, hidden=None), trained)
         return distance.added_to(losses), output
 
-    def _run(self, token_BS: Tensor) -> Any:
-        return self.engine(input_ids=token_BS, use_cache=False)
+    def _run(self, batch: MicroBatch) -> Any:
+        return self.engine(input_ids=batch.token_BS, use_cache=False, **batch.more)
 
     def _balance_loss(self, output: Any) -> Tensor | None:
         """What a mixture adds so that its experts are used evenly, where its config.json asks for that."""

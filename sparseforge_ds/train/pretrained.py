@@ -83,6 +83,11 @@ def find_model(name: str, flag: str) -> Pretrained:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its config.json cannot be used ({reason(error)})") from None
     require_causal(config, f"{flag} {name}")
+    if (getattr(config, "quantization_config", None) or {}).get("low_rank"):
+        raise ValueError(
+            f"{flag} {name}: is packed, with low-rank branches, which are no part of a dense model; give the dense "
+            "model that it was made of"
+        )
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{flag} {name}: has a PEFT adapter beside its weights (adapter_config.json), which transformers would "

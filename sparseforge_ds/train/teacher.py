@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,19 +88,24 @@ class Teacher:
         return cls(load_model(path, f"teacher {path}", partition=partition, **given), config, ds_config)
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, S) token ids -> (B, S, V) logits without a gradient; collective with `hold="zero3"`."""
-        logits: Tensor = self._run(input_ids, attention_mask).logits
+    def __call__(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """(B, S) token ids -> (B, S, V) logits without a gradient; collective with `hold="zero3"`.
+
+        Args:
+            input_ids: (B, S) token ids.
+            **inputs: others of the forward pass, such as attention_mask and position_ids.
+        """
+        logits: Tensor = self._run(input_ids, inputs).logits
         return logits
 
     @torch.no_grad()
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """(B, S) token ids -> (B, S, H) final hidden states, which the head makes logits of; collective like a call.
 
         Raises:
             WholeLogits: the model scales or caps its logits, so that hidden states and head are not all of it.
         """
-        return hidden_states(self.model, lambda: self._run(input_ids, attention_mask))
+        return hidden_states(self.model, lambda: self._run(input_ids, inputs))
 
     @contextmanager
     def captured(self) -> Iterator[list[Tensor] | None]:
@@ -111,11 +116,11 @@ class Teacher:
         with captured_states(self._layers) as states:
             yield states
 
-    def _run(self, input_ids: Tensor, attention_mask: Tensor | None) -> Any:
-        return self._module(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    def _run(self, input_ids: Tensor, inputs: Mapping[str, Any]) -> Any:
+        return self._module(input_ids=input_ids, use_cache=False, **inputs)
 
     @contextmanager
-    def targets(self, micro_batches: Sequence[Tensor]) -> Iterator[list[Target]]:
+    def targets(self, micro_batches: Sequence[Tensor], **inputs: Any) -> Iterator[list[Target]]:
         """What the teacher says of all micro-batches of a step, and its head, gathered while this is active.
 
         The model runs over `micro_batches_at_once`, so that its weights are gathered once, or a few times, a step. With
@@ -123,16 +128,20 @@ class Teacher:
 
         Args:
             micro_batches: (B, S) token ids each, all of one shape; as many on every rank.
+            **inputs: others of the forward pass, such as attention_mask and position_ids, of a single micro-batch.
 
         Raises:
+            ValueError: `inputs` of several micro-batches.
             WholeLogits: as `hidden_states`.
         """
+        if inputs and len(micro_batches) > 1:
+            raise ValueError(f"{', '.join(inputs)} of {len(micro_batches)} micro-batches: ask for one at a time")
         batch, length = micro_batches[0].shape
         sequence_NS = torch.cat(list(micro_batches))
         hidden: list[tuple[Tensor, list[Tensor] | None]] = []
         for pass_NS in sequence_NS.split(batch * micro_batches_at_once(batch * length)):
             with self.captured() as states:
-                final = self.hidden_states(pass_NS).split(batch)
+                final = self.hidden_states(pass_NS, **inputs).split(batch)
             by_batch = zip(*(state.split(batch) for state in states), strict=True) if states else [()] * len(final)
             hidden += [(mine, list(each) or None) for mine, each in zip(final, by_batch, strict=True)]
             del states, final, by_batch  # what the backward pass lets go of is to be free then

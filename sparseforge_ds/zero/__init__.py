@@ -20,6 +20,7 @@ layouts     a shard map for each of DeepSpeed's optimizers: the only code that r
 refuse      engine settings under which the journey would break, as errors at attach time
 state       W, mask and curvature as optimizer state, and the one bit a weight that is left once masks are frozen
 step_hooks  the two hooks around the inner optimizer's step
+gradient_hooks  which gradients count in the norm once masks are frozen
 restore     an engine of any layout filled from a checkpoint of any layout
 halo        groups that a shard boundary cuts
 matrices    one table of sums for all matrices

@@ -2,14 +2,14 @@
 
 Every rank reads the elements that it holds, and no others, straight from the mapped files. What cannot be cut into
 elements (steps, hyperparameters, the loss scale) is the same on all ranks. Nothing is changed before all ranks have
-read everything; `engine.load_checkpoint`, which unpickles and knows one layout only, is not called.
+read everything; DeepSpeed's own `load_checkpoint`, which unpickles and knows one layout only, is not called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from sparseforge_ds.zero.state import ShardState
 
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
 """Hyperparameters that tell one kind of optimizer from another."""
+T = TypeVar("T")
 Masks = Literal["none", "moving", "frozen"]
 """What a checkpoint holds of masks: nothing before the first step, states while they move, zeros once frozen."""
 
@@ -51,7 +52,7 @@ def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Ma
         ValueError: on all ranks, with nothing changed: the checkpoint does not fit the model or the optimizer, or one
             of them cannot read it; the message names the file.
     """
-    read = _together(layout, lambda: _Reader(layout, state, checkpoint, masks).read())
+    read = together(layout, lambda: _Reader(layout, state, checkpoint, masks).read())
     for flat, master in zip(layout.flats, read.masters, strict=True):
         flat.data.copy_(master)
     for name, (_, _, own) in layout.untrained().items():
@@ -71,8 +72,8 @@ def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Ma
     layout.push()
 
 
-def _together(layout: Layout, work: Callable[[], _Read]) -> _Read:
-    """The result of every rank's own work, or the first ValueError on all of them."""
+def together(layout: Layout, work: Callable[[], T]) -> T:
+    """The result of every rank's own work, or the first ValueError on all of them. Collective."""
     result, problem = None, None
     try:
         result = work()
@@ -81,8 +82,7 @@ def _together(layout: Layout, work: Callable[[], _Read]) -> _Read:
     for told in layout.all_gather_object(problem):
         if told is not None:
             raise ValueError(told)
-    assert result is not None
-    return result
+    return cast(T, result)
 
 
 def _buffers(layout: Layout) -> dict[str, Tensor]:

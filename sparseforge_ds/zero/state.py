@@ -62,12 +62,6 @@ class ShardState:
         """Indices of the master partitions that hold prunable weights."""
         return sorted(self._by_flat)
 
-    @property
-    def complete(self) -> bool:
-        """Whether our tensors are optimizer state: after the first step, or after a checkpoint was loaded."""
-        state = self.layout.inner.state
-        return all("dense" in state.get(self.layout.flats[index], {}) for index in self.flats)
-
     def partition(self, index: int) -> dict[str, Tensor]:
         """The tensors of one master partition. Look them up at every use: a checkpoint load replaces them.
 
@@ -181,6 +175,7 @@ class ShardState:
                     self.mask_in_place(index, value)
         self._waiting = {index: held for index, held in self._waiting.items() if held}
         self.released = True
+        self.mark_zeros()
 
     def _chunks(self, index: int) -> Iterator[tuple[slice, Tensor]]:
         """Chunks of a partition's elements, of a multiple of 8, and the bytes of `kept` of each."""
@@ -199,7 +194,7 @@ class ShardState:
 
     @torch.no_grad()
     def mark_zeros(self) -> Tensor:
-        """Write kept weights that are 0 as -0.0, so that a checkpoint can tell them from pruned ones.
+        """Write kept weights that are 0 as -0.0, so that checkpoints and gradients can tell them from pruned ones.
 
         Returns:
             () int64 on the device of collectives: weights that were written.

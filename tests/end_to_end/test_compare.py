@@ -105,11 +105,11 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     check_rows(rows)
     check_order(out)
     table = (out / "table.md").read_text()
-    assert table.strip() in finished.stdout and "| soft | 3,072 | 0.003 (edge) | 2 |" in table
+    assert table.strip() in finished.stdout and "| soft | 0.5625 | 0.5 | 3,072 | 0.003 (edge) | 2 |" in table
     assert "diverged" in table, "the learning rate that was too high is shown"
-    for name in ("perplexity", "undecided", "flip_rate", "gap", "mask_values", "agreement"):
+    for name in ("perplexity", "bytes", "undecided", "flip_rate", "gap", "mask_values", "agreement"):
         assert distinct_colours(out / "figures" / f"{name}.png") > 20, f"{name} is blank"
-    assert (out / "index.html").read_text().count("data:image/png;base64,") == 6
+    assert (out / "index.html").read_text().count("data:image/png;base64,") == 7
     assert not list((out / "runs").glob("*/checkpoints")), "they are large, and of no use any more"
     assert {path.name for path in (out / "models").iterdir()} == {row["run"] for row in rows if row["kind"] == "result"}
 

@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"torch", "transformers", "config", "mask", "model"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
     "train": {"*"},
+    "integrations": {"torch"},
     "compare": {
         "torch",
         "transformers",
@@ -70,6 +71,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.bench": {"evaluate"},
     "cli.compare": {"compare"},
     "cli.evaluate": {"evaluate", "ranks"},
+    "cli.generate": {"transformers", "evaluate"},
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "model.families", "permutation"},
     "cli.train": {"train.run"},
@@ -88,6 +90,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.formats": {"fsspec", "huggingface_hub"},
     "data.hub": {"huggingface_hub"},
     "data.splits": {"yaml", "huggingface_hub"},
+    "export.compressed_tensors": {"compressed_tensors", "pydantic"},
     "export.loaded": {"safetensors"},
     "export.proof": {"psutil"},
     "export.reference": {"safetensors", "model.loading_error"},
@@ -104,6 +107,13 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "model.low_rank": {"deepspeed"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "permutation.apply": {"deepspeed", "model.groups"},
+    "integrations.trainer_settings": {"config"},
+    "integrations.transformers": {
+        *("transformers", "accelerate", "config", "data.batches", "forge", "model", "train", "zero.probe"),
+    },
+    "integrations.vllm.__init__": {"vllm", "mask.packing"},
+    "integrations.vllm.packed24": {"vllm", "mask.packing", "runtime.linear24"},
+    "runtime.triton_kernel": {"triton"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }
 # The public names.

@@ -248,7 +248,7 @@ def save_and_go_on(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, A
         forge.step(probe_of(engine, case, step))
         if step == 2:
             saved = forge.state_dict()["experts"]
-            engine.save_checkpoint(folder, tag="middle", client_state={"sparseforge": forge.state_dict()})
+            engine.save_checkpoint(folder, tag="middle")
     return saved, forge.state_dict()["experts"]
 
 
@@ -261,11 +261,13 @@ def go_on(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, Any], str]
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
     without = {key: value for key, value in forge.state_dict().items() if key != "experts"}
+    continued = forge.state_dict()["experts"]
+    engine.save_checkpoint(folder, tag="without", client_state={"sparseforge": without})
     try:
-        forge.load_state_dict(without)
+        engine.load_checkpoint(folder, tag="without")
     except ValueError as error:
-        return restored, forge.state_dict()["experts"], str(error)
-    return restored, forge.state_dict()["experts"], "accepted"
+        return restored, continued, str(error)
+    return restored, continued, "accepted"
 
 
 def test_counts_continue_in_another_layout(tmp_path: Path) -> None:

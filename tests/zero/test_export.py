@@ -108,7 +108,7 @@ def save_runs(folder: str) -> dict[str, Any]:
         for step in range(case.steps):
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))
-        engine.save_checkpoint(str(run / "checkpoints"), tag="step", client_state={"sparseforge": forge.state_dict()})
+        engine.save_checkpoint(str(run / "checkpoints"), tag="step")
         engine.eval()
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits

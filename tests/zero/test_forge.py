@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sparseforge_ds as sf
-from sparseforge_ds.model.low_rank import branches
+from sparseforge_ds.model.branch import branches
 from tests.distributed import run_distributed
 from tests.reference import branch_start, groups_of, kept_of
 from tests.zero.case import (

@@ -101,7 +101,7 @@ def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
                 shard.of(weights)[place] = 0.0
             forge._layout.flats[shard.flat].data.add_(0.0)
         forge._layout.push()
-        engine.save_checkpoint(str(Path(folder, name)), tag="end", client_state={"sparseforge": forge.state_dict()})
+        engine.save_checkpoint(str(Path(folder, name)), tag="end")
         found[name] = {
             "before": before,
             "after": after,
@@ -173,11 +173,10 @@ def foreign(folder: str) -> str:
     state = forge.state_dict()
     plain = build_engine(case)
     train_step(plain, case, 0)
-    plain.save_checkpoint(folder, tag="plain")
+    plain.save_checkpoint(folder, tag="plain", client_state={"sparseforge": state})
     engine, forge = build(case)
-    engine.load_checkpoint(folder, tag="plain")
     try:
-        forge.load_state_dict(state)
+        engine.load_checkpoint(folder, tag="plain")
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -206,7 +205,7 @@ def marked(folder: str) -> dict[str, int]:
         shard = next(shard for shard in forge._shards.values() if shard.numel)
         shard.of(forge._layout.flats[shard.flat].data)[forge._state.kept_of(shard)] = 0.0
     forge._layout.push()
-    engine.save_checkpoint(folder, tag="end", client_state={"sparseforge": forge.state_dict()})
+    engine.save_checkpoint(folder, tag="end")
     shard = next(shard for shard in forge._shards.values() if shard.numel)
     expected = int(forge._state.kept_of(shard).sum()) if dist.get_rank() == 0 else 0
     return {"expected": expected, "found": kept_zeros(f"{folder}/end")}

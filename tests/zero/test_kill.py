@@ -71,7 +71,7 @@ def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> No
     for step in range(1, steps + 1):
         train_step(engine, case, step - 1)
         forge.step(probe_of(engine, case, step - 1))
-        state = {"sparseforge": forge.state_dict(), "train": {"step": step, "data": {"position": step}}}
+        state = {"train": {"step": step, "data": {"position": step}}}
         if ranks.first:
             note(place, f"writing {step}")
         saves.save(engine, step, state)
@@ -222,7 +222,7 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
         forge.step(probe_of(engine, case, step - 1))
         saves._check_written = flip_a_bit_first if step == 2 else check_written  # type: ignore[method-assign]
         try:
-            saves.save(engine, step, {"sparseforge": forge.state_dict(), "train": {"step": step, "data": {}}})
+            saves.save(engine, step, {"train": {"step": step, "data": {}}})
         except AgreedError as error:
             said = str(error)
             ranks.barrier()

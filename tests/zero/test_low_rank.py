@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
+from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.groups import param_groups
-from sparseforge_ds.model.low_rank import branches, low_rank_share, prepare
+from sparseforge_ds.model.low_rank import low_rank_share, prepare
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 

@@ -217,7 +217,7 @@ def saved_by(cases: list[Case], folder: Path) -> list[tuple[int, int]]:
         engine, forge = build(case, model_of(case))
         train_step(engine, case, 0)
         forge.step(StepText(engine, case, 0))
-        engine.save_checkpoint(str(folder / str(number)), client_state={"sparseforge": forge.state_dict()})
+        engine.save_checkpoint(str(folder / str(number)))
         dist.barrier()
         files = [path for path in (folder / str(number)).rglob("*") if path.is_file()]
         sizes.append((checkpoint_bytes(*planned(case)), sum(path.stat().st_size for path in files)))

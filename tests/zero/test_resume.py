@@ -73,7 +73,7 @@ def unbroken(case: Case, folder: str) -> tuple[list[Any], dict[str, Any]]:
     for step in range(STEPS):
         seen.append(one_step(engine, forge, case, step))
         if step + 1 in SAVES:
-            engine.save_checkpoint(folder, tag=f"step{step + 1}", client_state={"sparseforge": forge.state_dict()})
+            engine.save_checkpoint(folder, tag=f"step{step + 1}")
     return seen, state_of(engine, forge)
 
 
@@ -83,8 +83,7 @@ def resumed(case: Case, folder: str, save: int, restore: bool) -> tuple[list[Any
     if restore:
         forge.restore(Checkpoint(Path(folder, f"step{save}")))
     else:
-        _, client_state = engine.load_checkpoint(folder, tag=f"step{save}")
-        forge.load_state_dict(client_state["sparseforge"])
+        engine.load_checkpoint(folder, tag=f"step{save}")
     forge.start(None)
     assert forge.step_count == save
     return [one_step(engine, forge, case, step) for step in range(save, STEPS)], state_of(engine, forge)
@@ -123,34 +122,43 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
     engine, forge = build(case)
     for step in range(3):
         one_step(engine, forge, case, step)
-    engine.save_checkpoint(folder, tag="ours", client_state={"sparseforge": forge.state_dict()})
+    engine.save_checkpoint(folder, tag="ours", client_state={"mine": [3]})
+    good = forge.state_dict()
+    damaged = {
+        "weights": {**good, "weights": good["weights"][:-1]},
+        "version": {**good, "version": 0},
+        "magnitude": {**good, "config": {**good["config"], "importance": "magnitude"}},
+    }
+    for tag, state in damaged.items():
+        engine.save_checkpoint(folder, tag=tag, client_state={"sparseforge": state})
     plain = build_engine(case)
     train_step(plain, case, 0)
-    plain.save_checkpoint(folder, tag="plain")
-    good = forge.state_dict()
+    plain.save_checkpoint(folder, tag="plain", client_state={"sparseforge": good})
+    plain.save_checkpoint(folder, tag="foreign")
 
-    def refusal(other: Case, tag: str, state: dict[str, Any], **how: Any) -> str:
-        engine, forge = build(other)
+    def refusal(other: Case, tag: str, **how: Any) -> str:
+        engine, _ = build(other)
         try:
-            engine.load_checkpoint(folder, tag=tag, **how)
-            forge.load_state_dict(state)
+            path, client_state = engine.load_checkpoint(folder, tag=tag, **how)
         except ValueError as error:
             return str(error)
+        assert Path(path) == Path(folder, tag) and client_state["mine"] == [3]
         return "accepted"
 
     monitored = Case(stage=stage, config={"monitor": {"gap_every": 3}})
     return {
-        "pattern": refusal(Case(stage=stage, config={"pattern": "1:4"}), "ours", good),
-        "schedule": refusal(Case(stage=stage, config={"method": {"mask_rate": 0.5}}), "ours", good),
-        "max_steps": refusal(Case(stage=stage, config={"max_steps": 20}), "ours", good),
-        "weights": refusal(case, "ours", {**good, "weights": good["weights"][:-1]}),
-        "version": refusal(case, "ours", {**good, "version": 0}),
-        "magnitude": refusal(case, "ours", {**good, "config": {**good["config"], "importance": "magnitude"}}),
-        "plain": refusal(case, "plain", good),
-        "module only": refusal(case, "ours", good, load_module_only=True),
-        "no optimizer": refusal(case, "ours", good, load_optimizer_states=False),
-        "monitor": refusal(monitored, "ours", good),
-        "same": refusal(case, "ours", good),
+        "pattern": refusal(Case(stage=stage, config={"pattern": "1:4"}), "ours"),
+        "schedule": refusal(Case(stage=stage, config={"method": {"mask_rate": 0.5}}), "ours"),
+        "max_steps": refusal(Case(stage=stage, config={"max_steps": 20}), "ours"),
+        "weights": refusal(case, "weights"),
+        "version": refusal(case, "version"),
+        "magnitude": refusal(case, "magnitude"),
+        "plain": refusal(case, "plain"),
+        "foreign": refusal(case, "foreign"),
+        "module only": refusal(case, "ours", load_module_only=True),
+        "no optimizer": refusal(case, "ours", load_optimizer_states=False),
+        "monitor": refusal(monitored, "ours"),
+        "same": refusal(case, "ours"),
     }
 
 
@@ -160,10 +168,13 @@ def test_what_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> Non
     assert 'sparseforge.pattern was "2:4", is "1:4"' in said["pattern"]
     assert "sparseforge.method.mask_rate was 0.4, is 0.5" in said["schedule"]
     assert "sparseforge.max_steps was 10, is 20" in said["max_steps"]
-    assert "weights" in said["weights"] and "was null, is" in said["weights"]
+    # At stage 0 the list says what lies in the flats as well, and is missed before the runs are compared.
+    missed = "the groups in its client state" if stage == 0 else "was null, is"
+    assert "weights" in said["weights"] and missed in said["weights"]
     assert "version 0" in said["version"]
     assert 'sparseforge.importance was "magnitude"' in said["magnitude"]
-    assert "holds no dense, mask" in said["plain"]
+    assert "holds no" in said["plain"] and "dense, mask" in said["plain"]
+    assert "was not saved by SparseForge" in said["foreign"]
     assert "optimizer states" in said["module only"]
     assert "optimizer states" in said["no optimizer"]
     assert said["monitor"] == said["same"] == "accepted"

@@ -9,7 +9,7 @@ import torch
 import sparseforge_ds as sf
 from sparseforge_ds.mask.shift import best_shift
 from sparseforge_ds.methods.compensate import shift_into_branches
-from sparseforge_ds.model.low_rank import branches
+from sparseforge_ds.model.branch import branches
 from tests.distributed import run_distributed
 from tests.reference import groups_of
 from tests.zero.case import Case, batch_at, build, gathered, my_part, probe_of, published, train_step

@@ -35,7 +35,7 @@ def train(engine: Any, forge: Any, case: Case, first: int, last: int) -> None:
 
 
 def save(engine: Any, forge: Any, run: Path) -> None:
-    engine.save_checkpoint(str(run / "checkpoints"), tag="step", client_state={"sparseforge": forge.state_dict()})
+    engine.save_checkpoint(str(run / "checkpoints"), tag="step")
 
 
 def walk(folder: Path) -> list[dict[str, Any]]:

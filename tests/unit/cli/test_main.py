@@ -56,6 +56,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("export", "--format"): formats.FORMATS,
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
+        ("generate", "--dtype"): flags.DTYPES,
         ("permute", "--dimensions"): channels.PARTS,
     }
     for name in ("evaluate", perplexity.__name__):

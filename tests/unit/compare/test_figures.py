@@ -46,9 +46,9 @@ def test_every_figure_shows_something(tmp_path: Path) -> None:
     fixed = {"gap": curve(0.0, 0.0, 0.0), "mask_values": BINARY}
     histories = {f"ours{seed}80": {**moving, "mask_values": SOFT} for seed in (0, 1)}
     histories |= {f"fixed{seed}80": fixed for seed in (0, 1)}
-    drawn = draw(summarize(rows, "ours"), rows, histories, tmp_path / "figures")
+    drawn = draw(summarize(rows, "ours").assign(bytes=0.5625), rows, histories, tmp_path / "figures")
     names = [figure.path.stem for figure in drawn]
-    assert names == ["perplexity", "undecided", "flip_rate", "gap", "mask_values", "agreement"]
+    assert names == ["perplexity", "bytes", "undecided", "flip_rate", "gap", "mask_values", "agreement"]
     for figure in drawn:
         assert distinct_colours(figure.path) > 20, f"{figure.path.stem} is blank"
 
@@ -60,7 +60,7 @@ def test_every_figure_shows_something(tmp_path: Path) -> None:
         "{}",
         ["go <there>"],
     )
-    assert text.count('src="data:image/png;base64,') == 6
+    assert text.count('src="data:image/png;base64,') == 7
     assert "<b>x</b>" in text and "1 &amp; 2" in text and "go &lt;there&gt;" in text and "A &lt;title&gt;" in text
     assert "<p>Words.</p><p>one &lt;two&gt;</p>" in text and text.count("<table>") == 2
     assert "http" not in text, "the page needs nothing besides itself"
@@ -79,7 +79,7 @@ def test_steps_are_whole_numbers_and_one_seed_is_no_mean(tmp_path: Path, monkeyp
     rows = [row("ours", seed, 5.0, 40, agreement=AGREEMENT) for seed in (0, 1)]
     histories = {f"ours{seed}40": {"gap": curve(1.0, 0.5, 0.0), "mask_values": SOFT} for seed in (0, 1)}
     for chosen in (rows, rows[:1]):
-        drawn = draw(summarize(chosen, "ours"), chosen, histories, tmp_path / "figures")
+        drawn = draw(summarize(chosen, "ours").assign(bytes=0.5625), chosen, histories, tmp_path / "figures")
         told = " ".join(figure.caption for figure in drawn)
         assert ("deviation" in told) == ("mean over seeds" in told) == ("each seed" in told) == (len(chosen) > 1)
         assert ("one seed" in told) == (len(chosen) == 1)
@@ -94,6 +94,6 @@ def test_steps_are_whole_numbers_and_one_seed_is_no_mean(tmp_path: Path, monkeyp
 def test_a_figure_without_data_is_left_out(tmp_path: Path) -> None:
     rows = [row("fixed", 0, 5.0)]
     histories = {"fixed040": {"gap": curve(0.0, 0.0, 0.0), "mask_values": BINARY}}
-    drawn = draw(summarize(rows, "fixed"), rows, histories, tmp_path)
-    assert [figure.path.stem for figure in drawn] == ["perplexity"]
-    assert [path.name for path in tmp_path.iterdir()] == ["perplexity.png"]
+    drawn = draw(summarize(rows, "fixed").assign(bytes=0.5625), rows, histories, tmp_path)
+    assert [figure.path.stem for figure in drawn] == ["perplexity", "bytes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes.png", "perplexity.png"]

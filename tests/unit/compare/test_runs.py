@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sparseforge_ds.compare.runs import (
+    Setting,
     at_the_edge,
-    choose_rates,
+    choose,
     one_shot_runs,
     result_runs,
     selection_runs,
@@ -26,8 +26,8 @@ def test_the_grid(tmp_path: Path) -> None:
         "fixed-lr0.002-seed3-steps40",
     ], "ours has one learning rate, so there is nothing to choose"
     assert [run.name for run in one_shot_runs(config)] == ["pruned-seed3-steps1", "pruned-seed0-steps1"]
-    chosen = choose_rates(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
-    assert chosen == {"ours": 0.5, "fixed": 0.002}
+    chosen = choose(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
+    assert chosen == {"ours": Setting(0.5), "fixed": Setting(0.002)}
     counting = result_runs(config, chosen)
     assert len(counting) == 2 * 2 * 2
     again = {run.name for run in counting} & {run.name for run in selection_runs(config)}
@@ -35,24 +35,42 @@ def test_the_grid(tmp_path: Path) -> None:
     assert len(unique([*selection_runs(config), *counting])) == 2 + 8 - 1
 
 
-def test_a_rate_at_the_edge_of_the_grid(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path))
-    assert at_the_edge(config.methods["fixed"], 0.002)
-    assert not at_the_edge(config.methods["ours"], 0.5), "not a grid"
-    three = replace(config.methods["fixed"], learning_rates=(1e-3, 2e-3, 4e-3))
-    assert not at_the_edge(three, 2e-3) and at_the_edge(three, 1e-3)
+def test_a_rate_at_the_edge_of_the_grid() -> None:
+    assert at_the_edge((0.001, 0.002), 0.002) and not at_the_edge((0.5,), 0.5), "one value is no grid"
+    assert not at_the_edge((1e-3, 2e-3, 4e-3), 2e-3) and at_the_edge((1e-3, 2e-3, 4e-3), 1e-3)
+    assert not at_the_edge((), None)
+
+
+def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
+    content = {"cast": {"method": "cast", "decays": [0.1, 0.01], "learning_rates": [1e-3, 2e-3]}}
+    config = read_config(write(tmp_path, methods={"ours": {"learning_rates": [0.5]}, **content}, reference="ours"))
+    tried = selection_runs(config)
+    assert [(run.learning_rate, run.decay) for run in tried] == [
+        *[(1e-3, 0.01), (1e-3, 0.1)],
+        *[(2e-3, 0.01), (2e-3, 0.1)],
+    ]
+    assert tried[1].name == "cast-lr0.001-decay0.1-seed3-steps40"
+    assert tried[1].deepspeed(config)["sparseforge"]["method"] == {"name": "cast", "decay": 0.1}
+    chosen = choose(config, {run.name: 4.0 if run is tried[2] else 5.0 for run in tried})
+    assert chosen["cast"] == Setting(2e-3, 0.01)
+    counting = [run for run in result_runs(config, chosen) if run.method.name == "cast"]
+    assert {run.decay for run in counting} == {0.01} and tried[2] in counting
+    with pytest.raises(
+        ValueError, match=r"methods.ours with 40 steps: sparseforge.method.decay: method .sparseforge. does not use it"
+    ):
+        read_config(write(tmp_path, methods={"ours": {"decays": [0.1]}}, reference="ours"))
 
 
 def test_a_method_that_always_diverges(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     found = {run.name: math.inf for run in selection_runs(config)}
     with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates; add lower ones"):
-        choose_rates(config, found)
+        choose(config, found)
 
 
 def test_the_command_is_the_launchers(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, flags={"warmup": 0.1, "activation_checkpointing": True}, ranks=2))
-    run = next(run for run in result_runs(config, dict.fromkeys(config.methods, 0.25)))
+    run = next(run for run in result_runs(config, dict.fromkeys(config.methods, Setting(0.25))))
     folder = Path("out/runs") / run.name
     arguments = parse_arguments(run.arguments(config, folder))
     assert arguments.learning_rate == 0.25 and arguments.seed == 3 and arguments.warmup == 0.1

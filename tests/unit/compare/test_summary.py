@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparseforge_ds.compare.cost import inference_cost
 from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.compare.summary import markdown, spread, summarize
+from sparseforge_ds.compare.summary import markdown, results_tables, spread, summarize
+from sparseforge_ds.config import SparseForgeConfig
 from tests.unit.compare.test_settings import write
 
 
@@ -20,6 +22,7 @@ def row(
     return values | {"validation_perplexity": test, "test_perplexity": test, "at_the_edge": False} | more
 
 
+METHODS: dict[str, Any] = {"ours": {}, "fixed": {"preset": "fixed_magnitude"}, "broken": {}}
 ROWS = [
     row("dense", 0, 3.0, 0, "dense", learning_rate=None, seconds=None),
     row("ours", 0, 5.0),
@@ -58,22 +61,58 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 def test_the_table_of_one_seed_speaks_of_no_deviation(tmp_path: Path) -> None:
     rows = [row for row in ROWS if row["seed"] == 0]
-    several, one = (read_config(write(tmp_path, seeds=seeds)) for seeds in ([0, 3], [0]))
+    several, one = (read_config(write(tmp_path, seeds=seeds, methods=METHODS)) for seeds in ([0, 3], [0]))
     assert "mean ± sample standard deviation over seeds" in markdown(summarize(ROWS, "ours"), ROWS, several, [])
     alone = markdown(summarize(rows, "ours"), rows, one, [])
     assert "Perplexity per token, of seed 0 alone. At" in alone and "±" not in alone
 
 
 def test_the_table(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path))
+    config = read_config(write(tmp_path, methods=METHODS))
     text = markdown(summarize(ROWS, "ours"), ROWS, config, ["3 of 4 documents are odd."])
     lines = text.splitlines()
-    assert lines[0].startswith("| method | tokens | learning rate | seeds |")
-    assert "| dense |  |  |  | 3 | 3 |  |  |" in lines
-    assert "| ours | 81,920 | 0.002 | 2 | 5.5 ± 0.71 | 5.5 ± 0.71 |  | 10 s |" in lines
-    assert "| fixed | 81,920 | 0.002 (edge) | 2 | 6.2 ± 0.99 | 6.2 ± 0.99 | +0.7 ± 0.28 | 10 s |" in lines
-    assert "| broken | 81,920 | 0.002 | 2 | diverged | diverged |  | 10 s |" in lines
+    cost = "0.5625 | 0.5"
+    assert lines[0].startswith("| method | bytes | multiplications | tokens | learning rate | seeds |")
+    assert "| dense | 1 | 1 |  |  |  | 3 | 3 |  |  |  |" in lines
+    assert f"| ours | {cost} | 81,920 | 0.002 | 2 | 5.5 ± 0.71 | 5.5 ± 0.71 | 83.3% |  | 10 s |" in lines
+    fixed = "0.002 (edge) | 2 | 6.2 ± 0.99 | 6.2 ± 0.99 | 106.7% | +0.7 ± 0.28 | 10 s |"
+    assert f"| fixed | {cost} | 81,920 | {fixed}" in lines
+    assert f"| broken | {cost} | 81,920 | 0.002 | 2 | diverged | diverged |  |  | 10 s |" in lines
     assert "- 3 of 4 documents are odd." in lines and "at 40 steps, seed 3;" in text
     assert "| fixed | 40 | 9 |" in lines, "what was tried and not chosen is shown too"
     chosen = row("fixed", 3, 4.0, decides=True)
     assert "| fixed | 40 | 9 | **4** |" in markdown(summarize(ROWS, "ours"), [*ROWS, chosen], config, [])
+
+
+def test_rows_with_a_branch_have_a_table_of_their_own(tmp_path: Path) -> None:
+    methods = {"ours": {}, "branched": {"low_rank": {"k": 4}}, "cast": {"method": "cast", "decays": [0.1, 0.2]}}
+    config = read_config(write(tmp_path, methods=methods, reference="ours"))
+    rows = [ROWS[0], row("one-shot magnitude", 0, 9.0, 0, "one_shot", learning_rate=None, seconds=None)]
+    rows += [row("ours", 0, 5.0), row("branched", 0, 4.0)]
+    rows += [row("cast", 0, 4.5, decay=0.1, decay_at_the_edge=True)]
+    rows += [row("cast", 0, 4.6, kind="tried", decay=0.2, decides=True, chosen=False)]
+    first, second = results_tables(summarize(rows, "ours"), config)
+    assert [cells[0] for cells in first.rows] == ["dense", "one-shot magnitude", "cast", "ours"]
+    assert first.rows[2][4] == "0.002, decay 0.1 (edge)"
+    assert second.head[0] == "method, with a low-rank branch"
+    assert [cells[:3] for cells in second.rows] == [["branched", "0.8125", "0.75"]]
+    text = markdown(summarize(rows, "ours"), rows, config, [])
+    assert f"{first}\n{second}" in text and "(edge): the smallest or the largest" in text
+    assert "| cast, decay 0.2 | 40 | 4.6 |" in text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "k", "cost"),
+    [
+        ("2:4", None, (0.5625, 0.5)),
+        ("2:4", 16, (0.625, 0.5625)),
+        ("4:8", None, (0.5625, 0.5)),
+        ("3:4", None, (50 / 64, 0.75)),
+        ("1:4", None, (18 / 64, 0.25)),
+        ("block16", None, (0.5625, 0.5)),
+    ],
+)
+def test_cost_of_a_pruned_matrix(pattern: str, k: int | None, cost: tuple[float, float]) -> None:
+    low_rank = None if k is None else {"k": k, "shift": False}
+    found = inference_cost(SparseForgeConfig.from_dict({"pattern": pattern, "low_rank": low_rank}))
+    assert (found.bytes, found.multiplications, found.branch) == (*cost, k is not None)

@@ -29,19 +29,19 @@ def test_every_preset_builds_and_survives_a_round_trip(preset: str):
 
 
 def test_given_keys_win_over_the_preset_and_leave_its_neighbours():
-    config = build(preset="paper", method={"update_every": 7}, low_rank={"k": 32})
+    config = build(preset="paper_like", method={"update_every": 7}, low_rank={"k": 32})
     assert config.method.update_every == 7
-    assert config.method.hardening == tuple(PRESETS["paper"]["method"]["hardening"])
+    assert config.method.hardening == tuple(PRESETS["paper_like"]["method"]["hardening"])
     assert config.low_rank == LowRankConfig(k=32, shift=False, start=0.1)
-    assert build(preset="paper", low_rank=None).low_rank is None
-    assert build(preset="paper_no_low_rank").low_rank is None
-    assert build(preset="paper").method.threshold == "nth"  # type: ignore[union-attr]
+    assert build(preset="paper_like", low_rank=None).low_rank is None
+    assert build(preset="paper_like_no_low_rank").low_rank is None
+    assert build(preset="paper_like").method.threshold == "nth"  # type: ignore[union-attr]
     assert build(distillation=None).distillation is None
 
 
 def test_a_preset_is_not_changed_by_what_is_built_from_it():
     before = json.dumps(PRESETS)
-    build(preset="paper", method={"update_every": 3}, curvature={"decay": 0.5})
+    build(preset="paper_like", method={"update_every": 3}, curvature={"decay": 0.5})
     assert json.dumps(PRESETS) == before
 
 
@@ -51,7 +51,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"low_rank": {"K": 16}}, ["sparseforge.low_rank.K", "sparseforge.low_rank.k"]),
     ({"curvature": {"ema": 0.9}}, ["sparseforge.curvature.ema", "unknown key"]),
     ({"preset": "papr"}, ["sparseforge.preset", "'papr'", "paper"]),
-    ({"preset": ["paper"]}, ["sparseforge.preset", "['paper']", "paper"]),
+    ({"preset": ["paper_like"]}, ["sparseforge.preset", "['paper_like']", "paper"]),
     ({"pattern": "2of4"}, ["'2of4'", "2:4"]),
     ({"pattern": "4:2"}, ["4:2", "0 < n < m"]),
     ({"pattern": "0:4"}, ["0:4", "0 < n < m"]),
@@ -128,8 +128,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ["sparseforge.method.update_every", "step 3", "at least 6 steps", "[0, 0]"],
     ),
     ({"max_steps": 1}, ["sparseforge.max_steps = 1 ", "at least 2 steps", "[0, 0]"]),
-    ({"max_steps": 12, "preset": "paper"}, ["update_every = 10 ", "at least 13 steps"]),
-    ({"max_steps": 13, "preset": "paper"}, ["low_rank.start = 0.1 ", "step 1 of 13", "more steps"]),
+    ({"max_steps": 12, "preset": "paper_like"}, ["update_every = 10 ", "at least 13 steps"]),
+    ({"max_steps": 13, "preset": "paper_like"}, ["low_rank.start = 0.1 ", "step 1 of 13", "more steps"]),
     ({"max_steps": 9, "method": "ast"}, ["method.every = 10 ", "at least 10 steps", '"naive_retrain"']),
     ({"max_steps": 10, "method": "cast"}, ["method.every = 10 ", "step 9 of 10", "at least 11 steps"]),
 ]
@@ -167,7 +167,7 @@ def test_the_shortest_runs_heat_harden_and_freeze(max_steps: int) -> None:
 
 @pytest.mark.parametrize("max_steps", [100, 101, 137, 400, 20000])
 def test_longer_runs_keep_their_steps(max_steps: int) -> None:
-    for block in ({}, {"preset": "paper"}, {"method": {"hardening": [0.3, 0.62]}}):
+    for block in ({}, {"preset": "paper_like"}, {"method": {"hardening": [0.3, 0.62]}}):
         config = build(max_steps=max_steps, **block)
         start, stop = config.method.hardening
         assert config.resolved_schedule.hardening == (round(start * max_steps), round(stop * max_steps))
@@ -234,9 +234,9 @@ def test_an_unknown_override_is_an_error(tmp_path: Path):
 
 
 def test_a_preset_is_what_it_stands_for() -> None:
-    applied = SparseForgeConfig.from_dict({"preset": "paper"})
-    assert (applied.importance, applied.method) == ("hutchinson", SoftMaskConfig(**PRESETS["paper"]["method"]))
-    assert SparseForgeConfig.from_dict(PRESETS["paper"]) == applied
+    applied = SparseForgeConfig.from_dict({"preset": "paper_like"})
+    assert (applied.importance, applied.method) == ("hutchinson", SoftMaskConfig(**PRESETS["paper_like"]["method"]))
+    assert SparseForgeConfig.from_dict(PRESETS["paper_like"]) == applied
     assert SparseForgeConfig.from_dict(applied.to_dict()) == applied
 
 
@@ -256,7 +256,7 @@ def test_branches_are_there_from_the_start_where_weights_are_shifted_into_them()
         ({"method": "ast", "low_rank": {"k": 4, "shift": True}}, True),
         ({"low_rank": {"k": 4, "shift": False}}, False),
         ({"low_rank": {"k": 4, "start": 0.5}}, False),
-        ({"preset": "paper"}, False),
+        ({"preset": "paper_like"}, False),
         ({"low_rank": None}, False),
     ]:
         config = SparseForgeConfig.from_dict({**block, **more})
@@ -313,7 +313,7 @@ def test_the_curvature_is_that_of_the_training_step_where_that_says_it() -> None
         {"distillation": {"task_weight": 0.0}},
         {"importance": "gauss_newton"},
         {"method": "ast"},
-        {"preset": "paper"},
+        {"preset": "paper_like"},
     ]
     listening: list[dict[str, Any]] = [
         {},

@@ -86,7 +86,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": {"name": "ast", "evry": 2}}, ["sparseforge.method.evry", "unknown", "sparseforge.method.every"]),
     ({"hardening": [0, 0.3]}, ["sparseforge.hardening: unknown key", "sparseforge.method.hardening"]),
     ({"probes": 2}, ["sparseforge.probes: unknown key", "sparseforge.curvature.probes"]),
-    ({"preset": "paper", "method": "ast"}, ["sparseforge.preset", '"paper"', '"sparseforge"', '"ast"', "leave one"]),
+    (
+        {"preset": "paper_like", "method": "ast"},
+        ["sparseforge.preset", '"paper_like"', '"sparseforge"', '"ast"', "leave one"],
+    ),
     ({"method": "cast", "low_rank": {}}, ["sparseforge.low_rank", '"cast"', "null"]),
     ({"method": "maskllm", "low_rank": {}}, ["sparseforge.low_rank", '"maskllm"', "sr_ste, ast do"]),
     ({"method": "oneshot", "max_steps": 10}, ["sparseforge.max_steps = 10", "trains nothing", "0"]),

@@ -22,7 +22,7 @@ def saved(**block: Any) -> dict[str, Any]:
     return {**state, "step": 3, "refreshes": 1, "groups": [["a.weight"]]}
 
 
-@pytest.mark.parametrize("block", [{}, {"importance": "hutchinson"}, {"preset": "paper"}, {"method": "ast"}])
+@pytest.mark.parametrize("block", [{}, {"importance": "hutchinson"}, {"preset": "paper_like"}, {"method": "ast"}])
 def test_a_state_is_read_as_it_was_written(block: dict[str, Any]) -> None:
     run, found = run_of(**block), RunState.parse(saved(**block), "here")
     assert found == RunState(run.config, tuple(WEIGHTS), 3, 1)
@@ -66,7 +66,7 @@ def test_other_weights_are_another_run() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: None, "was not saved by SparseForge; save with client_state"),
+        (lambda state: None, "was not saved by SparseForge: engine.save_checkpoint saves its state once"),
         (lambda state: {**state, "version": 0}, "state version 0, this is 1"),
         (lambda state: {key: value for key, value in state.items() if key != "version"}, "state version None"),
         (lambda state: {**state, "config": [1]}, r"damaged config: \[1\]"),

@@ -170,7 +170,7 @@ def test_a_weight_that_sparsity_json_forgot_is_still_checked(folder: Path) -> No
 
 def test_quantization_config_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    config["quantization_config"] = {"quant_method": "gptq"}
     (folder / "config.json").write_text(json.dumps(config))
     assert main(["verify", str(folder)]) == 1
     assert "quantization_config" in check_folder(folder).notes[0]

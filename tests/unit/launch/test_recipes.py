@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ RECIPES = {
     "opt_2.7b.sh": 2_651_596_800,
     "llama2_7b.sh 5B": 6_738_415_616,
     "llama2_7b.sh 1.25B": 6_738_415_616,
+    "gpt2.sh small": 124_439_808,
     "gpt2.sh medium": 354_823_168,
     "gpt2.sh large": 774_030_080,
     "gpt2.sh xl": 1_557_611_200,
@@ -204,6 +207,34 @@ def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
     assert commands[-1] == ["scontrol", "requeue", "77"] and len(commands) == 2
     rank = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8"}
     assert bash("launch/slurm.sh --rank launch/train.py --x", **rank)[1] == [["python", "launch/train.py", "--x"]]
+
+
+ABLATIONS = ("full", "no_slorb", "magnitude", "no_distillation", "teacher_13b", "paper_like", "block16")
+
+
+@pytest.mark.parametrize("which", ABLATIONS)
+def test_an_ablation_is_the_recipe_with_another_block(which, bash, tmp_path):
+    code, commands, _ = bash(f"launch/llama2_ablations.sh {which} --dry_run", OUTPUT=str(tmp_path / "run"))
+    assert code == 0 and len(commands) == 2
+    made, train = commands
+    assert made[:2] == ["python", "launch/with_block.py"] and made[3] == f"{tmp_path}/run.json"
+    subprocess.run([sys.executable, *made[1:]], cwd=ROOT, check=True)
+    content = json.loads((tmp_path / "run.json").read_text())
+    base = json.loads((ROOT / made[2]).read_text())
+    assert {**content, "sparseforge": None} == {**base, "sparseforge": None}
+    block = content["sparseforge"]
+    assert block != base["sparseforge"] and {**block, **base["sparseforge"], **json.loads(made[4])} == block
+    arguments = parse_arguments(train[2:])
+    assert arguments.deepspeed == f"{tmp_path}/run.json" and arguments.max_steps == 20000
+    assert arguments.teacher == ("meta-llama/Llama-2-13b-hf" if which == "teacher_13b" else None)
+    head = (LAUNCH / "llama2_ablations.sh").read_text()
+    assert f"    {which}) block=" in head and bash("launch/llama2_ablations.sh")[0] == 2
+
+
+def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
+    command = [sys.executable, "launch/with_block.py", "ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and not (tmp_path / "x.json").exists()
 
 
 def test_the_readme_has_the_same_numbers():

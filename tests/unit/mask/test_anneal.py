@@ -69,7 +69,7 @@ def test_the_default_temperature_reaches_its_floor_when_hardening_ends() -> None
     assert schedule.dials(0).temperature == 1.0
 
 
-@pytest.mark.parametrize("preset", ["default", "paper", "fixed_magnitude"])
+@pytest.mark.parametrize("preset", ["default", "paper_like", "fixed_magnitude"])
 def test_dials_are_the_literal_formulas(preset: str) -> None:
     config = SparseForgeConfig.from_dict({"preset": preset, "max_steps": 200})
     for step in range(201):

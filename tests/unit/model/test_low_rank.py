@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.model.branch import Branch, add_branch, branches
 from sparseforge_ds.model.families import FAMILIES, coverage, prunable_weights
-from sparseforge_ds.model.low_rank import Branch, add_branch, branches, low_rank_share, prepare
+from sparseforge_ds.model.low_rank import low_rank_share, prepare
 from tests.reference import branch_start
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
 
@@ -302,3 +303,20 @@ def test_another_kind_of_layer_is_refused() -> None:
     model.model.layers[0].mlp.up_proj = Special(32, 64, bias=False)
     with pytest.raises(ValueError, match="mlp.up_proj.weight belongs to a Special, which has no low-rank branch"):
         prepare(model, CONFIG)
+
+
+def test_a_layer_of_another_class_keeps_its_forward() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    layer, x = Doubled(8, 3), torch.randn(2, 8)
+    expected = layer(x)
+    branch = add_branch(layer, 4)
+    assert torch.equal(branch(x), expected) and isinstance(branch, Doubled)
+    branch.enabled = True
+    with torch.no_grad():
+        branch.low_rank_b.fill_(1.0)
+    torch.testing.assert_close(branch(x), expected + x.sum(-1, keepdim=True))
+    successor = add_branch(nn.Linear(8, 3, bias=False), branch.k, branch.low_rank_b)
+    assert successor.low_rank_b is branch.low_rank_b and not successor.enabled

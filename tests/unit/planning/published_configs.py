@@ -14,6 +14,7 @@ PUBLISHED = {
     "Qwen/Qwen3-14B": 14_768_307_200,
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "facebook/opt-2.7b": 2_651_596_800,
+    "openai-community/gpt2": 124_439_808,
     "openai-community/gpt2-medium": 354_823_168,
     "openai-community/gpt2-large": 774_030_080,
     "openai-community/gpt2-xl": 1_557_611_200,

@@ -1,0 +1,123 @@
+"""`sparseforge generate`: does a model still speak?"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sparseforge_ds.evaluate.flags import DTYPES
+
+_EPILOG = """\
+The text goes to stdout as it comes, everything else to stderr. Without --temperature the most likely token is taken
+each time, so that two exports of one model can be compared.
+
+examples:
+  sparseforge generate models/qwen3_14b_packed24 "The capital of France is"
+  sparseforge generate models/qwen3_14b_2to4 "Tell me about lions." --chat --temperature 0.7 --seed 3
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt with any exported model, on the screen",
+        description="Load a model (hf, packed24, or any causal language model of transformers), on the GPU where "
+        "there is one, and continue PROMPT.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a Hugging Face model")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument(
+        "--max_new_tokens", type=int, metavar="N", help="stop after N (default: 128, or what the model has room for)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="sample at T; 0 takes the likeliest (default: 0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
+    parser.add_argument("--chat", action="store_true", help="put PROMPT into the model's chat template")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
+    parser.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; default: the model's own; none: without")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, continue, and say how fast."""
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens {args.max_new_tokens}: use 1 or more")
+    if not (math.isfinite(args.temperature) and args.temperature >= 0):
+        raise ValueError(f"--temperature {args.temperature}: use 0, or a positive number like 0.7")
+    _require_model(Path(args.model))
+    import torch
+    from transformers import TextStreamer
+
+    from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer
+
+    adapter = adapter_of(args.model, args.adapter)
+    tokenizer = load_tokenizer(args.model)
+    inputs = _tokens(args, tokenizer)
+    model: Any = load_model(args.model, args.dtype, adapter)
+    length = inputs["input_ids"].shape[1]
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    new = max(1, int(min(128, most - length))) if args.max_new_tokens is None else args.max_new_tokens
+    if length + new > most:
+        raise ValueError(
+            f"{args.model}: has {most} positions; the prompt takes {length}, --max_new_tokens {new}; shorten one"
+        )
+    if (largest := int(inputs["input_ids"].max())) >= (known := model.get_input_embeddings().num_embeddings):
+        raise ValueError(f"{args.model}: its tokenizer gives token {largest}, the model knows {known}; they differ")
+    sampling = (
+        {"temperature": args.temperature} if args.temperature else dict.fromkeys(("temperature", "top_p", "top_k"))
+    )
+    if tokenizer.eos_token_id is not None:
+        sampling["pad_token_id"] = tokenizer.eos_token_id  # nothing is padded; transformers warns without
+    torch.manual_seed(args.seed)
+    began = time.perf_counter()
+    tokens = model.generate(
+        **inputs.to(model.device),
+        max_new_tokens=new,
+        do_sample=args.temperature > 0,
+        streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
+        **sampling,
+    )
+    took, made = time.perf_counter() - began, tokens.shape[1] - length
+    print(f"{made} tokens in {took:.1f} s, {made / took:.1f} a second, on {model.device}", file=sys.stderr)
+    return 0
+
+
+def _require_model(folder: Path) -> None:
+    """Raise for what has weights but is not a model yet, before anything is loaded."""
+    if (folder / "mask.json").is_file():
+        raise ValueError(f"{folder}: is a mask; put it on its dense model: sparseforge apply {folder} DENSE OUT")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder}: has no config.json, so it is no model; of a run make one first: sparseforge consolidate "
+            f"{folder} OUT"
+        )
+
+
+def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
+    """The prompt as the model wants it, (1, tokens).
+
+    Raises:
+        ValueError: there are none, or there is no chat template.
+    """
+    if not args.chat:
+        inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
+    elif tokenizer.chat_template is None:
+        raise ValueError(f"{args.model}: its tokenizer has no chat template; leave out --chat")
+    else:
+        turns = [{"role": "user", "content": args.prompt}]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if inputs["input_ids"].numel() == 0:
+        raise ValueError("PROMPT: gives no tokens, and the tokenizer no beginning of a text; write at least a word")
+    return inputs
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: this module is run as `sparseforge generate`")

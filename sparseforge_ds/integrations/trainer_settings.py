@@ -1,0 +1,102 @@
+"""What a trainer must be given so that it can train a mask, and what it cannot be given beside one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sparseforge_ds.config import SparseForgeConfig
+
+_ADAPTER = (
+    "PEFT adapters train small matrices beside frozen weights, while a mask is found by training the weights that it "
+    "prunes; leave the adapter out, or train it on the sparse model afterwards"
+)
+
+
+def refuse_arguments(given: dict[str, Any]) -> None:
+    """Stop before a trainer is made, which may load models and tokenise.
+
+    Raises:
+        ValueError: what cannot be, and what to do instead.
+    """
+    if given.get("peft_config") is not None:
+        raise ValueError(f"peft_config: {_ADAPTER}")
+    if (given.get("optimizers") or (None, None))[0] is not None:
+        raise ValueError(
+            "optimizers: the weights under a mask need a param group of their own, and this one has groups already; "
+            'choose it by "optimizer" in the DeepSpeed JSON, by args.optim, or by optimizer_cls_and_kwargs'
+        )
+
+
+def refuse_settings(trainer: Any, teacher: bool) -> None:
+    """Stop after a trainer was made, and before it trains.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+        teacher: whether the loss is ours.
+
+    Raises:
+        ValueError: what cannot be, and what to do instead.
+    """
+    args, model = trainer.args, trainer.model
+    if not trainer.is_deepspeed_enabled:
+        raise ValueError(
+            f"{type(trainer).__name__} trains on DeepSpeed, which is not set up: give deepspeed=JSON to the training "
+            "arguments, or start with accelerate launch --use_deepspeed"
+        )
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{type(model).__name__} has a PEFT adapter: {_ADAPTER}")
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size begins anew after it ran out of memory, with weights that masks have moved already; "
+            "set per_device_train_batch_size"
+        )
+    _, settings = trainer.optimizer_cls_and_kwargs or (None, {})
+    if taken := {"params", "model", "optimizer_dict"} & settings.keys():
+        raise ValueError(
+            f"optimizer_cls_and_kwargs: {', '.join(sorted(taken))} would take the place of the param groups that masks "
+            "need; leave it out"
+        )
+    if not teacher:
+        return
+    own = {
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": bool(args.label_smoothing_factor),
+        "use_liger_kernel": args.use_liger_kernel,
+        f"loss_type {getattr(args, 'loss_type', None)!r}": getattr(args, "loss_type", None) not in (None, "nll"),
+    }
+    if named := next((name for name, is_set in own.items() if is_set), None):
+        raise ValueError(
+            f"{named} is another loss than the teacher's, and only one can be trained on; leave it out, or teacher"
+        )
+
+
+def block_of(trainer: Any, given: SparseForgeConfig | dict[str, Any] | None, teacher: bool) -> SparseForgeConfig:
+    """The settings of a trainer's masks; the number of steps is not known yet.
+
+    Args:
+        trainer: a `transformers.Trainer` with DeepSpeed.
+        given: by the user; None for the block of the DeepSpeed JSON.
+        teacher: whether there is one.
+
+    Raises:
+        ValueError: there are none, they are wrong, or distillation and teacher do not go together.
+    """
+    block: Any = given
+    if block is None:
+        block = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("sparseforge")
+        if not isinstance(block, dict):
+            raise ValueError('the DeepSpeed JSON has no "sparseforge" block; add "sparseforge": {} for the defaults')
+    if isinstance(block, dict):
+        if not teacher and block.get("distillation") is not None:
+            raise ValueError(
+                "sparseforge.distillation is set, and there is no teacher: give teacher= to the trainer, or leave "
+                "distillation out"
+            )
+        without = {} if teacher else {"distillation": None}
+        block = SparseForgeConfig.from_dict({**block, **without})
+    if teacher and block.distillation is None:
+        raise ValueError("sparseforge.distillation is null, and there is a teacher: leave one of the two out")
+    if not teacher and block.distillation is not None:
+        block = dataclasses.replace(block, distillation=None)
+    return block

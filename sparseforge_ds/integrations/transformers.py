@@ -1,0 +1,254 @@
+"""SparseForge inside transformers' `Trainer`, and inside what is derived from it, such as TRL's `SFTTrainer`.
+
+    from sparseforge_ds.integrations.transformers import SparseForgeMixin, SparseForgeTrainer
+
+    class SparseForgeSFTTrainer(SparseForgeMixin, SFTTrainer): ...
+
+What a trainer does around a step stays its own. The mixin puts the param groups into its optimizer, attaches the forge
+when its engine is there and no checkpoint is loaded yet, steps the forge after the engine, and forms the loss where
+there is a teacher. Checkpoints need nothing: the engine's own carry the forge's state (`zero.engine_checkpoints`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DummyOptim
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.data.batches import MicroBatch
+from sparseforge_ds.forge import SparseForge
+from sparseforge_ds.integrations.trainer_settings import block_of, refuse_arguments, refuse_settings
+from sparseforge_ds.model.distill import next_labels
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.groups import param_groups
+from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.train.monitoring import dial_scalars
+from sparseforge_ds.train.objective import LOSSES, Objective
+from sparseforge_ds.train.teacher import Teacher
+from sparseforge_ds.zero.probe import Closure
+
+_LOG = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class SparseForgeMixin(_Trainer):
+    """Stands before a trainer's class, and takes two more arguments by keyword.
+
+    Args:
+        *args: of the trainer.
+        sparseforge: the `sparseforge` block, parsed or not; None for that of the DeepSpeed JSON. Its `max_steps` is the
+            trainer's own, whether that is given or follows from epochs.
+        teacher: the dense model, as a folder, a hub id or a model; with it the loss is `config.distillation`'s, without
+            it the trainer's own.
+        **kwargs: of the trainer.
+
+    Raises:
+        ValueError: something cannot be trained so, with the setting to change.
+    """
+
+    forge: SparseForge | None
+    """None until `train` has an engine."""
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        sparseforge: SparseForgeConfig | dict[str, Any] | None = None,
+        teacher: str | Path | PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.forge = None
+        self._objective: Objective | None = None
+        self._step_inputs: Sequence[dict[str, Any]] = ()
+        self._updated = False
+        refuse_arguments(kwargs)
+        super().__init__(*args, **kwargs)
+        refuse_settings(self, teacher is not None)
+        self._teacher = teacher
+        self._config = block_of(self, sparseforge, teacher is not None)
+        if self.model is not None:
+            prunable_weights(self.model, self._config)
+        if teacher is not None:
+            self.loss_is_scaled_for_ga = False  # ours is a mean; the trainer divides it by the accumulation steps
+        self._parts = torch.zeros(len(LOSSES) + 1)
+        """Sums of the parts of the loss since the last log, and over how many micro-batches."""
+
+    # -- before the first step ----------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own, once.
+
+        Raises:
+            ValueError: it was called before.
+            ForgeError: all steps are made, and masks are not frozen.
+        """
+        if self.forge is not None:
+            raise ValueError(
+                "train() was called before, and masks have moved since: make a new trainer, and give "
+                "resume_from_checkpoint to go on where this one is"
+            )
+        result = super().train(*args, **kwargs)
+        assert self.forge is not None
+        if self.state.global_step >= self.state.max_steps:
+            self.forge.finish()
+        elif not self._frozen:
+            _LOG.warning(
+                "training was stopped at step %d of %d, before masks are frozen at step %d: the weights are not sparse "
+                "yet; `sparseforge consolidate` of a checkpoint projects them as they are",
+                self.state.global_step,
+                self.state.max_steps,
+                self.forge.schedule.freeze_step,
+            )
+        return result
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The trainer's optimizer, over our param groups. The number of steps is known by now."""
+        if self.optimizer is not None and not isinstance(self.optimizer, DummyOptim):
+            return self.optimizer
+        self._config = dataclasses.replace(self._config, max_steps=self.state.max_steps)
+        prepare(self.model, self._config)
+        groups = param_groups(self.model, self._config, weight_decay=self.args.weight_decay)
+        if self.optimizer is not None:  # the DeepSpeed JSON has one
+            self.optimizer.params = groups
+        else:
+            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = chosen[0](groups, **chosen[1])
+        return self.optimizer
+
+    @property
+    def deepspeed(self) -> Any:
+        """The engine. A trainer assigns it after `accelerator.prepare` and before it loads a checkpoint, and tells
+        nobody: this is the moment to attach."""
+        return self.__dict__.get("_engine")
+
+    @deepspeed.setter
+    def deepspeed(self, engine: Any) -> None:
+        self.__dict__["_engine"] = engine
+        if engine is not None and self.is_in_train:
+            self._attach(engine)
+
+    def _attach(self, engine: Any) -> None:
+        config = self._config
+        self.forge = SparseForge(engine, config)
+        _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
+        self._parts = self._parts.to(self.args.device)
+        if self._teacher is None or config.distillation is None:
+            return
+        if isinstance(self._teacher, PreTrainedModel):
+            teacher = Teacher(self._teacher, config.distillation, engine.config)
+        else:
+            teacher = Teacher.from_pretrained(self._teacher, config.distillation, engine.config)
+        self._objective = Objective(engine, teacher, config)
+        if whole := self._objective.decide(torch.zeros(1, 1, dtype=torch.long, device=self.args.device)):
+            _LOG.info("whole logits of both models, which take more memory than blocks of them: %s", whole)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own; remembers the micro-batches of the step for probes of the curvature."""
+        samples = super().get_batch_samples(*args, **kwargs)
+        self._step_inputs = samples[0]
+        return samples
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The trainer's own, which ends in the engine's step; then the forge's."""
+        assert self.forge is not None
+        if not self.forge.ready:
+            self.forge.start(_StepText(self))
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self._updated |= self.forge.step(_StepText(self))
+        return loss
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Ours with a teacher, while training; else the trainer's own, in evaluation as well."""
+        if self.forge is None or not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._tell_divisor(inputs, num_items_in_batch)
+        if self._objective is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if "labels" not in inputs:
+            raise ValueError("a teacher's loss needs labels in every batch, -100 where nothing is to be learned")
+        more = {key: value for key, value in inputs.items() if key not in ("input_ids", "labels", "use_cache")}
+        trained = self._trained(num_items_in_batch)
+        if trained is not None:
+            trained /= self.current_gradient_accumulation_steps
+        batch = MicroBatch(inputs["input_ids"], inputs["labels"], trained, more)
+        with self._objective.targets([batch.token_BS], **more) as (target,):
+            total, parts = self._objective.loss(batch, target)
+        self._parts += torch.cat([parts, parts.new_ones(1)])
+        return (total, None) if return_outputs else total
+
+    def _trained(self, num_items_in_batch: Any) -> float | None:
+        """Tokens of the step that are trained on, per rank over which the engine averages gradients."""
+        if num_items_in_batch is None:
+            return None
+        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return max(1.0, float(num_items_in_batch)) / ranks
+
+    def _tell_divisor(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
+        """The trainer forms the sum of losses that an engine's mean over micro-batches would be."""
+        assert self.forge is not None
+        if not self._config.hears(self.forge.step_count + 1) or "labels" not in inputs:
+            return
+        trained = self._trained(num_items_in_batch)
+        if trained is None:  # the mean over the micro-batch, which the trainer divides by how many there are
+            trained = float((next_labels(inputs["labels"]) != -100).sum()) * self.current_gradient_accumulation_steps
+        self.forge.loss_divided_by(trained / self.deepspeed.gradient_accumulation_steps())
+
+    def task_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """What probes of the curvature take: the model's own loss."""
+        loss: Tensor = self.deepspeed(**self._prepare_inputs(inputs)).loss
+        return loss
+
+    # -- what is logged, and which checkpoint is the best -------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The trainer's own, with the parts of the loss, the annealed numbers, and metrics of masks that moved."""
+        if self.forge is not None and "loss" in logs:
+            *sums, count = self.accelerator.reduce(self._parts, "mean").tolist()
+            parts = dict(zip(LOSSES, sums, strict=True))
+            if count:
+                logs |= {f"loss/{name}": value / count for name, value in parts.items() if value or name == "kl"}
+            self._parts.zero_()
+            logs |= dial_scalars(self.forge.dials)
+            if self._updated:
+                logs |= self.forge.metrics
+            self._updated = False
+        super().log(logs, *args, **kwargs)
+
+    @property
+    def _frozen(self) -> bool:
+        return self.forge is not None and self.forge.step_count >= self.forge.schedule.freeze_step
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """Before masks are frozen a metric is one of a model that is not sparse yet, and no better than a later one."""
+        return super()._determine_best_metric(*args, **kwargs) if self._frozen else False
+
+
+class SparseForgeTrainer(SparseForgeMixin, Trainer):
+    """transformers' `Trainer`, which trains a mask beside the weights; its arguments, and those of the mixin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepText:
+    """Probes of the curvature read the micro-batches of the step."""
+
+    trainer: SparseForgeMixin
+
+    def passes(self, batch: int) -> list[Closure]:
+        """The same for every batch: a trainer has no others at hand."""
+        return [partial(self.trainer.task_loss, inputs) for inputs in self.trainer._step_inputs]

@@ -1,0 +1,73 @@
+"""The engine's own `save_checkpoint` and `load_checkpoint`, so that a run is saved and continued as a whole by whoever
+calls them: an own loop, accelerate's `save_state` and `load_state`, transformers' Trainer.
+
+Saving is DeepSpeed's own, with one more entry of the client state. Loading is `zero.restore`, which fits any number of
+ranks and any ZeRO stage, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.zero.restore import together
+from sparseforge_ds.zero.shard import Layout
+
+KEY = "sparseforge"
+"""Of the client state."""
+
+
+def carry_state(
+    layout: Layout, state_dict: Callable[[], dict[str, Any]], restore: Callable[[Checkpoint], None]
+) -> None:
+    """From now on the engine's checkpoints carry a state, and loading one continues it.
+
+    Args:
+        layout: of the engine.
+        state_dict: what is saved; called on all ranks.
+        restore: continues from a checkpoint whose bytes are as they were saved; called on all ranks.
+    """
+    engine = layout.engine
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(
+        save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = client_state or {}
+        carried = given if KEY in given else {**given, KEY: state_dict()}
+        return save(str(save_dir), tag, carried, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        whole = load_module_strict and load_optimizer_states and load_lr_scheduler_states
+        if not whole or load_module_only or custom_load_fn is not None:
+            raise ValueError(
+                "engine.load_checkpoint: a run with masks is continued whole, with its optimizer states, its scheduler "
+                "and every weight: leave out load_module_strict, load_optimizer_states, load_lr_scheduler_states, "
+                "load_module_only and custom_load_fn; to start from the weights alone, export them with "
+                "`sparseforge consolidate` and load that model"
+            )
+        checkpoint = together(layout, lambda: _read(Path(load_dir) if tag is None else Path(load_dir, tag), layout))
+        restore(checkpoint)
+        return str(checkpoint.folder), checkpoint.client_state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _read(folder: Path, layout: Layout) -> Checkpoint:
+    """A checkpoint, of whose bytes every rank has compared its share with their checksums."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.check_bytes(layout.rank, layout.world_size)
+    return checkpoint

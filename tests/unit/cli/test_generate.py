@@ -1,0 +1,79 @@
+"""`sparseforge generate`: the text is transformers' own, and what cannot speak says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparseforge_ds.cli.main import main
+from tests.sparse_folders import MODELS, write_sparse
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model
+
+PROMPT = "Once upon"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = MODELS["llama"](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257)
+    return write_model(tmp_path_factory.mktemp("dense") / "model", model)
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24"])
+def test_text_of_both_exports(assets: Path, tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real model, so that the likeliest token is one by more than rounding."""
+    from sparseforge_ds.export.formats import export
+    from tests.sparse_folders import ModelSource
+
+    folder = assets / "models" / "stories260K"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    export(ModelSource(model, folder, torch.float32), tmp_path / format, format, skip_proof=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / format)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    assert main(["generate", str(tmp_path / format), PROMPT, "--max_new_tokens", "12"]) == 0
+    told = capsys.readouterr()
+    assert told.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+    assert told.out.startswith(PROMPT) and len(told.out) > len(PROMPT) + 12
+    assert "12 tokens in " in told.err and "a second, on cpu" in told.err
+
+
+def test_samples_by_their_seed(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert (
+            main(["generate", str(dense), PROMPT, "--max_new_tokens", "9", "--temperature", "1", "--seed", seed]) == 0
+        )
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_chat(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(dense), PROMPT, "--chat"]) == 2
+    assert "has no chat template; leave out --chat" in capsys.readouterr().err
+    AutoModelForCausalLM.from_pretrained(dense).save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), PROMPT, "--chat", "--max_new_tokens", "4"]) == 0
+    assert PROMPT not in capsys.readouterr().out
+
+
+def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    sparse = write_sparse(tmp_path / "sparse", dense, "llama", max_shard_size="5GB")
+    assert main(["export", str(sparse), str(tmp_path / "mask"), "--format", "mask", "--skip_proof"]) == 0
+    capsys.readouterr()
+    for model, more, message in (
+        (tmp_path / "mask", [], f"is a mask; put it on its dense model: sparseforge apply {tmp_path / 'mask'}"),
+        (tmp_path / "run", [], "of a run make one first: sparseforge consolidate"),
+        (dense, ["--max_new_tokens", "0"], "--max_new_tokens 0: use 1 or more"),
+        (dense, ["--temperature", "-1"], "--temperature -1.0: use 0, or a positive number"),
+        (dense, ["--max_new_tokens", "60"], "has 64 positions; the prompt takes"),
+        (dense, ["--adapter", str(tmp_path / "nowhere")], "cannot be put on"),
+    ):
+        assert main(["generate", str(model), PROMPT, *more]) == 2, message
+        told = capsys.readouterr()
+        assert message in told.err and told.out == ""

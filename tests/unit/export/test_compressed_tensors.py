@@ -1,0 +1,95 @@
+"""Quantized folders, written by the compressed-tensors library itself: `verify` says whether the pattern survived."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export import compressed_tensors
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.mask.pattern import NM
+from tests.sparse_folders import write_dense, write_sparse
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+FORMATS: dict[str, dict[str, Any]] = {
+    "int-quantized": {"num_bits": 8, "strategy": "channel"},
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "pack-quantized": {"num_bits": 4, "strategy": "group", "group_size": 16},
+}
+
+
+def quantized(folder: Path, format: str, violations: int = 0) -> Path:
+    """A 2:4 Llama, its layers rounded to nearest, as llm-compressor saves it; some groups filled up before."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: pip install '.[quantized]'")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    made = write_sparse(folder / "sparse", write_dense(folder / "dense", "llama"), "llama")
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(symmetric=True, **FORMATS[format]))
+    compressor = BaseCompressor.get_value_from_registry(format)
+    tensors, stored = load_file(made / "model.safetensors"), {}
+    tensors[DOWN].view(-1, 4)[:violations] = 1.0
+    for name, weight in tensors.items():
+        if "_proj" not in name:
+            stored[name] = weight
+            continue
+        size = FORMATS[format].get("group_size", weight.shape[1])
+        largest = 448 if "float" in format else 2 ** (FORMATS[format]["num_bits"] - 1) - 1
+        scale = weight.reshape(len(weight), -1, size).abs().amax(-1).clamp_min(1e-6) / largest
+        parts = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        stored |= {f"{name.removesuffix('weight')}{leaf}": part.contiguous() for leaf, part in parts.items()}
+    (made / "sparsity.json").unlink()
+    save_file(stored, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    groups = {"group_0": scheme.model_dump(mode="json")}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_survived(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = quantized(tmp_path / "good", format)
+    assert main(["verify", str(good)]) == 0
+    assert (
+        "14 of the folder's weights are quantized: the quantization kept every group\nOK\n" in capsys.readouterr().out
+    )
+    report = check_folder(good)
+    assert (report.pattern, report.quantized, report.notes) == ("2:4", 14, [])
+    assert {row.name: row.shape for row in report.rows}[DOWN] == (32, 64)
+    spoiled = quantized(tmp_path / "spoiled", format, violations=3)
+    assert main(["verify", str(spoiled), "--pattern", "2:4"]) == 1
+    assert (
+        "14 of the folder's weights are quantized: the quantization did not keep the pattern" in capsys.readouterr().out
+    )
+    assert [(row.name, row.violations) for row in check_folder(spoiled, NM(2, 4)).rows if row.violations] == [(DOWN, 3)]
+
+
+def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = quantized(tmp_path, "pack-quantized")
+    config, tensors = (made / "config.json").read_text(), load_file(made / "model.safetensors")
+    packed = DOWN + "_packed"
+    save_file({**tensors, packed: tensors[packed][:, :1].contiguous()}, made / "model.safetensors")
+    assert main(["verify", str(made), "--pattern", "2:4"]) == 2
+    assert f"{DOWN} cannot be read by compressed-tensors" in capsys.readouterr().err
+    save_file({name: tensor for name, tensor in tensors.items() if name != packed}, made / "model.safetensors")
+    assert main(["verify", str(made), "--pattern", "2:4"]) == 2
+    assert f"{DOWN}_scale is there without {DOWN}" in capsys.readouterr().err
+    (made / "config.json").write_text(config.replace('"num_bits": 4', '"num_bits": "four"'))
+    assert main(["verify", str(made), "--pattern", "2:4"]) == 2
+    assert "its quantization_config is damaged" in capsys.readouterr().err
+
+
+def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    config = json.loads((made / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}
+    (made / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(compressed_tensors.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"its weights are quantized, .* pip install 'sparseforge_ds\[quantized\]'"):
+        check_folder(made)

@@ -1,0 +1,95 @@
+"""2:4 folders that we did not write: pruned in place and saved by transformers, without a sparsity.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.open import open_source
+from sparseforge_ds.export.plain_source import PlainSource
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.mask.pattern import NM, top_n
+from tests.sparse_folders import bits, write_dense
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def prune(folder: Path, names: list[str], axis: int = -1) -> dict[str, Tensor]:
+    """Magnitude 2:4 as Wanda's code does it, by a product with the mask: half of the pruned entries become -0.0."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in names:
+        weight, pattern = tensors[name], NM(2, 4)
+        group_GM = pattern.to_groups(weight.reshape(-1), tuple(weight.shape), axis)
+        mask = pattern.from_groups(top_n(group_GM.abs(), 2), tuple(weight.shape), axis).view(weight.shape)
+        tensors[name] = (weight * mask).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_packed24_of_a_folder_from_elsewhere(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dense(tmp_path / "elsewhere", family, "bfloat16")
+    names = list(check_folder(tmp_path / "elsewhere", NM(2, 4)).input_axis)
+    tensors = prune(tmp_path / "elsewhere", names, -2 if family == "gpt2" else -1)
+    assert any((tensors[name].signbit() & (tensors[name] == 0)).any() for name in names)
+
+    out = tmp_path / "packed"
+    assert main(["export", str(tmp_path / "elsewhere"), str(out), "--format", "packed24", "--skip_proof"]) == 0
+    assert f"{len(names)} weights in 2:4" in capsys.readouterr().out
+    assert main(["verify", str(out)]) == 0
+    again = open_source(out)
+    assert set(again.prunable) == set(names) and again.specs.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(bits(again.read(name)), bits(value + 0.0 if name in names else value))
+    assert json.loads((out / "sparsity.json").read_text())["source"] == {"folder": "elsewhere"}
+
+
+def test_an_unknown_family_and_its_axis(tmp_path: Path) -> None:
+    """Nothing but the counts says along which axis the groups run."""
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "dtype": "float32"}')
+    save_file({f"layers.{i}.w": torch.randn(16, 24) for i in range(2)}, tmp_path / "model.safetensors")
+    tensors = prune(tmp_path, ["layers.0.w", "layers.1.w"], axis=-2)
+    source = open_source(tmp_path)
+    assert isinstance(source, PlainSource) and {weight.input_axis for weight in source.prunable.values()} == {-2}
+    export(source, tmp_path / "packed", "packed24", skip_proof=True)
+    assert torch.equal(open_source(tmp_path / "packed").read("layers.1.w"), tensors["layers.1.w"])
+    mask = source.read_mask("layers.0.w")
+    assert torch.equal(mask, tensors["layers.0.w"] != 0)
+
+
+def test_dtype_of_one_that_has_two(tmp_path: Path) -> None:
+    write_dense(tmp_path, "llama", "bfloat16")
+    tensors = prune(tmp_path, list(check_folder(tmp_path, NM(2, 4)).input_axis))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    source = open_source(tmp_path)
+    assert source.dtype == torch.bfloat16 and source.read("model.norm.weight").dtype == torch.float32
+    assert open_source(tmp_path, dtype="float16").read("model.norm.weight").dtype == torch.float16
+
+
+def test_what_is_not_2_4_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dense(tmp_path / "elsewhere", "llama")
+    names = [name for name in check_folder(folder, NM(2, 4)).input_axis if name != DOWN]
+    prune(folder, names)
+    assert main(["export", str(folder), str(tmp_path / "out"), "--format", "packed24"]) == 2
+    said = capsys.readouterr().err
+    assert f"is not 2:4 as it is: 512 of 512 groups of {DOWN}; run `sparseforge verify" in said
+    prune(folder, [DOWN])
+    (folder / "adapter_config.json").write_text("{}")
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 2
+    assert "has a PEFT adapter beside its weights" in capsys.readouterr().err
+    (folder / "adapter_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 2
+    assert "has a quantization_config" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

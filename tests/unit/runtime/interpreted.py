@@ -1,0 +1,52 @@
+"""The Triton kernel under Triton's interpreter: a process of its own, as TRITON_INTERPRET=1 holds for a whole one.
+
+TRITON_INTERPRET=1 python -m tests.unit.runtime.interpreted
+"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.runtime.triton_kernel import triton24
+from tests.unit.runtime.test_linear24 import packed
+
+UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
+"""Of a rounding, relative. The interpreter's bf16 product is wrong, for a dense one too."""
+
+
+@given(
+    rows=st.integers(0, 17),
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 90),
+    dtype=st.sampled_from(list(UNIT)),
+    bias=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@example(rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, seed=0)
+@example(rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, seed=0)
+def within_the_bound_of_fp32_sums(
+    rows: int, outputs: int, groups: int, dtype: torch.dtype, bias: bool, strided: bool, seed: int
+) -> None:
+    """Against fp64: n products summed in fp32, in any order, and one rounding to `dtype`."""
+    torch.manual_seed(seed)
+    inputs = 4 * groups
+    values, positions = packed(outputs, inputs, dtype)
+    x = torch.randn(inputs, rows).T.to(dtype) if strided else torch.randn(rows, inputs).to(dtype)
+    b = torch.randn(outputs).to(dtype) if bias else None
+    found = triton24(x, values, positions, b)
+    weight = unpack24(values, positions).double()
+    exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    if b is not None:
+        exact, size = exact + b.double(), size + b.double().abs()
+    bound = (2 * groups + 2) * 2**-24 * size + UNIT[dtype] * exact.abs() + 1e-7
+    assert found.shape == exact.shape and found.dtype == dtype
+    assert bool(((found.double() - exact).abs() <= bound).all()), (found.double() - exact).abs().max()
+
+
+if __name__ == "__main__":
+    within_the_bound_of_fp32_sums()

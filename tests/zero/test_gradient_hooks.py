@@ -1,0 +1,94 @@
+"""The norm that DeepSpeed clips by, and logs, is that of the weights that are left, once masks are frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed import run_distributed
+from tests.zero.case import MODELS, Case, batch_at, build, gathered, probe_of, published, train_step
+from tests.zero.test_resume import BF16_MASTERS
+
+FIXED = {"method": "naive_retrain"}
+OFFLOAD = {
+    "zero": {"offload_optimizer": {"device": "cpu"}},
+    "more": {"zero_force_ds_cpu_optimizer": False},
+}
+CLIP = 0.05
+"""Far below every norm."""
+CASES: dict[str, Case] = {
+    **{f"{stage}-fp32": Case(stage=stage, clip=CLIP, config=FIXED) for stage in range(4)},
+    **{f"{stage}-bf16": Case(stage=stage, clip=CLIP, dtype="bf16", config=FIXED) for stage in range(4)},
+    **{f"{stage}-offload": Case(stage=stage, clip=CLIP, config=FIXED, **OFFLOAD) for stage in (1, 2, 3)},
+    "1-fp32-sums": Case(
+        stage=1, clip=CLIP, dtype="bf16", config=FIXED, more={"data_types": {"grad_accum_dtype": "fp32"}}
+    ),
+    "2-bf16-masters": Case(stage=2, clip=CLIP, dtype="bf16", config=FIXED, more=BF16_MASTERS),
+    "3-fp16": Case(stage=3, clip=CLIP, dtype="fp16", config=FIXED, more={"fp16": {"loss_scale": 16}}),
+    "3-accumulated": Case(stage=3, clip=CLIP, gas=2, config=FIXED),
+    "3-mixture": Case(stage=3, clip=CLIP, model="qwen3_moe", config={**FIXED, "importance": "magnitude"}),
+    "2-default": Case(stage=2, clip=CLIP),
+}
+
+
+def expected_norm(weights: dict[str, Tensor], masks: dict[str, Tensor] | None, case: Case, step: int) -> float:
+    """By one process, in fp32: the norm of the mean gradient of all micro-batches, over kept weights."""
+    model = MODELS[case.model]()
+    model.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
+    for micro in range(case.gas):
+        (model(**batch_at(step * case.gas + micro)).loss / case.gas).backward()
+    squares = 0.0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        mask = None if masks is None else masks.get(name)
+        kept = parameter.grad if mask is None else parameter.grad * mask.view(parameter.shape)
+        squares += kept.double().square().sum().item()
+    return squares**0.5
+
+
+def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """Of each case's last step: the logged norm, that of the gradients as stepped with, and what they must be."""
+    found = {}
+    for name, case in cases.items():
+        engine, forge = build(case)
+        forge.start(probe_of(engine, case, 0))
+        seen: list[float] = []
+
+        def see(optimizer: Any, args: Any, kwargs: Any, seen: list[float] = seen) -> None:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            seen.extend(grad.double().square().sum().item() for grad in grads)
+
+        engine.basic_optimizer.register_step_pre_hook(see)
+        last = 8 if name == "2-default" else 2
+        for step in range(last):
+            train_step(engine, case, step)
+            forge.step(probe_of(engine, case, step))
+        assert forge._state.released
+        weights, masks = published(engine), gathered(forge, "mask")
+        seen.clear()
+        train_step(engine, case, last)
+        squares = torch.tensor(sum(seen), dtype=torch.float64)
+        if case.stage or case.more.get("data_types"):
+            dist.all_reduce(squares)
+        found[name] = {
+            "logged": engine.get_global_grad_norm(),
+            "stepped": squares.item() ** 0.5,
+            "kept": expected_norm(weights, masks, case, last),
+            "all": expected_norm(weights, None, case, last),
+        }
+        forge.step(probe_of(engine, case, last))
+    return found
+
+
+def test_only_kept_weights_count_in_the_norm() -> None:
+    for rank in run_distributed(norms, 2, CASES):
+        for name, found in rank.items():
+            rough = 2e-2 if CASES[name].dtype != "fp32" else 1e-4
+            assert found["all"] > 1.05 * found["kept"] > 10 * CLIP, (name, found)
+            if name != "0-fp32":  # where DeepSpeed logs none
+                assert float(found["logged"]) == pytest.approx(found["kept"], rel=rough), (name, found)
+            assert found["stepped"] == pytest.approx(CLIP, rel=max(rough, 1e-3)), (name, found)

@@ -1,0 +1,382 @@
+"""transformers' Trainer and TRL's SFTTrainer, on real ranks: every stage alike, resumed, moved, exported."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+import sparseforge_ds as sf
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export.inspection import inspect
+from tests.distributed import run_distributed
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model
+from tests.tiny_models import tiny_llama
+
+pytest.importorskip("trl", reason="the extra `test` installs trl")
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 8
+SAVE = 3
+"""Masks move after 1 to 5 and freeze after 6."""
+
+
+def deepspeed_json(stage: int, optimizer: bool = True, **block: Any) -> dict[str, Any]:
+    """As transformers' documentation has it, with the one more block."""
+    params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        **({"optimizer": {"type": "AdamW", "params": params}} if optimizer else {}),
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "sparseforge": {"method": {"update_every": 1, "hardening": [0.25, 0.75]}, **block},
+    }
+
+
+def rows(count: int) -> list[dict[str, list[int]]]:
+    """Sequences of uneven lengths, whose first tokens are a prompt."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(count):
+        length, prompt = (int(torch.randint(*span, (), generator=generator)) for span in ((8, 20), (1, 7)))
+        ids = torch.randint(0, 256, (length,), generator=generator).tolist()
+        found.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return found
+
+
+def padded(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """To the longest of the micro-batch, which is another one on other ranks."""
+    length = max(len(example["input_ids"]) for example in examples)
+
+    def column(of: Callable[[dict[str, list[int]]], list[int]], filler: int) -> Tensor:
+        return torch.tensor([of(each) + [filler] * (length - len(each["input_ids"])) for each in examples])
+
+    return {
+        "input_ids": column(lambda each: each["input_ids"], 0),
+        "labels": column(lambda each: each["labels"], -100),
+        "attention_mask": column(lambda each: [1] * len(each["input_ids"]), 0),
+    }
+
+
+def trainer_of(
+    out: Path, config: dict[str, Any], micro: int, teacher: str | None = None, kind: Any = None, **more: Any
+) -> Any:
+    """A trainer of 12 sequences a step, whatever the ranks, over one epoch of `STEPS` steps."""
+    from sparseforge_ds.integrations.transformers import SparseForgeTrainer
+
+    ranks = torch.distributed.get_world_size()
+    own = {key: more.pop(key) for key in ("callbacks", "compute_loss_func", "eval_dataset") if key in more}
+    args = TrainingArguments(
+        str(out),
+        deepspeed=config,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=12 // ranks // micro,
+        num_train_epochs=1,
+        learning_rate=3e-3,
+        logging_steps=1,
+        **{"save_steps": SAVE, **more},
+    )
+    torch.manual_seed(1)
+    return (kind or SparseForgeTrainer)(
+        model=tiny_llama(vocab_size=BYTE_VOCABULARY),
+        args=args,
+        train_dataset=rows(12 * STEPS),
+        data_collator=padded,
+        teacher=teacher,
+        **own,
+    )
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    checkpoint = Checkpoint(folder)
+    return {name: checkpoint.weight(name) for name in checkpoint.shapes}
+
+
+def every_stage(folder: str) -> dict[str, Any]:
+    """Losses of the runs by name; what is saved is looked at by the test."""
+    place, model = Path(folder), str(Path(folder, "model"))
+    found: dict[str, Any] = {}
+    for stage in range(4):
+        trainer = trainer_of(place / f"taught{stage}", deepspeed_json(stage), 3, model)
+        trainer.train()
+        found[f"taught{stage}"] = losses_of(trainer)
+    found["log"] = trainer.state.log_history
+    for stage in (1, 3):  # its own loss, and Trainer's own optimizer
+        config = deepspeed_json(stage, optimizer=False)
+        trainer = trainer_of(place / f"plain{stage}", config, 2, activation_checkpointing=bool(stage == 3))
+        trainer.train()
+        found[f"plain{stage}"] = losses_of(trainer)
+    for name, stage, micro, teacher in (("taught3", 3, 3, model), ("plain1", 1, 2, None)):
+        config = deepspeed_json(stage, optimizer=teacher is not None)
+        trainer = trainer_of(place / f"{name} again", config, micro, teacher)
+        trainer.train(resume_from_checkpoint=str(place / name / f"checkpoint-{SAVE}"))
+        found[f"{name} again"] = losses_of(trainer)
+    return found
+
+
+def moved(folder: str, name: str, stage: int, micro: int) -> list[float]:
+    """Go on from another layout's checkpoint."""
+    place = Path(folder)
+    trainer = trainer_of(place / f"{name} moved", deepspeed_json(stage), micro, str(place / "model"))
+    trainer.train(resume_from_checkpoint=str(place / name / f"checkpoint-{SAVE}"))
+    return losses_of(trainer)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trainers")
+    torch.manual_seed(0)
+    write_model(folder / "model", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    return folder, run_distributed(every_stage, 2, str(folder))[0]
+
+
+def test_every_stage_trains_alike(trained: tuple[Path, dict[str, Any]]) -> None:
+    _, found = trained
+    for name, others in (("taught0", ("taught1", "taught2", "taught3")), ("plain1", ("plain3",))):
+        assert len(found[name]) == STEPS
+        for other in others:
+            assert found[other] == pytest.approx(found[name], abs=1e-5)
+    assert found["plain1"][-1] < found["plain1"][0]
+
+
+def test_the_log_has_what_masks_do(trained: tuple[Path, dict[str, Any]]) -> None:
+    first, second, *_, last = [entry for entry in trained[1]["log"] if "loss" in entry]
+    assert {"loss/kl", "loss/cross_entropy", "mask/kept", "dials/x", "curvature/mean"} <= first.keys()
+    assert second["loss/kl"] > 0 and "mask/flip_rate" in second
+    assert first["loss"] == pytest.approx(0.25 * first["loss/cross_entropy"] + first["loss/kl"], rel=1e-4)
+    assert "mask/kept" not in last, "masks are frozen by then"
+
+
+def test_resumed_bit_for_bit(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = trained
+    for name in ("taught3", "plain1"):
+        assert found[f"{name} again"] == found[name]
+        first, again = (weights_of(folder / run / f"checkpoint-{STEPS}") for run in (name, f"{name} again"))
+        assert all(torch.equal(again[key], value) for key, value in first.items())
+
+
+@pytest.mark.parametrize(("ranks", "name", "stage", "micro"), [(3, "taught2", 3, 2), (1, "taught3", 1, 6)])
+def test_moves_to_other_ranks_and_stages(
+    trained: tuple[Path, dict[str, Any]], ranks: int, name: str, stage: int, micro: int
+) -> None:
+    """Micro-batches are padded otherwise there, and every token still counts alike."""
+    folder, found = trained
+    losses = run_distributed(moved, ranks, str(folder), name, stage, micro)[0]
+    assert losses == pytest.approx(found[name], abs=1e-5)
+    here, there = (weights_of(folder / run / f"checkpoint-{STEPS}") for run in (name, f"{name} moved"))
+    for key, value in here.items():
+        assert ((there[key] == 0) == (value == 0)).all(), key
+        assert (there[key] - value).abs().max() < 2e-5, key
+
+
+@pytest.mark.parametrize("name", ["taught3", "plain1"])
+def test_its_checkpoints_are_exported_as_they_are(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    checkpoint = trained[0] / name / f"checkpoint-{STEPS}"
+    status = inspect(checkpoint).status
+    assert status is not None and (status.step, status.max_steps, status.phase) == (STEPS, STEPS, "finished")
+    assert main(["consolidate", "--skip_proof", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out" / "trainer_state.json").exists()
+
+
+class Seen(TrainerCallback):
+    """Phases at the ends of steps."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.trainer: Any = None
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.phases.append(self.trainer.forge.phase)
+
+
+def mean_of_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss of the user's own."""
+    return torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+    ) / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+
+def said(work: Callable[[], Any]) -> str:
+    """The refusal."""
+    try:
+        work()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def evaluated(folder: str) -> dict[str, Any]:
+    """The best checkpoint, early stopping, callbacks, own losses, methods with passes of their own, and refusals."""
+    from sparseforge_ds.integrations.transformers import SparseForgeTrainer
+
+    place, found = Path(folder), {}
+    plain = TrainingArguments(str(place), use_cpu=True, report_to="none")  # before accelerate knows of DeepSpeed
+    without = said(lambda: SparseForgeTrainer(model=tiny_llama(), args=plain))
+    best = {
+        "eval_dataset": rows(8),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+    }
+    seen = Seen()
+    callbacks = [seen, EarlyStoppingCallback(early_stopping_patience=STEPS)]
+    trainer = seen.trainer = trainer_of(place / "best", deepspeed_json(2), 3, callbacks=callbacks, **best)
+    evaluations = trainer.train() and [e for e in trainer.state.log_history if "eval_loss" in e]
+    found["best"] = trainer.state.best_model_checkpoint, trainer.forge.step_count, trainer.evaluate()["eval_loss"]
+    found["eval"] = [entry["eval_loss"] for entry in evaluations]
+    found["phases"] = seen.phases
+    trainer.save_model(str(place / "saved"))
+    trainer = trainer_of(place / "own", deepspeed_json(2), 3, compute_loss_func=mean_of_all)
+    trainer.train()
+    found["own"] = losses_of(trainer)
+    block = {"importance": "hutchinson", "curvature": {"source": "probe"}, "low_rank": {"k": 8}}
+    trainer = trainer_of(place / "probe", deepspeed_json(3, **block), 3)
+    trainer.train()
+    found["probe"] = trainer.forge.metrics, trainer.forge.needs_probe, trainer.forge.ready
+    found["refused"] = {"deepspeed": without, **dict(refusals(place, trainer))}
+    return found
+
+
+def refusals(place: Path, trained: Any) -> Any:
+    """(what, what is said)"""
+    from sparseforge_ds.integrations.transformers import SparseForgeTrainer
+
+    adapter = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lora = get_peft_model(tiny_llama(vocab_size=BYTE_VOCABULARY), adapter)
+    config, model = deepspeed_json(2), str(place)
+    args = TrainingArguments(str(place), deepspeed=config, use_cpu=True, report_to="none")
+    yield "again", said(trained.train)
+    yield "peft", said(lambda: SparseForgeTrainer(model=lora, args=args))
+    optimizers = (torch.optim.SGD(lora.parameters()), None)
+    yield "optimizers", said(lambda: SparseForgeTrainer(model=lora, args=args, optimizers=optimizers))
+    yield "two losses", said(lambda: trainer_of(place, config, 2, model, compute_loss_func=mean_of_all))
+    yield "batch", said(lambda: trainer_of(place, config, 2, auto_find_batch_size=True))
+    yield "no teacher", said(lambda: trainer_of(place, deepspeed_json(2, distillation={"weight": 1.0}), 2))
+    yield "no distillation", said(lambda: trainer_of(place, deepspeed_json(2, distillation=None), 2, model))
+    yield "key", said(lambda: trainer_of(place, deepspeed_json(2, patern="2:4"), 2))
+    del config["sparseforge"]
+    yield "block", said(lambda: trainer_of(place, config, 2))
+
+
+def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
+    found = run_distributed(evaluated, 2, str(tmp_path))[0]
+    checkpoint, step, loss = found["best"]
+    frozen = [i for i, phase in enumerate(found["phases"]) if phase == "frozen"]
+    assert len(found["phases"]) == STEPS and frozen[0] == 5
+    best = min(frozen, key=lambda i: found["eval"][i])
+    assert checkpoint.endswith(f"checkpoint-{best + 1}") and step == best + 1
+    assert loss == pytest.approx(found["eval"][best], abs=1e-6)
+    weights = sf.Checkpoint(checkpoint)
+    masked = weights.client_state["sparseforge"]["weights"]
+    assert all((weights.weight(each["name"]).view(-1, 4) != 0).sum(1).eq(2).all() for each in masked)
+    assert len(found["own"]) == STEPS and found["own"][-1] < found["own"][0]
+    metrics, needs_probe, ready = found["probe"]
+    assert needs_probe and ready and metrics["curvature/mean"] != 0
+    refused = found["refused"]
+    assert "train() was called before" in refused["again"]
+    assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]
+    assert "param group of their own" in refused["optimizers"]
+    assert "compute_loss_func is another loss" in refused["two losses"]
+    assert "auto_find_batch_size" in refused["batch"]
+    assert "there is no teacher" in refused["no teacher"]
+    assert "sparseforge.distillation is null" in refused["no distillation"]
+    assert "patern" in refused["key"]
+    assert 'no "sparseforge" block' in refused["block"]
+    assert "trains on DeepSpeed" in refused["deepspeed"]
+
+
+def examples(folder: str, commands: dict[str, list[str]]) -> dict[str, Any]:
+    """Run the examples as a user does, in this rank; then what `packed` finds."""
+    for script, flags in commands.items():
+        sys.argv = [script, *flags]
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    return packed(folder)
+
+
+def packed(folder: str) -> dict[str, Any]:
+    """SFTTrainer with whole documents packed into rows, and its own loss; then what it refuses."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from sparseforge_ds.integrations.transformers import SparseForgeMixin
+
+    class SparseForgeSFTTrainer(SparseForgeMixin, SFTTrainer):
+        pass
+
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    data = Dataset.from_list([{"text": f"document {i} of {i * i} things"} for i in range(96)])
+    found: dict[str, Any] = {}
+    for stage, teacher in ((1, None), (3, str(Path(folder, "model")))):
+        args = SFTConfig(
+            str(Path(folder, f"packed{stage}")),
+            deepspeed=deepspeed_json(stage),
+            use_cpu=True,
+            report_to="none",
+            packing=True,
+            max_length=64,
+            max_steps=4,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+        )
+        more = {"model": tiny_llama(vocab_size=BYTE_VOCABULARY), "args": args, "processing_class": tokenizer}
+        trainer = SparseForgeSFTTrainer(train_dataset=data, teacher=teacher, **more)
+        trainer.train()
+        found[f"{stage}"] = trainer.state.log_history
+    try:
+        SparseForgeSFTTrainer(train_dataset=data, peft_config=LoraConfig(), **more)
+    except ValueError as error:
+        found["peft"] = str(error)
+    return found
+
+
+def test_examples_and_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    model = write_model(tmp_path / "model", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    lines = [json.dumps({"text": f"What is {i}?\nIt is {i} and no more."}) for i in range(80)]
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(lines))
+    common = ("--deepspeed", str(ROOT / "examples" / "zero2.json"), "--use_cpu", "--report_to", "none")
+    common += ("--max_steps", "6", "--logging_steps", "1", "--per_device_train_batch_size", "2")
+    common += ("--model", str(model), "--text", str(text))
+    lengths = {"trainer.py": "--length", "sft_trainer.py": "--max_length"}
+    commands = {
+        script: [*common, flag, "64", "--output_dir", str(tmp_path / script)] for script, flag in lengths.items()
+    }
+    found = run_distributed(examples, 2, str(tmp_path), commands)[0]
+    for script in commands:
+        out = tmp_path / script
+        assert main(["consolidate", "--skip_proof", str(out / "checkpoint-6"), str(tmp_path / f"{script}.out")]) == 0
+        assert (tmp_path / f"{script}.out" / "tokenizer.json").is_file()
+        history = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+        assert all("loss/kl" in entry for entry in history if "loss" in entry)
+    first = found["1"][0]
+    assert "mean_token_accuracy" in first and "mask/kept" in first and "loss/kl" not in first
+    assert "loss/kl" in found["3"][0]
+    assert "PEFT" in found["peft"]
