@@ -44,6 +44,7 @@ def register(commands: Any) -> None:
     each = 'DeepSpeed configurations with a "sparseforge" block; each is planned'
     add(*spellings, required=True, nargs="+", metavar="JSON", help=each)
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 4096, or what the model can)")
+    add("--sequence_parallel", type=int, metavar="N", help="GPUs that share one sequence (default: the JSON's, or 1)")
     add("--micro_batch", type=int, metavar="N", help="sequences of a GPU at a time (default: the JSON's)")
     add("--global_batch", type=int, metavar="N", help="sequences of a step on all GPUs (default: the JSON's)")
     add("--activation_checkpointing", action="store_true", help="as for the launcher")

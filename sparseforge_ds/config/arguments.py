@@ -92,12 +92,25 @@ class RunArguments:
         None, "optimizer steps of the whole run; default: max_steps of the sparseforge block", "N"
     )
     global_batch: int | None = _flag(
-        None, "sequences of a step on all GPUs, a multiple of their number; default: train_batch_size of the JSON", "N"
+        None,
+        "sequences of a step on all GPUs, a multiple of their number (over --sequence_parallel); default: "
+        "train_batch_size of the JSON",
+        "N",
     )
     micro_batch: int | None = _flag(
-        None, "sequences of a GPU at a time; default: train_micro_batch_size_per_gpu of the JSON", "N"
+        None,
+        "sequences of a GPU, or of the GPUs that share them, at a time; default: train_micro_batch_size_per_gpu of the "
+        "JSON",
+        "N",
     )
     seq_length: int = _flag(256, "tokens of a training sequence; documents are packed", "N")
+    sequence_parallel: int | None = _flag(
+        None,
+        "GPUs that share one sequence, each with a part of its tokens, for sequences that one has no memory for "
+        "(DeepSpeed's Ulysses); a divisor of the number of GPUs, of --seq_length and of the model's attention heads; "
+        "default: sequence_parallel_size of the JSON, or 1",
+        "N",
+    )
     output_dir: str = _flag("runs/stdlib_llama", "run folder: checkpoints, TensorBoard log, token cache", "DIR")
     learning_rate: float | None = _flag(
         None,
@@ -161,7 +174,7 @@ class RunArguments:
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
 
     def __post_init__(self) -> None:
-        for name in ("global_batch", "micro_batch", "gpus"):
+        for name in ("global_batch", "micro_batch", "sequence_parallel", "gpus"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "use an integer >= 1")
         _require(

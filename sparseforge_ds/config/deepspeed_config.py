@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks
 from sparseforge_ds.config.deepspeed_keys import check_keys, without_autos
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.optimizer_settings import check_optimizer
@@ -25,18 +25,8 @@ from sparseforge_ds.config.shipped import configuration_file
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _LOGGERS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 """Sections of loggers, and the package that each needs."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The batch arithmetic of a run: train = micro * accumulation * world."""
-
-    train: int
-    micro: int
-    accumulation: int
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
@@ -90,8 +80,10 @@ def check_deepspeed(content: dict[str, Any]) -> None:
             raise ValueError(f"{key}: the package {package} is not installed; pip install {package}, or remove {key!r}")
     check_optimizer(content)
     # DeepSpeed would hold a batch size against the number of ranks of this process; `batch_arithmetic` looks at those.
-    batch = dict.fromkeys(_BATCH[1:], 1)
-    settled = {key: value for key, value in without_autos(content).items() if key not in (*_BATCH, "sparseforge")}
+    batch = dict.fromkeys(BATCH[1:], 1)
+    settled = {
+        key: value for key, value in without_autos(content).items() if key not in (*BATCH, SEQUENCE, "sparseforge")
+    }
     try:
         settings = deepspeed.DeepSpeedConfig({**settled, **batch})
     except ValidationError as error:
@@ -130,60 +122,6 @@ def check_machine(content: dict[str, Any]) -> None:
             'zero_optimization.offload_param.device = "nvme": DeepSpeed needs libaio to build its async_io, and it is '
             'not here; install it (Debian and Ubuntu: apt install libaio-dev), or set device to "cpu"'
         )
-
-
-def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
-    """The same configuration with another batch; None keeps what it says.
-
-    Args:
-        content: a DeepSpeed configuration; it is not changed.
-        global_batch: sequences of a step on all ranks.
-        micro_batch: sequences of a rank at a time.
-    """
-    changed = dict(content)
-    if global_batch is not None:
-        changed["train_batch_size"] = global_batch
-    if micro_batch is not None:
-        changed["train_micro_batch_size_per_gpu"] = micro_batch
-    if changed != content and changed.get("train_batch_size", "auto") != "auto":
-        changed["gradient_accumulation_steps"] = "auto"  # what the other two leave over
-    return changed
-
-
-def batch_arithmetic(content: dict[str, Any], world_size: int) -> Batch:
-    """Divide the batch over the ranks.
-
-    Given are one, two or all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps;
-    "auto" counts as not given.
-
-    Raises:
-        ValueError: they do not fit each other and the number of ranks.
-    """
-    names = _BATCH
-    train, micro, accumulation = (None if content.get(name) == "auto" else content.get(name) for name in names)
-    for name, value in zip(names, (train, micro, accumulation), strict=True):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f'{name} = {json.dumps(value)} is not valid: use an integer >= 1 or "auto"')
-    if train is None:
-        micro, accumulation = micro or 1, accumulation or 1
-        return Batch(micro * accumulation * world_size, micro, accumulation)
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = train // (accumulation * world_size)
-    elif accumulation is None:
-        accumulation = train // (micro * world_size)
-    assert accumulation is not None
-    if train != micro * accumulation * world_size or train == 0:
-        unit = max(1, micro if content.get(names[1]) != "auto" and names[1] in content else 1)
-        unit *= world_size * (accumulation if content.get(names[2]) not in (None, "auto") else 1)
-        near = sorted({max(unit, train // unit * unit), (train // unit + 1) * unit})
-        raise ValueError(
-            f"train_batch_size = {train} cannot be divided into micro-batches for {world_size} ranks "
-            f"(train_micro_batch_size_per_gpu {content.get(names[1], 'auto')}, gradient_accumulation_steps "
-            f'{content.get(names[2], "auto")}): use {" or ".join(map(str, near))}, set the other two keys to "auto", '
-            "or change the number of ranks; --global_batch and --micro_batch win over the JSON"
-        )
-    return Batch(train, micro, accumulation)
 
 
 def training_dtype(content: dict[str, Any]) -> torch.dtype:
@@ -226,7 +164,11 @@ def resolve(
         ValueError: as `check_deepspeed`; the batch does not fit, or an "auto" stays open.
     """
     filled = copy.deepcopy(content)
-    batch = batch_arithmetic(content, world_size)
+    sequence = sequence_ranks(content, arguments, world_size)
+    batch = batch_arithmetic(content, world_size, sequence)
+    filled.pop(SEQUENCE, None)
+    if sequence > 1:
+        filled[SEQUENCE] = sequence
     filled["train_batch_size"] = batch.train
     filled["train_micro_batch_size_per_gpu"] = batch.micro
     filled["gradient_accumulation_steps"] = batch.accumulation

@@ -15,7 +15,6 @@ EXPERTS_DIVIDED = (
     '{"stage": 3}) divides the experts over the ranks too'
 )
 """Why experts that live on one rank each cannot be pruned, and what to do."""
-SEQUENCE_DIVIDED = "curvature is averaged over data-parallel ranks only; remove it"
 MUON = "Muon orthogonalizes whole matrices before the step hooks see the gradient; use AdamW"
 COMPRESSED = {"onebitadam": "OneBitAdam", "onebitlamb": "OneBitLamb", "zerooneadam": "ZeroOneAdam"}
 """Optimizers whose ranks exchange compressed moments, by their names in lower case."""
@@ -27,7 +26,6 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
     optimizer, params = zero.offload_optimizer, zero.offload_param
     devices = [str(getattr(each and each.device, "value", each and each.device)) for each in (optimizer, params)]
     name = str(config.optimizer_name or "").lower()
-    sequence = config._param_dict.get("sequence_parallel_size", 1)
     refusals = [
         (
             zero.zenflow is not None,
@@ -80,7 +78,6 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             f"tensor_parallel.autotp_size = {config.tensor_parallel_config.autotp_size}: layers cut by tensor "
             "parallelism are not supported; remove it",
         ),
-        (sequence not in (None, 1), f"sequence_parallel_size = {sequence}: {SEQUENCE_DIVIDED}"),
         (
             config.compile_config.deepcompile,
             "compile.deepcompile: its passes have not been tried with published weights; set it to false",

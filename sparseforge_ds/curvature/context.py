@@ -158,6 +158,30 @@ class EstimatorContext:
             for name, shard in self.shards.items()
         }
 
+    def tokens_of(self, number: int, rows: int) -> list[range]:
+        """Numbers of this rank's tokens in a pass among those of all ranks and passes, as if nothing was divided.
+
+        Random numbers go by them.
+
+        Args:
+            number: of the pass.
+            rows: how many tokens this rank has in it, sequence by sequence.
+        """
+        layout, parts = self.layout, self.layout.sequence_parallel
+        readers, (reader, part) = layout.world_size // parts, divmod(layout.rank, parts)
+        first = (number * readers + reader) * rows * parts
+        if parts == 1:
+            return [range(first, first + rows)]
+        sequences = int(layout.engine.train_micro_batch_size_per_gpu())
+        if rows % sequences:
+            raise ValueError(
+                f"a pass of {rows} tokens a rank is not of train_micro_batch_size_per_gpu = {sequences} sequences, so "
+                "that ranks which share them cannot draw the same numbers; give every pass that many"
+            )
+        length = rows // sequences
+        starts = (first + (sequence * parts + part) * length for sequence in range(sequences))
+        return [range(start, start + length) for start in starts]
+
     def add_gradient(self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]) -> None:
         """Call add(shard, its gradient) for the shards of `names` in one master partition."""
         for name in names:

@@ -97,11 +97,11 @@ class OutputHutchinson(SumsEstimator):
     ) -> None:
         """One side of the difference on pass `number`, added to `sums`."""
         on = self.on
-        place = number * on.layout.world_size + on.layout.rank  # signs belong to the tokens, whoever has them
 
         def signs(name: str, like_TO: Tensor) -> Tensor:
-            rows = like_TO.shape[0]
-            return rademacher_rows(keys[name], place * rows, rows, like_TO.shape[1], like_TO)
+            tokens = on.tokens_of(number, like_TO.shape[0])  # signs belong to the tokens, whoever has them
+            runs = [rademacher_rows(keys[name], run.start, len(run), like_TO.shape[1], like_TO) for run in tokens]
+            return runs[0] if len(runs) == 1 else torch.cat(runs)
 
         def displacement(name: str, output_TO: Tensor) -> Tensor:
             if name not in kept:

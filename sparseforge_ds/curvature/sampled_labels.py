@@ -25,7 +25,7 @@ class SampledLabels:
     """
 
     def __init__(self, shards: EstimatorContext, seed: int) -> None:
-        self.layout = shards.layout
+        self.on = shards
         self.seed = seed
 
     def drawn(self, passes: Sequence[Closure], step: int, probe: int) -> list[Closure]:
@@ -35,12 +35,13 @@ class SampledLabels:
 
     def _drawn(self, closure: Closure, key: int, number: int) -> Closure:
         def sampled() -> Tensor:
-            with captured_logits(self.layout.engine.module) as returned:
+            with captured_logits(self.on.layout.engine.module) as returned:
                 closure()
             logits = returned[-1].flatten(0, -2)
             # By the place in the batch, so that the draw does not depend on how a batch is divided.
-            first = (number * self.layout.world_size + self.layout.rank) * logits.shape[0]
-            labels = sample_labels(logits, key, first, _CHUNK)
+            tokens = self.on.tokens_of(number, logits.shape[0])
+            runs = zip(logits.split([len(run) for run in tokens]), tokens, strict=True)
+            labels = torch.cat([sample_labels(logits_NV, key, run.start, _CHUNK) for logits_NV, run in runs])
             sums = [
                 checkpoint(_cross_entropy, *chunk, use_reentrant=False, preserve_rng_state=False)
                 for chunk in zip(logits.split(_CHUNK), labels.split(_CHUNK), strict=True)

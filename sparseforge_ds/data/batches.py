@@ -11,61 +11,20 @@ import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparseforge_ds.data.micro_batch import IGNORED, Layout, MicroBatch
 from sparseforge_ds.data.turns import Turns
 from sparseforge_ds.data.windows import Reading, Windows, ids_of, trained_of
 from sparseforge_ds.ranks import AgreedError
 
-IGNORED = -100
-"""Label of a token that is not trained on, as in transformers."""
 _SHOWN = 8
 """Differences that are named in one line."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a global batch is divided."""
-
-    micro_batch: int
-    accumulation: int
-    world_size: int
-    rank: int
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences of an optimizer step, over all ranks."""
-        return self.micro_batch * self.accumulation * self.world_size
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Sequences of a rank that go through the model together, and what of them is trained on."""
-
-    token_BS: Tensor
-    """(B, S) int64 ids."""
-    label_BS: Tensor
-    """(B, S) the same ids, -100 where they are not trained on."""
-    trained: float | None = None
-    """What a sum over its trained tokens is divided by, so that the mean over all micro-batches of a batch is the mean
-    over the trained tokens of that batch: their number, over that of its micro-batches. None where all are trained on,
-    as many in each."""
-    more: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other inputs of the forward pass, such as an attention mask; the launcher's batches have none."""
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """On another device; does not wait for it."""
-        token_BS = self.token_BS.to(device, non_blocking=True)
-        same = self.label_BS is self.token_BS
-        label_BS = token_BS if same else self.label_BS.to(device, non_blocking=True)
-        more = {key: value.to(device, non_blocking=True) for key, value in self.more.items()}
-        return MicroBatch(token_BS, label_BS, self.trained, more)
 
 
 class Batches:
@@ -96,7 +55,7 @@ class Batches:
 
     def __next__(self) -> Tensor:
         batch_BS = self.at(self.position)
-        self.position += self.layout.micro_batch * self.layout.world_size
+        self.position += self.layout.at_once
         return batch_BS
 
     def step(self) -> list[MicroBatch]:
@@ -109,17 +68,19 @@ class Batches:
         Args:
             batch: their positions, a multiple of those of a micro-batch of all ranks.
         """
-        stride = self.layout.micro_batch * self.layout.world_size
+        layout = self.layout
         trained = self.trained(batch)
         # At least one, so that the loss of a batch without any is 0.
-        share = None if trained is None else max(1, trained) * self.layout.micro_batch / len(batch)
+        share = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
         found = []
-        for position in batch[::stride]:
+        for position in batch[:: layout.at_once]:
             row_BS = self._rows(position)
             token_BS = label_BS = _ids(row_BS)
             if share is not None:
                 label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
-            found.append(MicroBatch(token_BS, label_BS, share))
+            whole = MicroBatch(token_BS, label_BS, share)
+            parts = layout.sequence_parallel
+            found.append(whole if parts == 1 else whole.of(layout.part(self.seq_length), parts))
         return found
 
     def trained(self, batch: range) -> int | None:
@@ -133,7 +94,7 @@ class Batches:
         return sum(int(np.count_nonzero(trained_of(self._window(position))[1:])) for position in batch)
 
     def at(self, position: int) -> Tensor:
-        """This rank's (B, S) micro-batch when the run has consumed `position` sequences; consumes nothing.
+        """This rank's (B, S) whole sequences when the run has consumed `position` sequences; consumes nothing.
 
         Every rank calls it with the same position: all wait together for a text that is still being tokenised.
 
@@ -145,8 +106,8 @@ class Batches:
     def _rows(self, position: int) -> np.ndarray:
         """The same as tokens, see `packing.token_dtype`."""
         micro_batch = self.layout.micro_batch
-        self.prepare(position, micro_batch * self.layout.world_size)
-        first = position + self.layout.rank * micro_batch
+        self.prepare(position, self.layout.at_once)
+        first = position + self.layout.reader * micro_batch
         return np.stack([self._window(first + number) for number in range(micro_batch)])
 
     def _window(self, position: int) -> np.ndarray:

@@ -59,6 +59,12 @@ def refuse_settings(trainer: Any, teacher: bool) -> None:
         )
     if not teacher:
         return
+    if trainer.get_sp_size() > 1:
+        raise ValueError(
+            f"parallelism_config.sp_size = {trainer.get_sp_size()} with a teacher: accelerate lets ranks share the "
+            "sequences of models in training mode alone, and a teacher never is; leave one of them out, or train by "
+            "`sparseforge train --sequence_parallel`"
+        )
     own = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": bool(args.label_smoothing_factor),

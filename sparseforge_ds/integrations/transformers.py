@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.data.batches import MicroBatch
+from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_settings import block_of, refuse_arguments, refuse_settings
 from sparseforge_ds.model.distill import next_labels
@@ -143,6 +143,11 @@ class SparseForgeMixin(_Trainer):
         config = self._config
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
+        if self.get_sp_size() > 1 and self.forge.needs_probe:
+            raise ValueError(
+                f"parallelism_config.sp_size = {self.get_sp_size()}: passes that measure the curvature would be of "
+                'parts of sequences; leave importance at "fisher" and curvature.source at "training", which take none'
+            )
         self._parts = self._parts.to(self.args.device)
         if self._teacher is None or config.distillation is None:
             return

@@ -43,6 +43,7 @@ def distillation_loss(
     labels_BS: Tensor,
     config: DistillationConfig,
     trained: float | None = None,
+    shifted: bool = False,
 ) -> DistillationLoss:
     """The training loss, with the shift by one of transformers' causal models inside: logits at s predict label s + 1.
 
@@ -58,6 +59,8 @@ def distillation_loss(
         trained: what sums over the labels that are not ignored are divided by; None for their number here. With their
             number in a whole step, over that of its micro-batches on all ranks, the mean over the micro-batches is that
             of the step.
+        shifted: whether the labels are what each position predicts, as transformers' `shift_labels`: those of a part of
+            a sequence, whose last token predicts one that is not here.
 
     Raises:
         ValueError: shapes that do not belong together, above all two different vocabularies; a config that distils
@@ -78,14 +81,20 @@ def distillation_loss(
     losses = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         student_logits_BSV.reshape(-1, V),
         teacher_logits_BSV.detach().reshape(-1, V),
-        next_labels(labels_BS),
+        next_labels(labels_BS, shifted),
         config,
         trained,
     )
     return parts_of(losses)
 
 
-def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024, trained: float | None = None) -> Tensor:
+def task_loss(
+    logits_BSV: Tensor,
+    labels_BS: Tensor,
+    chunk_tokens: int = 1024,
+    trained: float | None = None,
+    shifted: bool = False,
+) -> Tensor:
     """() fp32 next-token cross-entropy without a teacher, a block of tokens at a time like `distillation_loss`.
 
     Args:
@@ -93,9 +102,10 @@ def task_loss(logits_BSV: Tensor, labels_BS: Tensor, chunk_tokens: int = 1024, t
         labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
         chunk_tokens: most tokens whose fp32 log-probabilities exist at a time.
         trained: see `distillation_loss`.
+        shifted: see `distillation_loss`.
     """
     losses: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        logits_BSV.flatten(0, 1), None, next_labels(labels_BS), task_only(chunk_tokens), trained
+        logits_BSV.flatten(0, 1), None, next_labels(labels_BS, shifted), task_only(chunk_tokens), trained
     )
     return losses[0]
 
@@ -105,9 +115,14 @@ def task_only(chunk_tokens: int = 1024) -> DistillationConfig:
     return DistillationConfig(weight=0.0, task_weight=1.0, chunk_tokens=chunk_tokens)
 
 
-def next_labels(labels_BS: Tensor) -> Tensor:
-    """(B * S,) what each position predicts. Labels are shifted, not logits, so that blocks of logits are views."""
-    return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED).reshape(-1)
+def next_labels(labels_BS: Tensor, shifted: bool = False) -> Tensor:
+    """(B * S,) what each position predicts. Labels are shifted, not logits, so that blocks of logits are views.
+
+    Args:
+        labels_BS: (B, S) token ids, at the places of the inputs or, with `shifted`, at those that predict them.
+        shifted: which of the two.
+    """
+    return labels_BS.reshape(-1) if shifted else F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED).reshape(-1)
 
 
 def parts_of(losses: Tensor) -> DistillationLoss:

@@ -135,6 +135,7 @@ def loss_in_head(
     config: DistillationConfig | None = None,
     target: Target | None = None,
     trained: float | None = None,
+    shifted: bool = False,
     **inputs: Any,
 ) -> tuple[DistillationLoss, Any]:
     """Run a model and form its loss, `distillation_loss` to rounding, without the logits of either model.
@@ -148,6 +149,7 @@ def loss_in_head(
         target: what the teacher says of these inputs (`Teacher.targets`); None for the task loss alone. Its states are
             let go of in the backward pass.
         trained: what sums over the labels that are not ignored are divided by, see `distillation_loss`.
+        shifted: whether the labels are what each position predicts, see `distillation_loss`.
         **inputs: of the forward pass, `input_ids` above all.
 
     Returns:
@@ -164,7 +166,7 @@ def loss_in_head(
     if target is not None:
         same_vocabulary(head.out_features, target.head.weight.shape[0])
         teacher = (target.hidden_BSH.detach().flatten(0, 1), *target.head)
-    next_T = next_labels(labels_BS)
+    next_T = next_labels(labels_BS, shifted)
 
     def losses(hidden_BSH: Tensor) -> Tensor:
         if hidden_BSH.shape[:2] != labels_BS.shape:

@@ -18,6 +18,7 @@ from sparseforge_ds.model.distill import block_tokens, distillation_loss, next_l
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
 from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
+from sparseforge_ds.planning.divided import exchanged
 from sparseforge_ds.planning.live import Live
 
 
@@ -55,6 +56,7 @@ def trace(
     seq_length: int,
     checkpointing: bool,
     teacher: PretrainedConfig | None,
+    parts: int = 1,
 ) -> Activations:
     """Run one micro-batch forward and backward without numbers.
 
@@ -63,9 +65,10 @@ def trace(
         forge: its `distillation` and `low_rank` are used.
         dtype: in which the model computes.
         micro_batch: sequences.
-        seq_length: tokens of a sequence.
+        seq_length: tokens of a sequence, of which a rank has one of the parts.
         checkpointing: whether the activations of every block are recomputed in the backward pass.
         teacher: of the model whose logits the loss compares with; None for the task loss alone.
+        parts: ranks that share a sequence.
 
     Raises:
         ValueError: the forward pass of this model looks at numbers, so it cannot be run without.
@@ -74,8 +77,8 @@ def trace(
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    token_BS = torch.zeros(micro_batch, seq_length, dtype=torch.long, device="meta")
-    with without_numbers(config):
+    token_BS = torch.zeros(micro_batch, seq_length // parts, dtype=torch.long, device="meta")
+    with without_numbers(config), exchanged(model, parts):
         told = None if teacher is None else _Teacher(teacher, dtype, token_BS, forge.distillation)
         return _trace(model, token_BS, forge, told)
 

@@ -40,7 +40,7 @@ def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
         # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once; a pass of
         # training has blocks of logits only.
         bytes_of_logits = 3 * 4 + 2 * settings.low
-        kinds["sampled labels"] = bytes_of_logits * settings.micro_batch * settings.seq_length * model.vocabulary
+        kinds["sampled labels"] = bytes_of_logits * settings.tokens_at_once * model.vocabulary
     if forge.factored:
         kinds["row and column sums"] = 8 * model.rows_and_columns
     if forge.importance == "hutchinson" and forge.curvature.per_token:
@@ -52,7 +52,7 @@ def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
 
 def _tokens(settings: Settings, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """A layer's gradient of outputs and its inputs, (T, out) and (T, in), without numbers."""
-    tokens = settings.micro_batch * settings.seq_length
+    tokens = settings.tokens_at_once
     grad_TO, input_TI = (torch.empty(tokens, n, dtype=settings.dtype, device="meta") for n in (outputs, inputs))
     return grad_TO, input_TI
 
@@ -64,7 +64,7 @@ def _sums(size: int) -> Tensor:
 
 def _displaced(model: Architecture, settings: Settings) -> int:
     """The most that displacing a layer's outputs, or using their gradients, needs, and what is kept of all layers."""
-    tokens, most = settings.micro_batch * settings.seq_length, 0
+    tokens, most = settings.tokens_at_once, 0
     for _, outputs, inputs in set(model.matrices):
         grad_TO, _ = _tokens(settings, outputs, inputs)
         sign = measured(partial(rademacher_rows, 1, 0, tokens, outputs, grad_TO))

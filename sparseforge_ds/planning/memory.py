@@ -144,7 +144,7 @@ def _phases(
     phases: dict[str, Kinds] = {}
     told: Kinds = {}
     if settings.teacher:
-        tokens = settings.micro_batch * settings.seq_length
+        tokens = settings.tokens_at_once
         held = 1 if activations.states else settings.accumulation
         together = min(held, micro_batches_at_once(tokens))
         told["teacher's hidden states"] = held * tokens * teacher.hidden * settings.low + activations.states

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.batch import SEQUENCE
 from sparseforge_ds.config.deepspeed_config import training_dtype, zero_stage
 
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
@@ -27,6 +28,8 @@ class Settings:
     micro_batch: int
     accumulation: int
     seq_length: int
+    sequence_parallel: int
+    """Ranks that share a sequence."""
     checkpointing: bool
     teacher: bool
     optimizer_on_host: bool
@@ -58,7 +61,12 @@ class Settings:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
-        return self.micro_batch * self.accumulation * self.ranks * self.seq_length
+        return self.tokens_at_once * self.accumulation * self.ranks
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch * self.seq_length // self.sequence_parallel
 
     @property
     def of_master(self) -> int:
@@ -127,6 +135,7 @@ def settings(
         micro_batch=int(resolved["train_micro_batch_size_per_gpu"]),
         accumulation=int(resolved["gradient_accumulation_steps"]),
         seq_length=seq_length,
+        sequence_parallel=int(resolved.get(SEQUENCE, 1)),
         checkpointing=checkpointing,
         teacher=forge.distillation is not None,
         optimizer_on_host=on_host["offload_optimizer"],

@@ -62,6 +62,9 @@ class Study:
         """A GPU for people, kind by kind and phase by phase."""
         plan, device = self.memory, self.machine.device
         yield "memory of a GPU", "GiB"
+        if (parts := self.settings.sequence_parallel) > 1:
+            each = f"{self.settings.seq_length // parts:,} of {self.settings.seq_length:,} tokens"
+            yield "  each sequence", f"{'on ' + str(parts) + ' GPUs':>8}, {each} and 1/{parts} of the heads a GPU"
         for name, size in plan.resident.items():
             yield f"  {name}", _gib(size)
         for phase, kinds in plan.phases.items():
@@ -144,6 +147,7 @@ def study(
             dtype=settings.dtype,
             micro_batch=micro_batch,
             seq_length=settings.seq_length,
+            parts=settings.sequence_parallel,
             checkpointing=checkpointing,
             teacher=told if settings.teacher else None,
         )

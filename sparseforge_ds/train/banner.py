@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
@@ -63,8 +64,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
         ),
         (
             "batch",
-            f"{batch['train_batch_size']} x {arguments.seq_length} tokens = {batch['train_micro_batch_size_per_gpu']}"
-            f" a rank x {batch['gradient_accumulation_steps']} accumulated x {spec.world_size} ranks",
+            f"{batch['train_batch_size']} x {arguments.seq_length} tokens = {batch_line(batch, spec.world_size)}",
         ),
         ("deepspeed", f"ZeRO-{spec.stage}, {str(spec.dtype).removeprefix('torch.')}"),
         ("memory", _memory_line(memory_per_rank(spec))),

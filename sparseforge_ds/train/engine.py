@@ -17,6 +17,7 @@ from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.pretrained import load_model
+from sparseforge_ds.train.sequence_parallel import SequenceParallel
 from sparseforge_ds.train.spec import RunSpec
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 
@@ -51,12 +52,17 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = sf.prepare(model, spec.config)
     model.train()
+    sequence = SequenceParallel(spec.sequence_parallel) if spec.sequence_parallel > 1 else None
+    if sequence is not None:
+        sequence.divide(model)
     weight_decay = spec.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=sf.param_groups(model, spec.config, weight_decay=weight_decay),
         config=spec.deepspeed,
     )
+    if sequence is not None:
+        sequence.prove(model, f"--model {spec.model.name}")
     forge = sf.SparseForge(engine, spec.config)
     teacher, distillation = None, spec.config.distillation
     if spec.teacher is not None and distillation is not None:
@@ -64,7 +70,11 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention)
         if permutation is not None and distillation.hidden is not None:  # their states are compared channel by channel
             permute_model(loaded, permutation)
+        if sequence is not None:
+            sequence.divide(loaded)
         teacher = Teacher(loaded, distillation, spec.deepspeed)
+        if sequence is not None and spec.teacher is not spec.model:
+            sequence.prove(loaded, f"--teacher {spec.teacher.name}")
     return TrainContext(
         spec=spec,
         ranks=ranks,

@@ -17,7 +17,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
-from sparseforge_ds.data.batches import MicroBatch
+from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.banner import readable_bytes
@@ -193,7 +193,7 @@ def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
         monitor.histograms(step, context.forge.histograms())
     if every.gap_every and step % every.gap_every == 0:
         layout, position = context.batches.layout, context.batches.position
-        (batch,) = context.batches.micro_batches(range(position, position + layout.micro_batch * layout.world_size))
+        (batch,) = context.batches.micro_batches(range(position, position + layout.at_once))
         batch = batch.to(context.device)
         gap = context.forge.soft_to_hard_gap(lambda: context.objective.cross_entropy(batch))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})

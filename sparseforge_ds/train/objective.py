@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.data.batches import MicroBatch
+from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import compared
@@ -73,7 +73,7 @@ class Objective:
                 yield targets
 
     def loss(self, batch: MicroBatch, target: Target | None) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch, and its `LOSSES` for the log.
+        """The loss of a micro-batch, and its `LOSSES` for the log; the mean over all ranks counts.
 
         Args:
             batch: the micro-batch.
@@ -83,7 +83,14 @@ class Objective:
             losses, output = self._of_whole_logits(batch)
         else:
             losses, output = loss_in_head(
-                self.engine, batch.label_BS, self.config, target, batch.trained, input_ids=batch.token_BS, **batch.more
+                self.engine,
+                batch.label_BS,
+                self.config,
+                target,
+                batch.trained,
+                batch.shifted,
+                input_ids=batch.token_BS,
+                **batch.more,
             )
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
@@ -94,21 +101,26 @@ class Objective:
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
         """The task loss alone, which probes of the curvature take."""
         if self.whole or self.draws_labels:
-            return task_loss(self._run(batch).logits, batch.label_BS, trained=batch.trained)
-        return loss_in_head(self.engine, batch.label_BS, trained=batch.trained, input_ids=batch.token_BS)[0].total
+            logits_BSV = self._run(batch).logits
+            return task_loss(logits_BSV, batch.label_BS, trained=batch.trained, shifted=batch.shifted)
+        losses, _ = loss_in_head(
+            self.engine, batch.label_BS, trained=batch.trained, shifted=batch.shifted, input_ids=batch.token_BS
+        )
+        return losses.total
 
     def _of_whole_logits(self, batch: MicroBatch) -> tuple[DistillationLoss, Any]:
-        label_BS, trained = batch.label_BS, batch.trained
+        label_BS, trained, shifted = batch.label_BS, batch.trained, batch.shifted
         if self.teacher is None or self.config is None:
             output = self._run(batch)
-            total = task_loss(output.logits, label_BS, trained=trained)
+            total = task_loss(output.logits, label_BS, trained=trained, shifted=shifted)
             nothing = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), nothing, nothing), output
         with self.teacher.captured() as states:
             teacher_BSV = self.teacher(batch.token_BS, **batch.more)
-        with compared(self.engine.module, states, next_labels(label_BS), self.config, trained) as distance:
+        next_T, of_logits = next_labels(label_BS, shifted), replace(self.config, hidden=None)
+        with compared(self.engine.module, states, next_T, self.config, trained) as distance:
             output = self._run(batch)
-        losses = distillation_loss(output.logits, teacher_BSV, label_BS, replace(self.config, hidden=None), trained)
+        losses = distillation_loss(output.logits, teacher_BSV, label_BS, of_logits, trained, shifted)
         return distance.added_to(losses), output
 
     def _run(self, batch: MicroBatch) -> Any:

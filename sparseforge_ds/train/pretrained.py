@@ -29,6 +29,7 @@ from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.planning.architecture import bare_model
+from sparseforge_ds.planning.divided import check_divided
 from sparseforge_ds.planning.model_config import require_causal
 from sparseforge_ds.ranks import AgreedError
 
@@ -137,6 +138,24 @@ def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> 
                 f"--attn_implementation {implementation}: {model.name} cannot be computed with it ({reason(error)}); "
                 "choose another one, or leave the flag out for the best that there is"
             ) from None
+
+
+def check_length(model: Pretrained, flag: str, seq_length: int, parts: int) -> None:
+    """Whether a model can be given sequences of a length, of which each of so many ranks has a part.
+
+    Raises:
+        ValueError: why it cannot, and what can be done.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and seq_length > positions:
+        raise ValueError(
+            f"--seq_length {seq_length}: {flag} {model.name} has {positions} positions; use at most {positions}"
+        )
+    if parts > 1:
+        try:
+            check_divided(model.config, parts, seq_length)
+        except ValueError as error:
+            raise ValueError(f"--sequence_parallel {parts}: {flag} {model.name}: {error}") from None
 
 
 def load_model(

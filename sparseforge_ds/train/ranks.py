@@ -68,4 +68,4 @@ def rank_from_launcher() -> int:
 
 def world_size_from_launcher() -> int:
     """Processes of the run as the launcher announced them, before they have met."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(next((os.environ[name] for name in ("WORLD_SIZE", *_COUNTS) if name in os.environ), "1"))

@@ -37,6 +37,7 @@ from transformers import GenerationConfig
 import sparseforge_ds
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
+from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.permutation.record import FOLDER, Permutation
@@ -241,10 +242,9 @@ def _check_same_run(spec: RunSpec) -> None:
                 f"run in {spec.folder} was started with; resume with the unchanged model, its folder {FOLDER} included"
             )
     if batch != spec.deepspeed["train_batch_size"]:
-        micro, steps = (spec.deepspeed[f] for f in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         raise ValueError(
             f"--resume: the run in {spec.folder} has {batch} sequences a step, here there are "
-            f"{spec.deepspeed['train_batch_size']} ({micro} a rank x {steps} accumulated x {spec.world_size} ranks); "
+            f"{spec.deepspeed['train_batch_size']} ({batch_line(spec.deepspeed, spec.world_size)}); "
             f"ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
             'other two to "auto"'
         )

@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks, with_batch
 from sparseforge_ds.config.deepspeed_config import (
-    batch_arithmetic,
     check_machine,
     read_deepspeed_json,
     resolve,
     training_dtype,
-    with_batch,
     zero_stage,
 )
 from sparseforge_ds.data.mixture import Mixture, find_text
@@ -37,7 +36,7 @@ from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_place import check_output_place
-from sparseforge_ds.train.pretrained import Pretrained, check_attention, empty_model, find_model
+from sparseforge_ds.train.pretrained import Pretrained, check_attention, check_length, empty_model, find_model
 from sparseforge_ds.train.schedule import LearningRate
 
 
@@ -99,6 +98,11 @@ class RunSpec:
         return zero_stage(self.deepspeed)
 
     @property
+    def sequence_parallel(self) -> int:
+        """Ranks that share a sequence."""
+        return int(self.deepspeed.get(SEQUENCE, 1))
+
+    @property
     def layout(self) -> Settings:
         """How it is laid out over the ranks, for the planner."""
         return settings(
@@ -137,7 +141,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
             f"--teacher {arguments.teacher}: the sparseforge block says distillation null; "
             'leave the flag out or write "distillation": {}'
         )
-    batch_arithmetic(content, world_size)
+    batch_arithmetic(content, world_size, sequence_ranks(content, arguments, world_size))
     check_output_place(arguments)
     if arguments.gpus is None:  # else the run is one of other machines
         check_machine(content)
@@ -170,7 +174,7 @@ def make_spec(
             DenseFolder(model.folder)  # for its errors
     else:
         model = find(arguments.model, "--model")
-    hardware = hardware or Hardware.here()
+    hardware, parts = hardware or Hardware.here(), sequence_ranks(content, arguments, world_size)
     teacher = None
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
@@ -179,12 +183,8 @@ def make_spec(
             same_states(model.config, teacher.config)
             _check_order(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
-        positions = getattr(each.config.get_text_config(), "max_position_embeddings", None) if each else None
-        if each is not None and positions is not None and arguments.seq_length > positions:
-            raise ValueError(
-                f"--seq_length {arguments.seq_length}: {flag} {each.name} has {positions} positions; "
-                f"use at most {positions}"
-            )
+        if each is not None:
+            check_length(each, flag, arguments.seq_length, parts)
         if each is not None and (attention := arguments.attn_implementation) is not None:
             check_attention(each, attention, elsewhere=arguments.dry_run)
     empty = empty_model(model)
@@ -205,7 +205,7 @@ def make_spec(
         supports_fp16=hardware.fp16,
         fuses_optimizer=hardware.fused,
     )
-    _check_sequences(filled, config, world_size)
+    _check_sequences(filled, config, world_size, parts)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     leaves = leaf_suffixes(filled)
     return RunSpec(
@@ -260,13 +260,14 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
             del zero["leaf_module"]
 
 
-def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_size: int) -> None:
+def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_size: int, parts: int) -> None:
     """Whether the sequences of a probe batch can be divided like those of a step."""
-    sequences, at_once = config.curvature.sequences, int(filled["train_micro_batch_size_per_gpu"]) * world_size
+    sequences, micro, readers = config.curvature.sequences, filled[BATCH[1]], world_size // parts
+    at_once, who = micro * readers, "ranks" if parts == 1 else f"groups of {parts} ranks"
     if sequences is not None and sequences % at_once:
         raise ValueError(
-            f"sparseforge.curvature.sequences = {sequences}: {world_size} ranks with a micro-batch of "
-            f"{at_once // world_size} read {at_once} at a time; use a multiple of that, or null for those of a step"
+            f"sparseforge.curvature.sequences = {sequences}: {readers} {who} with a micro-batch of "
+            f"{micro} read {at_once} at a time; use a multiple of that, or null for those of a step"
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from sparseforge_ds.data.batches import Batches, Layout
+from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.data.micro_batch import Layout
 from sparseforge_ds.data.packed import Packed, pack
 from sparseforge_ds.data.packing import unsuitable
 from sparseforge_ds.data.streaming import open_stream
@@ -24,6 +25,7 @@ def open_text(spec: RunSpec, ranks: Ranks) -> Batches:
         accumulation=spec.deepspeed["gradient_accumulation_steps"],
         world_size=ranks.world_size,
         rank=ranks.rank,
+        sequence_parallel=spec.sequence_parallel,
     )
     at_least = layout.global_batch if len(spec.text.sources) == 1 else 1
     sources = [_open(spec, ranks, source, at_least) for source in spec.text.sources]

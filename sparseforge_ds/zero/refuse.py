@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from deepspeed import DeepSpeedEngine
 
-from sparseforge_ds.config.refused_settings import COMPRESSED, EXPERTS_DIVIDED, MUON, SEQUENCE_DIVIDED, refused_setting
+from sparseforge_ds.config.refused_settings import COMPRESSED, EXPERTS_DIVIDED, MUON, refused_setting
 
 
 def _no_engine(given: object) -> str:
@@ -43,8 +43,10 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
         raise ValueError(f"cannot train a mask with this engine: {message}")
     refusals = [  # What a configuration does not show: parts that were made outside it.
         (
-            engine.sequence_parallel_size > 1,
-            f"sequence_parallel_size = {engine.sequence_parallel_size}: {SEQUENCE_DIVIDED}",
+            engine.sequence_parallel_size > 1 and engine.mesh_device is not None,
+            f"sequence_parallel_size = {engine.sequence_parallel_size} by a device mesh, over whose rows alone "
+            "gradients are reduced; leave data_parallel_size and mesh_param out, and give deepspeed.initialize the mpu "
+            "that UlyssesSPAttentionHF.register_with_transformers returns",
         ),
         (
             engine.has_moe_layers,  # layers that route between ranks: AutoEP's, or deepspeed.moe's own

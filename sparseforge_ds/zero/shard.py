@@ -78,6 +78,9 @@ class Layout(ABC):
         """The ranks that hold the shards; None for all there are."""
         self.world_size: int = dist.get_world_size(self.group)
         self.rank: int = dist.get_rank(self.group)
+        said = engine._config._param_dict.get("sequence_parallel_size") or 1
+        self.sequence_parallel = max(int(engine.sequence_parallel_size), int(said))
+        """Consecutive ranks that share their sequences, each with a part of the tokens."""
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
         """This rank's master partitions, as the inner optimizer has them."""

@@ -129,6 +129,14 @@ def test_weights_of_another_model(inputs):
     assert not (inputs.run / "checkpoints").exists()
 
 
+def test_sequences_that_ranks_cannot_share(inputs):
+    inputs.flags |= {"sequence_parallel": "2", "seq_length": "31"}
+    message = inputs.refused()
+    assert "--sequence_parallel 2: --model" in message
+    assert "--seq_length 31 is not a multiple of 2; use 30 or 32" in message
+    assert not inputs.run.exists()
+
+
 def test_a_missing_dataset(inputs):
     inputs.flags["dataset"] = "./nowhere.jsonl"
     assert "--dataset ./nowhere.jsonl: no such file" in inputs.refused()

@@ -12,7 +12,8 @@ import pytest
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.data.batches import IGNORED, Batches, Layout
+from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.data.micro_batch import IGNORED, Layout
 from sparseforge_ds.data.windows import PackedWindows
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import deepspeed_json

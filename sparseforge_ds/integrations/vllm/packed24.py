@@ -77,7 +77,7 @@ class Packed24VLLMConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> Packed24VLLMConfig:
         if config.get("low_rank"):
             raise ValueError(
-                f"{PACKED24}: this model has low-rank branches (low_rank of its quantization_config), without which its "
+                f"{PACKED24}: the model has low-rank branches (low_rank of its quantization_config), without which its "
                 "weights compute nonsense, and which vLLM does not add; use transformers, or train without low_rank"
             )
         return cls(config.get("format", PACKED24_FORMAT))

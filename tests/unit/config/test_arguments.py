@@ -26,6 +26,7 @@ PINNED = {
     "global_batch": None,
     "micro_batch": None,
     "seq_length": 256,
+    "sequence_parallel": None,
     "output_dir": "runs/stdlib_llama",
     "learning_rate": None,
     "warmup": 0.03,
@@ -68,7 +69,8 @@ def test_every_flag_is_parsed():
     line = (
         "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 "
         "--split test --text_field body --sample_by line --loss_on completion --document_frame both "
-        "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --output_dir o --learning_rate 1e-4 "
+        "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --sequence_parallel 4 --output_dir o "
+        "--learning_rate 1e-4 "
         "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
         "--seed 9 --resume --resume_other_data --allow_dense *.a *.b --activation_checkpointing --allow_dense *.c "
         "--dry_run --gpus 64 --gpu_memory 40"
@@ -88,6 +90,7 @@ def test_every_flag_is_parsed():
         16,
         2,
         64,
+        4,
         "o",
         1e-4,
         0.1,

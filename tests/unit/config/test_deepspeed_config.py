@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.deepspeed_config import (
-    Batch,
-    batch_arithmetic,
-    read_deepspeed_json,
-    resolve,
-    training_dtype,
-    with_batch,
-    zero_stage,
-)
+from sparseforge_ds.config.batch import Batch, batch_arithmetic, with_batch
+from sparseforge_ds.config.deepspeed_config import read_deepspeed_json, resolve, training_dtype, zero_stage
 from tests.tiny_folders import deepspeed_json, write_json
 
 SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))

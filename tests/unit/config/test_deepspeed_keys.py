@@ -104,7 +104,7 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     (ZERO, {"stage": 0, "offload_optimizer": {"device": "cpu"}}, ["offload_optimizer works from ZeRO stage 1 on"]),
     (f"{ZERO}/zero_quantized_weights", True, ["zero_quantized_weights", "set it to false"]),
     ("tensor_parallel", {"autotp_size": 2}, ["tensor_parallel.autotp_size = 2", "remove it"]),
-    ("sequence_parallel_size", 2, ["sequence_parallel_size = 2", "remove it"]),
+    ("sequence_parallel_size", 2.5, ["sequence_parallel_size = 2.5", "expected an integer"]),
     ("compile", {"deepcompile": True}, ["compile.deepcompile", "set it to false"]),
     ("managed_gradient_accumulation", False, ["managed_gradient_accumulation", "set it to true"]),
     ("torch_autocast", {"enabled": True, "dtype": "float16"}, ["torch_autocast with float16", '"bf16"']),

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.data.batches import Batches, Layout
+from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.data.micro_batch import Layout
 from sparseforge_ds.data.windows import PackedWindows
 
 TOKENS = np.arange(1000, dtype=np.uint16)

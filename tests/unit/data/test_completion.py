@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.data.batches import IGNORED, Batches, Layout
+from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.documents import Conversation
 from sparseforge_ds.data.formats import document_of
+from sparseforge_ds.data.micro_batch import IGNORED, Layout
 from sparseforge_ds.data.mixture import find_source, find_text
 from sparseforge_ds.data.packed import pack
 from sparseforge_ds.data.packing import encode, encode_trained

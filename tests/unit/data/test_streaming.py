@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from sparseforge_ds.data import packing
-from sparseforge_ds.data.batches import Batches, Layout
+from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.data.micro_batch import Layout
 from sparseforge_ds.data.packing import cache_key
 from sparseforge_ds.data.streaming import open_stream
 from sparseforge_ds.ranks import AgreedError, Ranks

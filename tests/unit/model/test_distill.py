@@ -17,7 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.distill import distillation_loss, task_loss
+from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels, task_loss
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 from tests.tiny_models import tiny_llama, token_batch
 
@@ -333,3 +333,24 @@ def test_the_task_loss_alone_is_cross_entropy(chunk: int) -> None:
     (3 * expected).backward()
     assert theirs.grad is not None and theirs.grad.any()
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_parts_of_sequences_are_a_loss_of_whole_ones() -> None:
+    """As ranks that share sequences form it: what a part's last token predicts is in the next part, or ignored."""
+    config = DistillationConfig(temperature=2.0, chunk_tokens=5)
+    generator = torch.Generator().manual_seed(0)
+    student_BSV, teacher_BSV = torch.randn(2, 2, 12, 9, generator=generator).unbind(0)
+    labels_BS = torch.randint(0, 9, (2, 12), generator=generator)
+    labels_BS[0, 3:9] = IGNORED
+    whole = distillation_loss(student_BSV, teacher_BSV, labels_BS, config)
+    trained = int((labels_BS[:, 1:] != IGNORED).sum())
+    next_BS = next_labels(labels_BS).view(2, 12)
+    parts = [
+        distillation_loss(
+            *(each[:, part] for each in (student_BSV, teacher_BSV, next_BS)), config, trained / 3, shifted=True
+        )
+        for part in (slice(0, 4), slice(4, 8), slice(8, 12))
+    ]
+    for name in ("total", "cross_entropy", "kl"):
+        mean = torch.stack([getattr(each, name) for each in parts]).mean()
+        assert float(mean) == pytest.approx(float(getattr(whole, name)), rel=1e-6), name

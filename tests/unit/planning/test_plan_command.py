@@ -246,3 +246,24 @@ def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "; allow_dense *.nothing: not needed, it matches no weight that is undecided" in capsys.readouterr().err
     assert plan(*arguments, "--allow_dense", "*.mlp.*", "--allow_dense", "*.self_attention.*") == 2
     assert "no weight of this bloom model is left to prune" in capsys.readouterr().err
+
+
+def test_gpus_that_share_sequences(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", qwen, "--gpus", "8", "--deepspeed", ZERO3, "--seq_length", "8192", "--global_batch", "8")
+    (whole,) = plan_json(capsys, *arguments)
+    (shared,) = plan_json(capsys, *arguments, "--sequence_parallel", "4")
+    assert shared["settings"]["sequence_parallel"] == 4 and shared["settings"]["micro_batch"] == 4
+    assert whole["settings"]["micro_batch"] == 1
+    (parts,) = plan_json(capsys, *arguments, "--sequence_parallel", "4", "--micro_batch", "1")
+    of_pass = [each["memory"]["phases"]["forward and backward"]["activations"] for each in (whole, parts)]
+    assert of_pass[1] < 0.4 * of_pass[0]
+    assert parts["memory"]["resident"] == whole["memory"]["resident"]
+    assert parts["time"] == whole["time"]
+    plan(*arguments, "--sequence_parallel", "4", "--micro_batch", "1")
+    text = capsys.readouterr().out
+    assert "1 a group x 4 accumulated x 2 groups of 4 ranks that share sequences" in text
+    assert "on 4 GPUs, 2,048 of 8,192 tokens and 1/4 of the heads a GPU" in text
+    assert plan(*arguments, "--sequence_parallel", "3") == 2
+    assert "--sequence_parallel 3: 8 ranks cannot be divided into groups of 3" in capsys.readouterr().err
+    assert plan(*arguments[:3], "21", *arguments[4:8], "--sequence_parallel", "7", "--global_batch", "3") == 2
+    assert "--seq_length 8192 is not a multiple of 7; use 8190 or 8197" in capsys.readouterr().err

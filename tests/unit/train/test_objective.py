@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, OlmoeConfig, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig, SparseForgeConfig
-from sparseforge_ds.data.batches import MicroBatch
+from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.model.distill import distillation_loss, task_loss
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.teacher import Teacher

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers
+from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers, world_size_from_launcher
 from tests.distributed import run_distributed
 
 
@@ -88,3 +88,11 @@ def test_processes_of_mpirun_do_not_each_train_alone(nowhere: pytest.MonkeyPatch
     nowhere.setenv(name, "2")
     with pytest.raises(ValueError, match=f"{name}=2: .* pip install mpi4py, or start with deepspeed"):
         take_place()
+
+
+def test_what_mpirun_and_srun_announce_counts(nowhere: pytest.MonkeyPatch) -> None:
+    assert world_size_from_launcher() == 1
+    nowhere.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    assert world_size_from_launcher() == 4
+    nowhere.setenv("WORLD_SIZE", "2")
+    assert world_size_from_launcher() == 2

@@ -1,0 +1,103 @@
+"""How many sequences a step, a rank and a micro-batch have, and how many ranks share one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sparseforge_ds.config.arguments import RunArguments
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SEQUENCE = "sequence_parallel_size"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch arithmetic of a run: train = micro * accumulation * ranks that read other sequences."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
+    """The same configuration with another batch; None keeps what it says.
+
+    Args:
+        content: a DeepSpeed configuration; it is not changed.
+        global_batch: sequences of a step on all ranks.
+        micro_batch: sequences of a rank at a time.
+    """
+    changed = dict(content)
+    if global_batch is not None:
+        changed["train_batch_size"] = global_batch
+    if micro_batch is not None:
+        changed["train_micro_batch_size_per_gpu"] = micro_batch
+    if changed != content and changed.get("train_batch_size", "auto") != "auto":
+        changed["gradient_accumulation_steps"] = "auto"  # what the other two leave over
+    return changed
+
+
+def batch_line(resolved: dict[str, Any], world_size: int) -> str:
+    """The batch of a resolved configuration over the ranks, for people."""
+    parts, (micro, accumulation) = resolved.get(SEQUENCE, 1), (resolved[name] for name in BATCH[1:])
+    if parts == 1:
+        return f"{micro} a rank x {accumulation} accumulated x {world_size} ranks"
+    groups = f"{world_size // parts} group{'s' * (world_size > parts)} of {parts} ranks that share sequences"
+    return f"{micro} a group x {accumulation} accumulated x {groups}"
+
+
+def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size: int) -> int:
+    """How many ranks share one sequence: those of the flag, or of the JSON.
+
+    Raises:
+        ValueError: the number is not one, or does not divide the number of ranks.
+    """
+    given, flag = content.get(SEQUENCE, 1), arguments.sequence_parallel
+    size, who = (given, f"{SEQUENCE} =") if flag is None else (flag, "--sequence_parallel")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{who} {json.dumps(size)} is not valid: use an integer >= 1")
+    if world_size % size:
+        raise ValueError(
+            f"{who} {size}: {world_size} ranks cannot be divided into groups of {size}, each of which shares its "
+            f"sequences; use a divisor of {world_size}, or change the number of ranks"
+        )
+    return size
+
+
+def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1) -> Batch:
+    """Divide the batch over the ranks, of which each `sequence` share their sequences.
+
+    Given are one, two or all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps;
+    "auto" counts as not given.
+
+    Raises:
+        ValueError: they do not fit each other and the number of ranks.
+    """
+    names, ranks, world_size = BATCH, world_size, world_size // sequence
+    train, micro, accumulation = (None if content.get(name) == "auto" else content.get(name) for name in names)
+    for name, value in zip(names, (train, micro, accumulation), strict=True):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f'{name} = {json.dumps(value)} is not valid: use an integer >= 1 or "auto"')
+    if train is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return Batch(micro * accumulation * world_size, micro, accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = train // (accumulation * world_size)
+    elif accumulation is None:
+        accumulation = train // (micro * world_size)
+    assert accumulation is not None
+    if train != micro * accumulation * world_size or train == 0:
+        unit = max(1, micro if content.get(names[1]) != "auto" and names[1] in content else 1)
+        unit *= world_size * (accumulation if content.get(names[2]) not in (None, "auto") else 1)
+        near = sorted({max(unit, train // unit * unit), (train // unit + 1) * unit})
+        raise ValueError(
+            f"train_batch_size = {train} cannot be divided into micro-batches for {ranks} ranks"
+            f"{f', of which {sequence} share a sequence' if sequence > 1 else ''} "
+            f"(train_micro_batch_size_per_gpu {content.get(names[1], 'auto')}, gradient_accumulation_steps "
+            f'{content.get(names[2], "auto")}): use {" or ".join(map(str, near))}, set the other two keys to "auto", '
+            "or change the number of ranks; --global_batch and --micro_batch win over the JSON"
+        )
+    return Batch(train, micro, accumulation)

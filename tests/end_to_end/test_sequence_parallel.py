@@ -1,0 +1,58 @@
+"""Sequences that ranks share: masks and weights of the run that divides none, and resumed from and to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.test_layouts import assert_same, flags, states, taken_back
+from tests.end_to_end.test_train import launch, train
+
+
+def completions(path: Path) -> Path:
+    """Records of which few tokens are trained on, some sequences having none in one half."""
+    lines = ({"prompt": f"What is {i}? " * (i % 12 + 1), "completion": f"{i * i} " * (i % 3)} for i in range(200))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_uneven_tokens_teacher_and_hidden_states_as_undivided(tmp_path: Path) -> None:
+    """Through the launcher: 2 x 1 and 2 x 2 ranks (of a sequence, of groups), ZeRO-2 and 3, and back to one rank."""
+    block: dict[str, Any] = {"distillation": {"hidden": {"weight": 4.0}}}
+    text = {"dataset": completions(tmp_path / "pairs.jsonl"), "loss_on": "completion"}
+    whole, two, four = (tmp_path / name for name in ("whole", "two", "four"))
+    train(*flags(tmp_path, block, 0, 4, whole, **text), ranks=1)
+    expected = states(whole)
+    shared = {**text, "sequence_parallel": 2}
+    result = launch(*flags(tmp_path, block, 2, 4, two, **shared), "--activation_checkpointing", ranks=2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "4 a group x 3 accumulated x 1 group of 2 ranks that share sequences" in result.stdout + result.stderr
+    assert_same(two, expected)
+    train(*flags(tmp_path, block, 3, 3, four, **shared), ranks=4)
+    assert_same(four, expected)
+
+    divided = taken_back(whole, 3, tmp_path / "divided")
+    train(*flags(tmp_path, block, 3, 2, divided, **shared), "--resume", ranks=4)
+    assert_same(divided, expected)
+    joined = taken_back(four, 3, tmp_path / "joined")
+    train(*flags(tmp_path, block, 1, 6, joined, **text), "--resume", ranks=1)
+    assert_same(joined, expected)
+
+
+PROBES: dict[str, tuple[int, dict[str, Any]]] = {
+    "labels drawn for elements": (1, {"importance": "gauss_newton", "curvature": {"factored": False}}),
+    "signs at outputs": (3, {"importance": "hutchinson", "curvature": {"radius": 0.3, "damping": 0.05}}),
+    "mask of wanda": (0, {"method": "naive_retrain", "importance": "wanda", "curvature": {"first_probes": 2}}),
+}
+"""ZeRO stages and blocks whose random numbers, or starting masks, go by tokens."""
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_probes_draw_by_token(tmp_path: Path, name: str) -> None:
+    stage, block = PROBES[name]
+    train(*flags(tmp_path, block, 1, 6, tmp_path / "whole"), ranks=1)
+    train(*flags(tmp_path, block, stage, 6, tmp_path / "parts", sequence_parallel=2), ranks=2)
+    assert_same(tmp_path / "parts", states(tmp_path / "whole"))
