@@ -72,28 +72,27 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         raise NotImplementedError("a packed model is saved dense")
 
 
-class Packed24Conv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
+class Packed24Conv1D(Packed24Linear):
     """As `Packed24Linear`, of GPT-2's layer, whose weight is (in, out): `weight` (in/2, out), `weight_positions`
-    (ceil(in/8), out). In memory the inputs are contiguous."""
+    (ceil(in/8), out). In memory the inputs are contiguous. Not a `Conv1D`: peft reads the sizes of one off its weight.
+    """
 
-    def __init__(self, weight: Tensor, positions: Tensor, bias: nn.Parameter) -> None:
-        nn.Module.__init__(self)
-        self.nx, self.nf = 2 * weight.shape[0], weight.shape[1]
-        self.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=False)
-        self.register_buffer("weight_positions", positions.t().contiguous().t())
-        self.bias = bias
+    def __init__(self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None) -> None:
+        super().__init__(weight.t().contiguous(), positions.t().contiguous(), bias)
+        self.weight.data = self.weight.data.t()
+        self.weight_positions = self.weight_positions.t()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        result: Tensor = linear24(x, self.weight.t(), self.weight_positions.t(), self.bias)
+        result: Tensor = linear24(input, self.weight.t(), self.weight_positions.t(), self.bias)
         return result
 
-    def dense(self) -> Conv1D:
+    def dense(self) -> nn.Module:
         """The ordinary layer with the same weight; its bias is shared."""
         with torch.device("meta"):
-            layer = Conv1D(self.nf, self.nx)
+            layer = Conv1D(self.out_features, self.in_features)
         layer.weight = nn.Parameter(unpack24(self.weight.detach(), self.weight_positions))
-        layer.bias = self.bias
+        layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
 
 

@@ -34,7 +34,7 @@ class Packed24Linear(nn.Linear):
         result: Tensor = linear24(input, self.weight, self.weight_positions, self.bias)
         return result
 
-    def dense(self) -> nn.Linear:
+    def dense(self) -> nn.Module:
         """The ordinary layer with the same weight; its bias is shared."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight = nn.Parameter(unpack24(self.weight.detach(), self.weight_positions))
