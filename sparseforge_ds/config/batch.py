@@ -106,3 +106,24 @@ def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1
             "or change the number of ranks; --global_batch and --micro_batch win over the JSON"
         )
     return Batch(train, micro, accumulation)
+
+
+def check_probe_batch(filled: dict[str, Any], sequences: int | None, readers: int, sequence: int) -> None:
+    """Whether the sequences of a probe batch can be divided like those of a step.
+
+    Args:
+        filled: a resolved DeepSpeed configuration.
+        sequences: of a probe batch; None for those of a step.
+        readers: ranks, or groups of ranks, that read other sequences.
+        sequence: ranks of such a group.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    micro = filled[BATCH[1]]
+    at_once, who = micro * readers, "ranks" if sequence == 1 else f"groups of {sequence} ranks"
+    if sequences is not None and sequences % at_once:
+        raise ValueError(
+            f"sparseforge.curvature.sequences = {sequences}: {readers} {who} with a micro-batch of "
+            f"{micro} read {at_once} at a time; use a multiple of that, or null for those of a step"
+        )

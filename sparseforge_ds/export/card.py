@@ -71,7 +71,7 @@ def make_card(
             f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
         )
     record, config = read_json(folder / "sparsity.json"), read_json(folder / "config.json")
-    weights, _ = listed_weights(folder, record)
+    weights, _, _ = listed_weights(folder, record)
     sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
     if odd := next((key for key, section in sections.items() if not isinstance(section, dict)), None):
         raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")

@@ -163,8 +163,8 @@ def check_folder(
                 changed.append(str(folder / TENSORS))
     rows = choices[best] if choices else []
     axes = {row.name: weights[row.name][best][1] for row in rows}
-    pattern = str(chosen or "no pattern")
-    return FolderReport(pattern, rows, missing + misfits, changed, notes, tensors.size, axes, tensors.quantized)
+    found = str(chosen or "no pattern")
+    return FolderReport(found, rows, missing + misfits, changed, notes, tensors.size, axes, tensors.quantized)
 
 
 def _prunable(

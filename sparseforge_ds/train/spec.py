@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks, with_batch
+from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, check_probe_batch, sequence_ranks, with_batch
 from sparseforge_ds.config.deepspeed_config import (
     check_machine,
     read_deepspeed_json,
@@ -219,7 +219,7 @@ def make_spec(
         supports_fp16=hardware.fp16,
         fuses_optimizer=hardware.fused,
     )
-    _check_sequences(filled, config, world_size, parts)
+    check_probe_batch(filled, config.curvature.sequences, world_size // parts, parts)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     leaves = leaf_suffixes(filled)
     return RunSpec(
@@ -274,17 +274,6 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
         leaf["name_suffixes"] = [s for s in leaf["name_suffixes"] if any(name.endswith(s) for name in modules)]
         if not any(leaf.values()):
             del zero["leaf_module"]
-
-
-def _check_sequences(filled: dict[str, Any], config: SparseForgeConfig, world_size: int, parts: int) -> None:
-    """Whether the sequences of a probe batch can be divided like those of a step."""
-    sequences, micro, readers = config.curvature.sequences, filled[BATCH[1]], world_size // parts
-    at_once, who = micro * readers, "ranks" if parts == 1 else f"groups of {parts} ranks"
-    if sequences is not None and sequences % at_once:
-        raise ValueError(
-            f"sparseforge.curvature.sequences = {sequences}: {readers} {who} with a micro-batch of "
-            f"{micro} read {at_once} at a time; use a multiple of that, or null for those of a step"
-        )
 
 
 def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
