@@ -69,7 +69,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
     other = name if against is None else against
     dense = load_model(other, dtype, adapter_of(other, NO_ADAPTER))
     if getattr(dense, "hf_quantizer", None) is not None:
-        dense.dequantize()
+        dense.hf_quantizer.make_dense(dense)
     mine, theirs = packed.config.get_text_config(), dense.config.get_text_config()
     for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if getattr(mine, key) != getattr(theirs, key):

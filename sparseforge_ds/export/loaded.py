@@ -16,7 +16,7 @@ model, report = AutoModelForCausalLM.from_pretrained(
     sys.argv[1], output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False
 )
 if getattr(model, "hf_quantizer", None) is not None:
-    model.dequantize()  # packed: their own product sums in another order
+    model.hf_quantizer.make_dense(model)  # packed: their own product sums in another order
 for parameter in model.parameters():
     parameter.data = parameter.data.clone()  # kernels may sum in another order where a mapped file is not aligned
 ids = load_file("reference.safetensors")["ids"]

@@ -124,15 +124,24 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
                 "other tools is what `sparseforge export FOLDER OUT --format hf` writes"
             )
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # transformers has it from the config
-        for name, module in list(model.named_modules()):
-            if _is_packed(module):
-                model.set_submodule(name, module.dense().to(dtype))
-            elif _is_sparse(module):
-                module.weight = nn.Parameter(module.weight.to_dense().to(dtype), requires_grad=True)
+        self.make_dense(model, dtype)
         for module in model.modules():
             if getattr(getattr(module, "config", None), "_is_quantized", False):
                 module.config._is_quantized = False
         return model
+
+    def make_dense(self, model: Any, dtype: torch.dtype | None = None) -> None:
+        """Turn packed and semi-structured layers of a model into dense ones, in memory; branches stay."""
+        from sparseforge_ds.model.branch import Branch, add_branch
+
+        for name, module in list(model.named_modules()):
+            if _is_packed(module):
+                dense = module.dense()
+                if isinstance(module, Branch):
+                    add_branch(dense, module.k, module.low_rank_b).enabled = module.enabled
+                model.set_submodule(name, dense.to(dtype))
+            elif _is_sparse(module):
+                module.weight = nn.Parameter(module.weight.to_dense().to(dtype), requires_grad=True)
 
     def is_serializable(self) -> bool:
         """Semi-structured tensors and branches are not saved: transformers raises."""
