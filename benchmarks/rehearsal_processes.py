@@ -69,7 +69,7 @@ def train(arguments: argparse.Namespace, folder: Path) -> Trained:
                 memory.moment = "save"
                 marks.append(("save", time.perf_counter()))
             elif text.startswith("step "):
-                memory.moment = text.split()[-3]  # the phase
+                memory.moment = text.partition("tokens/s")[2].split()[0]  # the phase
                 marks.append(("step", time.perf_counter()))
             elif text.startswith("saved "):
                 marks.append(("end", time.perf_counter()))

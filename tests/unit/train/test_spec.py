@@ -64,7 +64,9 @@ def test_layers_that_cannot_be_measured_are_refused_before_weights_are_read(argu
     def spec(**block):
         return make_spec(arguments(deepspeed_json(**block), model=str(folder)), 1)
 
-    with pytest.raises(ValueError, match=r"are not covered: .* paste what it stands for into the sparseforge block") as raised:
+    with pytest.raises(
+        ValueError, match=r"are not covered: .* paste what it stands for into the sparseforge block"
+    ) as raised:
         spec()
     keys = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
     with pytest.raises(ValueError, match=r'paste "exclude": ') as raised:
@@ -179,7 +181,10 @@ def test_unknown_keys_inside_deepspeed_blocks_are_errors(arguments):
 def test_an_unsupported_family_is_named(arguments, tmp_path):
     config = BloomConfig(vocab_size=BYTE_VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
     folder = write_model(tmp_path / "bloom", BloomForCausalLM(config))
-    with pytest.raises(ValueError, match="no rows for 'bloom'. Give --any_family, or paste what it stands for into the sparseforge block") as raised:
+    with pytest.raises(
+        ValueError,
+        match="no rows for 'bloom'. Give --any_family, or paste what it stands for into the sparseforge block",
+    ) as raised:
         make_spec(arguments(model=str(folder)), world_size=2)
     pasted = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
     assert make_spec(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.of_linear == 100
