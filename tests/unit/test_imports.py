@@ -110,7 +110,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "permutation.apply": {"deepspeed", "model.groups"},
     "integrations.trainer_settings": {"config"},
     "integrations.transformers": {
-        *("transformers", "accelerate", "config", "data.batches", "forge", "model", "train", "zero.probe"),
+        *("transformers", "accelerate", "config", "data.micro_batch", "forge", "model", "train", "zero.probe"),
     },
     "integrations.vllm.__init__": {"vllm", "mask.packing"},
     "integrations.vllm.packed24": {"vllm", "mask.packing", "runtime.linear24"},
