@@ -52,6 +52,7 @@ class ModelSource(Source):
             "source": {"checkpoint": "step-7"},
             "dtype": str(dtype).removeprefix("torch."),
             "coverage": {},
+            "run": {},
             "permutation": None,
             "config": config.to_dict(),
         }

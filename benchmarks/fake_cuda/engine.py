@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -136,6 +137,12 @@ class BareOptimizer:
                 group["params"] = list(own)
         self.zero_grad()
 
+    def save_checkpoint(self, *_args: object) -> None:
+        """Nothing is saved here."""
+        raise NotImplementedError
+
+    load_checkpoint = save_checkpoint
+
     def zero_grad(self) -> None:
         """Let the gradients go."""
         for flat in self.flats:
@@ -148,6 +155,8 @@ class BareEngine:
     skipped_steps = 0
     _is_gradient_accumulation_boundary = True
     enable_backward_allreduce = True
+    sequence_parallel_size = 1
+    _config = SimpleNamespace(_param_dict={})
 
     def __init__(self, module: nn.Module, optimizer: BareOptimizer, partitions: Partitions) -> None:
         self.module, self.optimizer, self.partitions = module, optimizer, partitions

@@ -32,6 +32,7 @@ LOADS = {"from_pretrained", "from_config", "HFLM", "pipeline"}
 HARMLESS = {
     "GenerationConfig",  # numbers
     "PeftModel",  # tensors, for a model that is there
+    "Teacher",  # ours, which loads as all of this package does
 }
 PICKLES = {"pickle.load", "pickle.loads", "hub.load", "joblib.load", "dill.load"}
 

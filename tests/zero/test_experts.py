@@ -301,6 +301,10 @@ def forget_where_it_is_from(model: PreTrainedModel) -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     (text,) = run_distributed(refused, 1, Case(stage=0), forget_where_it_is_from)
-    assert "model.layers.0.mlp.experts" in text and "has norms behind its experts" in text and '"importance": "magnitude"' in text
+    assert (
+        "model.layers.0.mlp.experts" in text
+        and "has norms behind its experts" in text
+        and '"importance": "magnitude"' in text
+    )
     magnitude = Case(stage=0, config={"importance": "magnitude"})
     assert run_distributed(refused, 1, magnitude, forget_where_it_is_from) == ["accepted"]

@@ -257,7 +257,7 @@ def test_padding_reaches_the_teacher() -> None:
     mask = torch.ones_like(ids)
     mask[:, :4] = 0
     expected = tiny_llama().eval()(input_ids=ids, attention_mask=mask).logits
-    assert torch.equal(Teacher(model, REPLICATED, {})(ids, mask), expected)
+    assert torch.equal(Teacher(model, REPLICATED, {})(ids, attention_mask=mask), expected)
 
 
 def test_the_teacher_computes_in_the_dtype_of_the_student() -> None:
