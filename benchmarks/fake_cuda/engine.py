@@ -137,12 +137,6 @@ class BareOptimizer:
                 group["params"] = list(own)
         self.zero_grad()
 
-    def save_checkpoint(self, *_args: object) -> None:
-        """Nothing is saved here."""
-        raise NotImplementedError
-
-    load_checkpoint = save_checkpoint
-
     def zero_grad(self) -> None:
         """Let the gradients go."""
         for flat in self.flats:
@@ -179,6 +173,12 @@ class BareEngine:
     def step(self) -> None:
         """Step the optimizer."""
         self.optimizer.step()
+
+    def save_checkpoint(self, *_args: object) -> None:
+        """Nothing is saved here."""
+        raise NotImplementedError
+
+    load_checkpoint = save_checkpoint
 
     def zero_grad(self) -> None:
         """Let the gradients go."""
