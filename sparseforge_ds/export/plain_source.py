@@ -74,6 +74,7 @@ class PlainSource(Source):
             "step": None,
             "source": {"folder": self.folder.absolute().name},
             "coverage": {},
+            "run": {},
             "permutation": None,
             "config": SparseForgeConfig(pattern=str(self.pattern)).to_dict(),
         }

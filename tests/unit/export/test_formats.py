@@ -45,6 +45,7 @@ THEIR_FILES = {
     "params.json",
 }
 OURS = {
+    "README.md",
     "config.json",
     "generation_config.json",
     "model.safetensors",

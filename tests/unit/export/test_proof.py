@@ -144,7 +144,7 @@ def test_too_little_memory_is_said_before_any_work(
     export(source, tmp_path / "mask", "mask")  # which loads no model
     export(source, tmp_path / "out", "packed24", skip_proof=True)
     monkeypatch.setattr(proof.psutil, "virtual_memory", lambda: memory._replace(available=10**12))
-    require(source)
+    require(source, packed=False)
 
 
 def test_neither_process_needs_deepspeed() -> None:

@@ -91,7 +91,7 @@ def test_pattern_flag_instead_of_sparsity_json(folder: Path, capsys: pytest.Capt
     (folder / "sparsity.json").unlink()
     assert main(["verify", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "\n2:4: 14 weights" in out and out.endswith("0 violations\nOK\n")
+    assert "\n2:4: 14 weights" in out and "0 violations\nsize: " in out and out.endswith("\nOK\n")
     assert main(["verify", str(folder), "--pattern", "2:4"]) == 0
     assert main(["verify", str(folder), "--pattern", "4:8"]) == 0
     assert main(["verify", str(folder), "--pattern", "1:4"]) == 1
