@@ -175,8 +175,8 @@ class BareEngine:
         self.optimizer.step()
 
     def save_checkpoint(self, *_args: object) -> None:
-        """Nothing is saved here."""
-        raise NotImplementedError
+        """A forge attaches to what saves and loads."""
+        raise NotImplementedError("fake tensors have no values that could be saved")
 
     load_checkpoint = save_checkpoint
 

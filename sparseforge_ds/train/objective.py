@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
@@ -82,16 +82,7 @@ class Objective:
         if self.whole:
             losses, output = self._of_whole_logits(batch)
         else:
-            losses, output = loss_in_head(
-                self.engine,
-                batch.label_BS,
-                self.config,
-                target,
-                batch.trained,
-                batch.shifted,
-                input_ids=batch.token_BS,
-                **batch.more,
-            )
+            losses, output = self._in_head(batch, self.config, target)
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
         uneven = torch.zeros_like(total) if balance is None else balance
@@ -103,10 +94,13 @@ class Objective:
         if self.whole or self.draws_labels:
             logits_BSV = self._run(batch).logits
             return task_loss(logits_BSV, batch.label_BS, trained=batch.trained, shifted=batch.shifted)
-        losses, _ = loss_in_head(
-            self.engine, batch.label_BS, trained=batch.trained, shifted=batch.shifted, input_ids=batch.token_BS
-        )
-        return losses.total
+        return self._in_head(batch)[0].total
+
+    def _in_head(
+        self, batch: MicroBatch, config: DistillationConfig | None = None, target: Target | None = None
+    ) -> tuple[DistillationLoss, Any]:
+        inputs = {"input_ids": batch.token_BS, **batch.more}
+        return loss_in_head(self.engine, batch.label_BS, config, target, batch.trained, batch.shifted, **inputs)
 
     def _of_whole_logits(self, batch: MicroBatch) -> tuple[DistillationLoss, Any]:
         label_BS, trained, shifted = batch.label_BS, batch.trained, batch.shifted

@@ -88,6 +88,20 @@ def test_the_task_loss_of_probes(importance: str) -> None:
     assert (outputs[0].shape[-1] == 64) == (importance == "gauss_newton")
 
 
+@pytest.mark.parametrize("importance", ["fisher", "gauss_newton"])
+def test_padding_reaches_the_task_loss_of_probes(importance: str) -> None:
+    student, token_BS = tiny_llama(), _micro_batches()[0]
+    mask_BS = torch.ones_like(token_BS)
+    mask_BS[:, :4] = 0
+    label_BS = token_BS.masked_fill(mask_BS == 0, -100)
+    objective = Objective(Engine(student), None, SparseForgeConfig.from_dict({"importance": importance}))
+    objective.decide(token_BS[:1, :1])
+    found = objective.cross_entropy(MicroBatch(token_BS, label_BS, more={"attention_mask": mask_BS}))
+    expected = task_loss(student(input_ids=token_BS, attention_mask=mask_BS).logits, label_BS)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(expected, task_loss(student(input_ids=token_BS).logits, label_BS))
+
+
 def test_the_balance_of_experts_is_added() -> None:
     student = tiny_mixture(OlmoeConfig, output_router_logits=True, router_aux_loss_coef=0.1)
     objective, token_BS = Objective(Engine(student), None, CONFIG), _micro_batches()[0]
