@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparseforge_ds.model.registration import register_families, register_with_transformers
+from sparseforge_ds.model.registration import register_model_classes, register_with_transformers
 
 if TYPE_CHECKING:
     from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -53,7 +53,7 @@ __all__ = [
     "low_rank_share",
     "param_groups",
     "prepare",
-    "register_families",
+    "register_model_classes",
     "register_family",
     "clear_extension_locks",
 ]

@@ -17,7 +17,7 @@ from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import register_families
+from sparseforge_ds.model.registration import register_model_classes
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
 _CONFIG = "adapter_config.json"
@@ -76,7 +76,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     if adapter is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    register_families()
+    register_model_classes()
     unreachable = None if Path(name).exists() else why_unreachable()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -117,7 +117,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    register_families()
+    register_model_classes()
     try:
         return tokenizer_of(name)
     except ValueError as error:

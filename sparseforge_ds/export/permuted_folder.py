@@ -18,7 +18,7 @@ from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import read_model_config
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
-from sparseforge_ds.model.registration import register_families
+from sparseforge_ds.model.registration import register_model_classes
 from sparseforge_ds.permutation.channels import check_family
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
@@ -30,7 +30,7 @@ def read_text_config(folder: Path) -> Any:
     Raises:
         ValueError: it cannot be used.
     """
-    register_families()
+    register_model_classes()
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:

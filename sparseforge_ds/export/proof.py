@@ -69,7 +69,7 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
         own = source.model_config.get("model_type") in OWN_FAMILIES
         by_peft, plain = plain and bool(source.branches), plain and not own
         first = "" if plain else "import sparseforge_ds\n"
-        first += "sparseforge_ds.register_families()\n" if own else ""
+        first += "sparseforge_ds.register_model_classes()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
         _run(["-c", text, str(folder.absolute())], scratch, folder, ours=not plain)
         told = read_json(Path(scratch) / "loaded.json")

@@ -22,7 +22,7 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import register_families
+from sparseforge_ds.model.registration import register_model_classes
 
 
 def filled_model(source: Source) -> Any:
@@ -35,7 +35,7 @@ def filled_model(source: Source) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    register_families()
+    register_model_classes()
     try:
         config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True, trust_remote_code=False)
         with no_init_weights():

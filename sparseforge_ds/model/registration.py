@@ -22,7 +22,7 @@ OWN_FAMILIES = ("deepseek",)
 """Values of `model_type` whose classes are ours, since transformers has none."""
 
 
-def register_families() -> None:
+def register_model_classes() -> None:
     """Make transformers' Auto classes know `OWN_FAMILIES`; a second call does nothing.
 
     Not at `import sparseforge_ds`: our classes are made of Llama's, whose files import the Auto classes themselves.

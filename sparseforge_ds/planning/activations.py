@@ -18,8 +18,8 @@ from sparseforge_ds.model.distill import block_tokens, distillation_loss, next_l
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
 from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
-from sparseforge_ds.planning.divided import exchanged
 from sparseforge_ds.planning.live import Live
+from sparseforge_ds.planning.sequence_parallel import exchanged
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.planning.architecture import bare_model
-from sparseforge_ds.planning.divided import check_divided
 from sparseforge_ds.planning.model_config import require_causal
+from sparseforge_ds.planning.sequence_parallel import check_divided
 from sparseforge_ds.ranks import AgreedError
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -79,7 +79,7 @@ def find_model(name: str, flag: str) -> Pretrained:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
     try:
-        sparseforge_ds.register_families()
+        sparseforge_ds.register_model_classes()
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its config.json cannot be used ({reason(error)})") from None

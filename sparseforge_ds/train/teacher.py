@@ -19,7 +19,7 @@ from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
 from sparseforge_ds.model.hidden import captured_states, chosen_layers
-from sparseforge_ds.model.registration import register_families
+from sparseforge_ds.model.registration import register_model_classes
 from sparseforge_ds.train.pretrained import load_model
 
 
@@ -82,7 +82,7 @@ class Teacher:
         Raises:
             ValueError: it cannot be loaded, weights are missing in its files, or a dtype is still "auto".
         """
-        register_families()
+        register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
         given = {"dtype": _dtype(ds_config), **kwargs}
         return cls(load_model(path, f"teacher {path}", partition=partition, **given), config, ds_config)

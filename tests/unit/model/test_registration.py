@@ -55,8 +55,8 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_our_families_are_known_when_asked_for(first: str) -> None:
     run(
         first + "import sparseforge_ds\n"
-        "sparseforge_ds.register_families()\n"
-        "sparseforge_ds.register_families()\n"
+        "sparseforge_ds.register_model_classes()\n"
+        "sparseforge_ds.register_model_classes()\n"
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
         "from sparseforge_ds.model.registration import OWN_FAMILIES\n"
         "for family in OWN_FAMILIES:\n"
