@@ -155,17 +155,15 @@ def train(
 
 def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, evaluation: Evaluation, step: int) -> None:
     """Save everything that a resumed run needs."""
-    progress = {
+    state = {
         "step": step,
         "steps": context.spec.steps,
         "tokens": step * context.spec.tokens_per_step,
         "data": context.batches.state_dict(),
-    }
-    state = {
-        "train": {**progress, "evaluations": evaluation.state_dict()},
+        "evaluations": evaluation.state_dict(),
     }
     with monitor.away():
-        done = checkpoints.save(context.engine, step, state, evaluation.ranking())
+        done = checkpoints.save(context.engine, step, {"train": state}, evaluation.ranking())
     monitor.write(step, {"checkpoint/seconds": done.seconds, "checkpoint/gib": done.bytes / 2**30})
     _LOG.info(
         f"saved {done.path.name}: {readable_bytes(done.bytes)} in {done.seconds:.1f} s, "
