@@ -21,7 +21,7 @@ from tests.distributed import PATIENCE, ROOT, free_port
 from tests.end_to_end.test_train import differences, flags_of, states, train
 from tests.tiny_folders import deepspeed_json, write_text
 
-STEPS = 400
+STEPS = 160
 
 
 BIN = Path(sys.executable).parent
