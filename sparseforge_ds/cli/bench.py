@@ -22,13 +22,11 @@ examples:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "bench",
         help="speed and memory of a packed 2:4 model against the dense one, on this machine",
         description="Measure memory, and prefill and decode in tokens per second, of a packed24 model and a dense one.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a packed24 folder, as `sparseforge export --format packed24` writes it")
@@ -72,7 +70,3 @@ def run(args: argparse.Namespace) -> int:
         (folder / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")
         draw(measured, folder / "bench.png")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge bench`")

@@ -1,6 +1,6 @@
 """The parser of all subcommands, and what an error looks like: one line on stderr and exit code 2.
 
-A subcommand is a module with `register`, which adds its parser and sets `run` to a function of the parsed arguments
+A subcommand is a module with `register`, which adds its parser (whose epilog is printed as it is) and sets `run` to a function of the parsed arguments
 that returns the exit code. What it does is imported when it runs, so that help is there at once.
 """
 
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from sparseforge_ds import __version__
 from sparseforge_ds.cli import (
@@ -51,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="`sparseforge COMMAND --help` shows an example of each.",
     )
     top.add_argument("--version", action="version", version=f"sparseforge {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    kind = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=kind)
     for command in COMMANDS:
         command.register(commands)
     for subcommand in commands.choices.values():

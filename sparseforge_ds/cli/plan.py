@@ -25,14 +25,12 @@ example:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "plan",
         help="memory and hours of a run from its configuration alone, and what to change when it does not fit",
         description="Say what a run will need on every GPU, without weights, and which setting to change when it does "
         "not fit.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     several: dict[str, Any] = {"nargs": "+", "metavar": "PATTERN", "action": "extend", "default": []}
@@ -144,7 +142,3 @@ def _tokens(text: str) -> int:
     if not 1 <= value < 1e18:
         raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5B, 300M or 5e9")
     return round(value)
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge plan`")

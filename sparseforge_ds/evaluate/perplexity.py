@@ -1,8 +1,5 @@
 """Perplexity of a Hugging Face model on a text.
 
-    python -m sparseforge_ds.evaluate.perplexity MODEL --text wikitext2 --seq_length 4096
-    torchrun --nproc_per_node 8 -m sparseforge_ds.evaluate.perplexity MODEL --text test.txt --seq_length 4096
-
 Perplexity is exp(sum of the negative log-likelihoods / number of scored tokens), softmax in fp32, one number over the
 whole text (not a mean of perplexities). There are two protocols, which give different numbers:
 
@@ -24,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -39,19 +34,17 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.formats import is_plain_text
-from sparseforge_ds.evaluate.flags import add_model_flags, add_text_flags
 from sparseforge_ds.evaluate.passages import Passage, whole_documents, windows
 from sparseforge_ds.evaluate.pretrained import (
     adapter_of,
     load_model,
     load_tokenizer,
     prune_by_magnitude,
-    write_result,
 )
 from sparseforge_ds.evaluate.text import STDLIB, read_documents
 from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
-from sparseforge_ds.ranks import Ranks, launched_ranks
+from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
 LONGEST_DEFAULT = 4096
@@ -155,35 +148,8 @@ def _positions(model: PreTrainedModel) -> int:
     return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m sparseforge_ds.evaluate.perplexity",
-        description=(__doc__ or "").split("\n\n", 2)[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_flags(result)
-    add_text_flags(result, required=True)
-    return result
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 with one line on stderr."""
-    args = parser().parse_args(arguments)
-    try:
-        with launched_ranks() as ranks:
-            result = run(args, ranks)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    if result is not None:
-        print(json.dumps(result))
-    return 0
-
-
 def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
-    """Measure as the flags say, print it for people, and write `--json`.
+    """Measure as the flags of `sparseforge evaluate` say, and print it for people.
 
     Returns:
         The result, on the first rank; None on the others.
@@ -233,7 +199,6 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
     result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
     result |= {"dtype": dtype, "seconds": seconds, "ranks": ranks.world_size}
-    write_result("json", args.json, json.dumps(result, indent=2))
     return result
 
 
@@ -243,7 +208,3 @@ def _read(args: argparse.Namespace) -> list[str]:
             raise ValueError(f"--limit {args.limit}: {NAME} is scored whole; leave the flag out")
         return [read_wikitext2(args.text)]
     return read_documents(args.text, args.text_field, args.limit)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

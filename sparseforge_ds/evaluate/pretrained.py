@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.evaluate.flags import DTYPES, NO_ADAPTER
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
@@ -20,6 +19,9 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_model_classes
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+NO_ADAPTER = "none"
+"""In place of an adapter's folder: without any."""
 _CONFIG = "adapter_config.json"
 
 

@@ -1,6 +1,6 @@
 """The model card of an exported folder: what `sparsity.json` knows of it, its run and its scores, as README.md.
 
-Results that are measured later come from the JSON files of the two evaluations; see `read_results`.
+Results that are measured later come from the JSON files of `sparseforge evaluate`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->
 
 
 def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
-    """Scores in files that `python -m sparseforge_ds.evaluate.perplexity` or `zero_shot` wrote by `--json`.
+    """Scores in files that `sparseforge evaluate` wrote by `--json`.
 
     Raises:
         ValueError: one is no such file.
@@ -34,21 +34,20 @@ def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
     found = []
     for path in paths:
         content = read_json(Path(path))
-        tasks, text, perplexity = content.get("tasks"), content.get("text"), content.get("perplexity")
-        if isinstance(text, str) and isinstance(perplexity, (int, float)):
-            how = {key: content.get(key) for key in ("protocol", "seq_length", "stride", "dtype") if content.get(key)}
-            found.append(_result("text-generation", published_name(text), "perplexity", perplexity, how))
-        elif isinstance(tasks, dict) and all(isinstance(row, dict) for row in tasks.values()):
-            limit = {"limit": content["limit"]} if content.get("limit") else {}
-            for task, row in tasks.items():
-                for metric in ("acc", "acc_norm"):
-                    if isinstance(row.get(metric), (int, float)):
-                        found.append(_result("multiple-choice", str(task), metric, row[metric], limit))
-        else:
-            raise ValueError(
-                f"--results {path}: is no result of python -m sparseforge_ds.evaluate.perplexity or zero_shot; give "
-                "what they write by --json"
-            )
+        try:
+            if (scored := content.get("perplexity")) is not None:
+                how = {key: scored[key] for key in ("protocol", "seq_length", "stride", "dtype") if scored.get(key)}
+                text = published_name(scored["text"])
+                found.append(_result("text-generation", text, "perplexity", scored["perplexity"], how))
+            answered = content.get("zero_shot") or {"tasks": {}}
+            limit = {"limit": answered["limit"]} if answered.get("limit") else {}
+            for task, row in answered["tasks"].items():
+                scores = {metric: row[metric] for metric in ("acc", "acc_norm") if metric in row}
+                found += [_result("multiple-choice", task, metric, score, limit) for metric, score in scores.items()]
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"--results {path}: damaged ({error!r:.200}); measure again") from None
+        if not {"perplexity", "zero_shot"} & content.keys():
+            raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")
     return found
 
 

@@ -43,7 +43,6 @@ class FolderSource(Source):
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)
-        self.opened = (self.folder, None if model is None else Path(model), dtype)
         self._sparsity = read_json(self.folder / "sparsity.json")
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")

@@ -57,14 +57,14 @@ def export(
     if format == "mask" and source.shifted:
         # A mask that was chosen after a shift fits no weights of the dense model.
         raise ValueError(
-            f"{source.opened[0]}: its mask was made for weights that had given up a shift to their low-rank branches "
+            f"{source.folder}: its mask was made for weights that had given up a shift to their low-rank branches "
             "(low_rank.shift), and no mask of the dense model's own weights; use --format hf, or train with "
             '"shift": false'
         )
     permuted = isinstance(config := source.record.get("config"), dict) and config.get("permute")
     if format == "mask" and permuted and source.permutation is None:
         raise ValueError(
-            f"{source.opened[0]}: its channels were permuted before the run, and without the folder `permutation` of "
+            f"{source.folder}: its channels were permuted before the run, and without the folder `permutation` of "
             "the run its mask fits no dense model; export from the run's own folder, or use --format hf"
         )
     packed = format == "packed24"

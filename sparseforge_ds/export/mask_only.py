@@ -128,7 +128,7 @@ class MaskedSource(Source):
             raise ValueError(f"{path}: is a mask; give the folder of the dense model that it belongs to")
         self._masks = masks = MaskFolder(path)
         self.model_folder = Path(model)
-        self.opened = (masks.folder, self.model_folder, dtype)
+        self.folder = masks.folder
         self.model_config = read_model_config(self.model_folder)
         expected, held = masks.content.get("model_type"), self.model_config.get("model_type")
         if held != expected:

@@ -35,7 +35,6 @@ class PlainSource(Source):
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)
-        self.opened = (self.folder, None if model is None else Path(model), dtype)
         self.model_folder = self.folder if model is None else Path(model)
         self.model_config = read_model_config(self.model_folder)
         if (self.folder / CONFIG).is_file():
@@ -61,9 +60,7 @@ class PlainSource(Source):
             name: TensorSpec(spec.shape, chosen if chosen and spec.dtype.is_floating_point else spec.dtype)
             for name, spec in self._tensors.specs.items()
         }
-        self.prunable = {
-            row.name: SparseWeight(row.name, row.shape, report.input_axis[row.name]) for row in report.rows
-        }
+        self.prunable = {row.name: SparseWeight(row.name, row.shape, row.input_axis) for row in report.rows}
         self.branches = {}
         self.dtype = self.specs[next(iter(self.prunable))].dtype
         self.record = {

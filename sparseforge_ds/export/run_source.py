@@ -93,7 +93,7 @@ class RunSource(Source):
         self.model_folder = Path(model) if model is not None else Path(run or path) / "model"
         self.model_config = read_model_config(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
-        self.opened = (checkpoint.folder, self.model_folder, dtype)
+        self.folder = checkpoint.folder
         shapes = checkpoint.shapes
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (LOW_RANK, SCALE)}
         if not self.model_config.get("tie_word_embeddings", False):

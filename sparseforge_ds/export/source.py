@@ -64,8 +64,8 @@ class Source(abc.ABC):
     """SLoRB: name of the module -> shape of its B, (out, in/k). Empty without."""
     permutation: Permutation | None = None
     """The order of its channels, where it is not the one that the dense model was trained in."""
-    opened: tuple[Path, Path | None, str]
-    """With these arguments `open_source` opens the same source again, in another process."""
+    folder: Path
+    """What was opened: a checkpoint or a folder, for messages."""
 
     @property
     def shifted(self) -> bool:

@@ -117,20 +117,6 @@ def test_flags_of_training_are_its_own() -> None:
     assert parser().parse_args(words).flags == words[1:]
 
 
-def test_a_module_that_looks_like_a_command_is_one_or_says_what_is() -> None:
-    """`python -m sparseforge_ds.cli.verify MODEL` must not end well without having verified anything."""
-    for path in sorted(Path(sparseforge_ds.__file__).parent.rglob("*.py")):
-        text = path.read_text()
-        if re.search(r"^def (main\(|register\(commands)", text, flags=re.MULTILINE):
-            assert '\nif __name__ == "__main__":\n' in text, path
-    done = subprocess.run([sys.executable, "-m", verify.__name__, "models/x"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (
-        1,
-        "",
-        "error: this module is run as `sparseforge verify`\n",
-    )
-
-
 def test_help_is_there_at_once() -> None:
     took = []
     for _ in range(5):

@@ -50,8 +50,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
-    perplexity = {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096}
-    zero_shot = {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40}
+    perplexity = {"perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096}}
+    zero_shot = {"zero_shot": {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40}}
     files = [str(write_json(tmp_path / f"{n}.json", each)) for n, each in enumerate((perplexity, zero_shot))]
     assert main(["card", str(folder), "--results", *files, "--license", "apache-2.0"]) == 0
     made = ModelCard.load(folder / "README.md")

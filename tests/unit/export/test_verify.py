@@ -32,9 +32,9 @@ def project(weight: Tensor, pattern: NM | Block, input_axis: int) -> Tensor:
 
 
 def check_weight(weight: Tensor, name: str, pattern: NM | Block, input_axis: int) -> WeightReport:
-    report = WeightReport(name, tuple(weight.shape))
+    report = WeightReport(name, tuple(weight.shape), input_axis)
     for chunk in weight.reshape(-1).split(chunk_size(pattern.span(report.shape, input_axis))):
-        report.add(chunk, pattern, input_axis)
+        report.add(chunk, pattern)
     return report
 
 
@@ -235,6 +235,7 @@ def test_check_weight_against_loops(seed: int, dtype: str) -> None:
             assert report == WeightReport(
                 "w",
                 (rows, columns),
+                axis,
                 groups=len(groups),
                 nonzeros=sum(left),
                 violations=sum(count > pattern.kept for count in left),

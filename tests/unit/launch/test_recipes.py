@@ -129,7 +129,7 @@ def test_a_recipe_goes_from_the_dense_model_to_the_numbers(bash):
     assert steps[0] == "consolidate /disk/run" and commands[1][5] == "/disk/run_2to4"
     assert steps[1] == "verify /disk/run_2to4"
     assert [command[3] for command in commands[3:]] == ["meta-llama/Llama-2-7b-hf", "/disk/run_2to4", "/disk/run_2to4"]
-    assert commands[5][1:3] == ["-m", "sparseforge_ds.evaluate.zero_shot"]
+    assert commands[5][1:4] == ["-m", "sparseforge_ds", "evaluate"] and "--suite" in commands[5]
 
 
 def test_flags_of_the_user_win(bash):
