@@ -40,11 +40,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names.
-
-    Raises:
-        ValueError: `latest` names nothing.
-    """
+    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names."""
     if steps := list_checkpoints(folder):
         return steps[-1]
     latest = folder / "latest"
@@ -65,9 +61,6 @@ def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder.
 
     It may also be a file `checkpoints/best`, which names the best.
-
-    Raises:
-        ValueError: nothing there, or `latest` or `best` names nothing.
     """
     path = Path(path)
     if path.name == "best" and path.is_file():
@@ -89,11 +82,8 @@ def find_run(path: str | Path) -> Path | None:
 
 
 def list_files(folder: Path) -> CheckpointFiles:
-    """Sort the files of a checkpoint folder by rank.
-
-    Raises:
-        ValueError: a rank's file is missing, or the checkpoint was made with tensor or expert parallelism.
-    """
+    """Sort the files of a checkpoint folder by rank. Raises ValueError where that of a rank is missing, or tensor or
+    expert parallelism made the checkpoint."""
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
     for file in sorted(folder.glob("*.pt")):
@@ -118,11 +108,7 @@ def list_files(folder: Path) -> CheckpointFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: the file is missing or not a JSON object.
-    """
+    """Parse a JSON object."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # a pipe or a device might never end

@@ -39,11 +39,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint.
-
-        Raises:
-            ValueError: there is none, it is damaged, or another version wrote it.
-        """
+        """The manifest of a checkpoint."""
         try:
             record = read_json(folder / NAME)
         except ValueError as error:
@@ -82,11 +78,7 @@ class Manifest:
         }
 
     def check_sizes(self) -> None:
-        """Every file is there in its full length, and no other; reads nothing.
-
-        Raises:
-            ValueError: a file is missing, cut off, too long or foreign; the message names it.
-        """
+        """Every file is there in its full length, and no other; reads nothing."""
         paths = [path for path in self.folder.iterdir() if path.name != NAME]
         present = {path.name: path.stat().st_size if path.is_file() else 0 for path in paths}
         for name, size in self.files.items():
@@ -100,20 +92,13 @@ class Manifest:
         """The `.pt` files are those that were saved.
 
         It reads their directories only, so not every damaged byte shows.
-
-        Raises:
-            ValueError: one is missing, cut off, or of another step, rank or run.
         """
         for name in (name for name in self.files if name.endswith(".pt")):
             if fingerprint(self.folder / name) != self.fingerprints[name]:
                 raise ValueError(f"{self.folder / name}: damaged, or of another step or run: not the file in {NAME}")
 
     def check_file(self, name: str) -> None:
-        """Read a file whole: it is the one that was saved, unchanged, and holds nothing but plain tensors and values.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Read a file whole: it is the one that was saved, and holds nothing but plain tensors and values."""
         path = self.folder / name
         if name not in self.fingerprints:
             raise ValueError(f"{path}: does not belong to this checkpoint; remove it")
@@ -123,11 +108,7 @@ class Manifest:
 
 
 def check_content(path: Path) -> None:
-    """Compare every checksum in a file, and load it as plain tensors and values.
-
-    Raises:
-        ValueError: a byte was changed or is missing, or the file holds something else.
-    """
+    """Compare every checksum in a file, and load it as plain tensors and values."""
     if path.suffix == ".pt":
         archive = PtFile(path)
         archive.check_bytes()
@@ -135,11 +116,7 @@ def check_content(path: Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Tells a file from every other one, as far as checksums do; of a `.pt` file it reads the directory only.
-
-    Raises:
-        ValueError: the file cannot be read, or is a `.pt` file without a directory.
-    """
+    """Tells a file from every other one, as far as checksums do; of a `.pt` file it reads the directory only."""
     if not path.is_file():  # a pipe or a device might never end
         raise ValueError(f"{path}: no such file; the checkpoint is incomplete, use another one")
     if path.suffix != ".pt":

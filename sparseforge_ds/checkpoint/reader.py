@@ -144,18 +144,14 @@ class Checkpoint:
         return self.slice(name, key, 0, self._entry(name).numel).view(self.shapes[name])
 
     def weight(self, name: str) -> Tensor:
-        """The fp32 master, or what the module holds where the optimizer has no master (frozen weights, buffers).
-
-        Returns:
-            A tensor of its own, of `shapes[name]`.
-        """
+        """The fp32 master in full shape, or what the module holds where there is no master (frozen weights,
+        buffers)."""
         return self.slice(name, None, 0, self._entry(name).numel).view(self.shapes[name])
 
     def slice(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
-        """Elements start..stop of a flat weight (`key` None: what `weight` returns) or of one of its states.
+        """(stop - start,) elements of a flat weight (`key` None: what `weight` returns) or of one of its states.
 
-        Returns:
-            (stop - start,) in memory of its own; only the bytes of these elements are read.
+        They have memory of their own; no other bytes are read.
         """
         entry = self._entry(name)
         if key is not None and key not in entry.states:
@@ -175,11 +171,7 @@ class Checkpoint:
         return self._entry(name).trained_dtype
 
     def check_bytes(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the checksums of all bytes, which reads them whole.
-
-        Args:
-            part: which share of the work, of `parts` that together are all of it: one rank each.
-        """
+        """Compare the checksums of all bytes, or of one of `parts` shares of them, which reads them whole."""
         self._files.check_bytes(part, parts)
 
     def _entry(self, name: str) -> StoredTensor:

@@ -59,11 +59,7 @@ def hash_tensor(tensor: Tensor) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """sha256 of a file."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:
@@ -75,11 +71,7 @@ def hash_file(path: Path) -> str:
 
 
 class TensorFolder:
-    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read.
-
-    Raises:
-        ValueError: there are none, a file is missing or damaged, or a tensor is not where the index says.
-    """
+    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read."""
 
     def __init__(self, folder: str | Path, stem: str = "model") -> None:
         self.folder = Path(folder)

@@ -46,11 +46,8 @@ def _number(step: Any) -> float:
 
 
 def field(archive: PtFile, kind: type, *keys: str) -> Any:
-    """`content[key][key]...` of a file, of a given type.
-
-    Raises:
-        ValueError: there is no such entry, or it is something else.
-    """
+    """`content[key][key]...` of a file, of a given type. Raises ValueError where there is no such entry, or it is
+    something else."""
     value: Any = archive.content
     for depth, key in enumerate(keys):
         if not isinstance(value, dict) or key not in value:
@@ -77,11 +74,7 @@ def read_stage(model: PtFile, optimizer: PtFile | None) -> int:
 
 
 def read_flats(archive: PtFile, stage: int) -> RankPartitions:
-    """Find masters and states in the optimizer file of a rank (stages 1 to 3) or in the model file (stage 0).
-
-    Raises:
-        ValueError: an entry is missing or of the wrong type or size.
-    """
+    """Find masters and states in the optimizer file of a rank (stages 1 to 3) or in the model file (stage 0)."""
     if stage == 0:
         outer_keys: tuple[str, ...] = ("optimizer",)
         outer = field(archive, dict, "optimizer")
@@ -210,11 +203,7 @@ def number_states(state: dict[str, Any]) -> dict[str, Number]:
 
 
 def read_loss_scale(archive: PtFile, stage: int) -> dict[str, Number] | None:
-    """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none.
-
-    Raises:
-        ValueError: something in it is missing or no number.
-    """
+    """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none."""
     outer = field(archive, dict, "optimizer" if stage == 0 else "optimizer_state_dict")
     held = outer if stage == 0 else getattr(outer.get("loss_scaler"), "__dict__", {})
     if not (outer.get("dynamic_loss_scale") if stage == 0 else held.get("dynamic")):

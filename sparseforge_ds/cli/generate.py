@@ -100,11 +100,7 @@ def _require_model(folder: Path) -> None:
 
 
 def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """The prompt as the model wants it, (1, tokens).
-
-    Raises:
-        ValueError: there are none, or there is no chat template.
-    """
+    """The prompt as the model wants it, (1, tokens)."""
     if not args.chat:
         inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     elif tokenizer.chat_template is None:

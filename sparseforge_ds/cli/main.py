@@ -1,7 +1,8 @@
 """The parser of all subcommands, and what an error looks like: one line on stderr and exit code 2.
 
-A subcommand is a module with `register`, which adds its parser (whose epilog is printed as it is) and sets `run` to a function of the parsed arguments
-that returns the exit code. What it does is imported when it runs, so that help is there at once.
+A subcommand is a module with `register`, which adds its parser (whose epilog is printed as it is) and sets `run` to a
+function of the parsed arguments that returns the exit code. What it does is imported when it runs, so that help is
+there at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 from sparseforge_ds import __version__
 from sparseforge_ds.cli import (
@@ -52,11 +52,11 @@ def parser() -> argparse.ArgumentParser:
         epilog="`sparseforge COMMAND --help` shows an example of each.",
     )
     top.add_argument("--version", action="version", version=f"sparseforge {__version__}")
-    kind = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=kind)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.register(commands)
     for subcommand in commands.choices.values():
+        subcommand.formatter_class = argparse.RawDescriptionHelpFormatter
         epilog = subcommand.epilog or ""
         if "exit code:" not in epilog:
             subcommand.epilog = _EXIT_CODES + epilog

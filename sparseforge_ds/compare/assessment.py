@@ -37,12 +37,7 @@ class Baselines:
 
 
 class Evaluator:
-    """Measures models, all in the same way; several threads may use it.
-
-    Args:
-        config: the grid.
-        texts: what is measured on.
-    """
+    """Measures models, all in the same way; several threads may use it."""
 
     def __init__(self, config: CompareConfig, texts: Texts) -> None:
         self.config = config
@@ -61,10 +56,9 @@ class Evaluator:
         return {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
 
     def baselines(self, known: dict[str, Any]) -> Baselines:
-        """Measure the dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight.
+        """The dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight.
 
-        Args:
-            known: what an earlier start has measured; empty at the first.
+        What an earlier start has measured, `known`, is not measured again.
         """
         model = load_model(self.config.model, "auto")
         self._dtype = str(model.dtype).removeprefix("torch.")
@@ -76,14 +70,8 @@ class Evaluator:
         return Baselines(*dense, *self._perplexities(model), self._dtype, self.pruned.pattern)
 
     def export(self, run_folder: Path, out: Path) -> dict[str, Any]:
-        """Make a model of a run and check every group of it.
-
-        Returns:
-            pattern, weights, groups, violations, and zeros as a share of the pruned weights.
-
-        Raises:
-            ValueError: the checkpoint cannot be exported, or the model is not sparse.
-        """
+        """Make a model of a run and check every group of it; returns zeros as a share of the pruned weights, and
+        counts."""
         if not (out / "sparsity.json").exists():  # else an earlier start was interrupted just after it
             source = open_source(str(run_folder), None, self._dtype)
             export(source, out, workers=1, skip_proof=True)

@@ -40,14 +40,8 @@ class Drawn:
 def draw(
     lines: pd.DataFrame, rows: Sequence[Row], histories: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> list[Drawn]:
-    """Draw all.
-
-    Args:
-        lines: the summary, with `bytes` (`compare.cost`).
-        rows: of results.jsonl.
-        histories: what `history.read_history` gives, by the name of a run.
-        folder: where the files go.
-    """
+    """Draw all figures of a summary with `bytes` (`compare.cost`); `histories` are those of `history`, by the name of a
+    run."""
     folder.mkdir(exist_ok=True)
     trained = lines[lines["kind"] == "result"]
     largest = [row for row in rows if row["kind"] == "result" and row["steps"] == trained["steps"].max()]

@@ -124,11 +124,7 @@ class CompareConfig:
 
 
 def read_config(path: str) -> CompareConfig:
-    """The checked file.
-
-    Raises:
-        ValueError: it is missing, no JSON, has an unknown key, or a value that cannot work.
-    """
+    """The checked file. Raises ValueError where it has an unknown key, or a value that cannot work."""
     if not Path(path).exists():
         raise ValueError(f"CONFIG {path}: no such file; give one like launch/compare_stories.json")
     content = read_json(path, f"CONFIG {path}")

@@ -81,11 +81,7 @@ _DTYPES = ("fp32", "fp16", "bf16")
 
 
 def check_keys(content: Mapping[str, Any]) -> None:
-    """Look at every key, and at the kind of every value, that can be judged by itself; "auto" counts as not given.
-
-    Raises:
-        ValueError: a key is unknown, or a value is of the wrong kind or out of range.
-    """
+    """Look at every key, and at the kind of every value, that can be judged by itself; "auto" counts as not given."""
     for key, value in content.items():
         if key not in KEYS and key not in _REMOVED.split():
             raise ValueError(f"unknown key {key!r}, which DeepSpeed would ignore; {_cure(key)}")

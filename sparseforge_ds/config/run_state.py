@@ -40,9 +40,6 @@ class SparseWeight:
 
         Args:
             where: begins the message of an error.
-
-        Raises:
-            ValueError: one of them is missing or damaged, or the pattern does not fit the shape.
         """
         held = entry if isinstance(entry, dict) else {}
         name, shape, axis = held.get("name"), held.get("shape"), held.get("input_axis")
@@ -77,9 +74,6 @@ class RunState:
 
         Args:
             where: begins the message of an error.
-
-        Raises:
-            ValueError: something is missing, damaged or of another version.
         """
         if not isinstance(state, dict):
             raise ValueError(

@@ -11,11 +11,8 @@ Results = Mapping[str, Mapping[str, float]]
 
 
 def mean_accuracy(results: Results, suite: str) -> float | None:
-    """Mean of plain `acc` over the seven tasks of a suite, each with the same weight, as the paper has it.
-
-    Returns:
-        A share; None where a task of the suite is missing.
-    """
+    """Mean of plain `acc` over the seven tasks of a suite, each with the same weight, as a share; None without one of
+    them."""
     tasks = SUITES[suite]
     if any("acc" not in results.get(task, {}) for task in tasks):
         return None
@@ -23,12 +20,7 @@ def mean_accuracy(results: Results, suite: str) -> float | None:
 
 
 def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
-    """The table, in percent.
-
-    Args:
-        models: results of every model, by the name that heads its columns.
-        paper: a name in `PUBLISHED`, or None for a table without the paper's columns.
-    """
+    """The table, in percent, with columns for every named model, and for the paper's of this name in `PUBLISHED`."""
     published = PUBLISHED[paper] if paper is not None else None
     head = ["task", "items"]
     for name in models:

@@ -29,14 +29,13 @@ class LoadedTasks(NamedTuple):
 def load_tasks(names: Sequence[str], include_path: str | None = None, limit: int | None = None) -> LoadedTasks:
     """The tasks, whose data the harness downloads unless their files say otherwise.
 
+    Raises ValueError where lm-eval is not installed, a task is unknown or a group, its data cannot be had, or a row of
+    a user's own task has no answer among its choices.
+
     Args:
         names: tasks that the harness knows, or that a file in `include_path` describes.
         include_path: folder of task files in the harness' format, which win over its own.
         limit: how many rows of each of these tasks are checked, from the first one on.
-
-    Raises:
-        ValueError: lm-eval is not installed, a task is unknown or a group, its data cannot be had, or a row of a user's
-            own task has no answer among its choices.
     """
     try:
         import lm_eval.tasks  # noqa: F401

@@ -20,11 +20,8 @@ class Passage:
 def windows(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int, keep_tail: bool
 ) -> tuple[list[Passage], int]:
-    """The windows of the joined documents, and the tokens that these have.
-
-    Raises:
-        ValueError: the text is shorter than a window, or the stride is longer.
-    """
+    """The windows of the joined documents, and the tokens that these have. Raises ValueError where the text is shorter
+    than a window, or the stride is longer."""
     if not 1 <= stride <= seq_length:
         raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
     ids = _tokenize(tokenizer, "\n\n".join(documents), special=True)
@@ -42,11 +39,8 @@ def windows(
 def whole_documents(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int
 ) -> tuple[list[Passage], int]:
-    """Every document by itself, and the tokens of all.
-
-    Raises:
-        ValueError: there is no token to begin a document with, or none in any document.
-    """
+    """Every document by itself, and the tokens of all. Raises ValueError where there is no token to begin a document
+    with, or none in any document."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")

@@ -81,17 +81,15 @@ def measure(
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
+    Raises ValueError for a length that the model or the text does not allow, and a loss that is not finite.
+
     Args:
         seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
             for windows.
         stride: distance of window starts; by default `seq_length`.
         batch_size: passages of one forward.
-        progress: show a bar.
         keep_tail: windows: also score what is left after the last full window, as a shorter one.
         ranks: those that work on this together; collective then, and every rank gets the whole result.
-
-    Raises:
-        ValueError: a length that the model or the text does not allow, or a loss that is not finite.
     """
     positions = _positions(model)
     if seq_length is None:
@@ -149,14 +147,7 @@ def _positions(model: PreTrainedModel) -> int:
 
 
 def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
-    """Measure as the flags of `sparseforge evaluate` say, and print it for people.
-
-    Returns:
-        The result, on the first rank; None on the others.
-
-    Raises:
-        ValueError: as `measure`, or model or text cannot be read.
-    """
+    """Measure as the flags of `sparseforge evaluate` say, and print it for people; returns it on the first rank."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     adapter = adapter_of(args.model, args.adapter)
 

@@ -26,11 +26,7 @@ _CONFIG = "adapter_config.json"
 
 
 def write_result(flag: str, path: str | None, text: str) -> None:
-    """Write what a flag asks for, where it was given.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write what a flag asks for, where it was given."""
     if path is None:
         return
     try:
@@ -42,12 +38,7 @@ def write_result(flag: str, path: str | None, text: str) -> None:
 def adapter_of(name: str, given: str | None) -> str | None:
     """The adapter to measure a model with: what was given, else the one in the model's own folder, as export writes it.
 
-    Args:
-        name: folder or hub id of the model.
-        given: a folder, `NO_ADAPTER`, or None without the flag.
-
-    Raises:
-        ValueError: the flag is missing, and the model was exported with an adapter that is not there.
+    Raises ValueError where the flag is missing, and the model was exported with an adapter that is not there.
     """
     if given is not None:
         return None if given == NO_ADAPTER else given
@@ -63,15 +54,9 @@ def adapter_of(name: str, given: str | None) -> str | None:
 
 
 def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> PreTrainedModel:
-    """Load a causal language model for inference, on the GPU where there is one.
+    """Load a causal language model for inference, on the GPU where there is one, with no adapter but the given one.
 
-    Args:
-        name: folder or hub id.
-        dtype: one of `DTYPES`; auto is what the model was saved in.
-        adapter: folder of a PEFT adapter to put on it, from `adapter_of`; none else is, even from the model's folder.
-
-    Raises:
-        ValueError: there is no such model, its files cannot be read or do not fit together, or peft is missing.
+    Raises ValueError where there is no such model, its files cannot be read or do not fit together, or peft is missing.
     """
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
@@ -114,11 +99,7 @@ def _without_adapter(name: str) -> dict[str, Any]:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
+    """The tokenizer beside a model."""
     register_model_classes()
     try:
         return tokenizer_of(name)
@@ -128,19 +109,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @torch.no_grad()
 def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseForgeConfig | None = None) -> int:
-    """One-shot pruning in memory: every prunable weight keeps the largest members of each group.
-
-    Args:
-        model: a dense model of a family in `model.families`.
-        pattern: which pattern to project to.
-        config: names the weights to prune (include, exclude); by default all that are prunable.
-
-    Returns:
-        Number of weights pruned.
-
-    Raises:
-        ValueError: unknown family, or a weight that the pattern does not fit.
-    """
+    """One-shot pruning in memory: every prunable weight keeps the largest members of each group. Returns how many."""
     weights = prunable_weights(model, config or SparseForgeConfig(pattern=str(pattern)))
     parameters = dict(model.named_parameters())
     for weight in weights:

@@ -55,11 +55,8 @@ class Speed:
 
 
 def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing.
-
-    Raises:
-        ValueError: one cannot be loaded, the first is not packed, or they are not of one size.
-    """
+    """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing. Raises ValueError
+    where one cannot be loaded, the first is not packed, or they are not of one size."""
     packed = load_model(name, dtype, adapter_of(name, NO_ADAPTER))
     if not any(key.endswith(POSITIONS) for key, _ in packed.named_buffers()):
         raise ValueError(

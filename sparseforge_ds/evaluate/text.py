@@ -12,16 +12,7 @@ STDLIB: dict[str, Split] = {"stdlib:heldout": "heldout", "stdlib:train": "train"
 
 
 def read_documents(source: str, text_field: str = "text", limit: int | None = None) -> list[str]:
-    """The documents of `source` that have text.
-
-    Args:
-        source: a file (a .txt file is one document), `stdlib:heldout` or `stdlib:train`.
-        text_field: the field of a record that holds the text.
-        limit: the most documents that are read.
-
-    Raises:
-        ValueError: no such file, an unknown kind of file, a record without text, or nothing in it.
-    """
+    """The documents that have text of a file (a .txt file is one), `stdlib:heldout` or `stdlib:train`."""
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: use an integer >= 1")
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)

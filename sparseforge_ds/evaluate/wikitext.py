@@ -21,14 +21,7 @@ def is_wikitext2(source: str) -> bool:
 
 
 def read_wikitext2(source: str) -> str:
-    """The test split as one text.
-
-    Args:
-        source: `wikitext2`, or `wikitext2:PATH` with a folder of `save_to_disk` or a file of rows.
-
-    Raises:
-        ValueError: it cannot be had, or has other columns.
-    """
+    """The test split, from the hub, a folder of `save_to_disk` or a file of rows, as one text."""
     path = source.removeprefix(NAME).removeprefix(":")
     try:
         rows = _local(Path(path)) if path else load_dataset(*_HUB, split="test")

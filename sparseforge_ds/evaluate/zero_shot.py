@@ -34,11 +34,7 @@ def measure(
     batch_size: int = 8,
     max_length: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Run the tasks without examples in the prompt, at most `limit` items of each.
-
-    Returns:
-        Metrics by task: `acc`, `acc_stderr`, ..., and `items`.
-    """
+    """Run the tasks without examples in the prompt; metrics by task: `acc`, `acc_stderr`, ..., and `items`."""
     from lm_eval import simple_evaluate  # an extra, which load_tasks has found
     from lm_eval.models.huggingface import HFLM
 
@@ -68,11 +64,7 @@ def measure(
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure as the flags of `sparseforge evaluate` say, print the table, write `--markdown`, return the result.
-
-    Raises:
-        ValueError: a flag, the model or a task's data is wrong.
-    """
+    """Measure as the flags of `sparseforge evaluate` say, print the table, write `--markdown`, return the result."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     tasks = list(SUITES[args.suite]) if args.suite else list(dict.fromkeys(t for t in args.tasks.split(",") if t))
     if not tasks:

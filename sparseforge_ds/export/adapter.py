@@ -119,13 +119,8 @@ def write_adapter(source: Source, folder: Path) -> None:
 
 
 def card_section(folder: Path, config: dict[str, Any], packed: bool) -> str:
-    """What the card of a model with low-rank branches says of them: without, the weights compute nonsense.
-
-    Args:
-        folder: has an adapter, or packed weights with branches.
-        config: of its run.
-        packed: which of the two.
-    """
+    """What the card of a model with low-rank branches says, in a PEFT adapter or `packed`: without them it is
+    useless."""
     why = _SHIFTED if config and SparseForgeConfig.from_dict(config).shifts else _LEARNED
     if packed:
         return _PACKED_CARD.format(why=why)

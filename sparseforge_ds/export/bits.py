@@ -65,15 +65,7 @@ def nonzero(flat: Tensor) -> tuple[Tensor, int]:
 
 
 def members_left(left: Tensor, pattern: Pattern, shape: tuple[int, ...], input_axis: int) -> Tensor:
-    """How many members of each group are True.
-
-    Args:
-        left: (n,) bool, whole spans of a weight.
-        shape: of the full weight.
-
-    Returns:
-        (G,) counts, in the order of `pattern.to_groups`.
-    """
+    """(G,) how many members of each group are True, of (n,) bool in whole spans of a weight of `shape`."""
     return pattern.to_groups(left.view(torch.uint8), shape, input_axis).sum(1)
 
 

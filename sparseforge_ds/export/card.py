@@ -26,11 +26,7 @@ _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->
 
 
 def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
-    """Scores in files that `sparseforge evaluate` wrote by `--json`.
-
-    Raises:
-        ValueError: one is no such file.
-    """
+    """Scores in files that `sparseforge evaluate` wrote by `--json`."""
     found = []
     for path in paths:
         content = read_json(Path(path))
@@ -54,17 +50,8 @@ def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
 def make_card(
     folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
 ) -> ModelCard:
-    """The card of a folder that `consolidate` or `export` wrote.
-
-    Args:
-        folder: has `sparsity.json`.
-        results: scores beside that of the run.
-        license: of the model, as the hub names it.
-        name: by which it is loaded, owner/name.
-
-    Raises:
-        ValueError: it is no such folder, or its `sparsity.json` is damaged.
-    """
+    """The card of a folder that `consolidate` or `export` wrote, with scores beside that of the run; `name` is
+    owner/name."""
     if not (folder / "sparsity.json").is_file():
         raise ValueError(
             f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
@@ -106,14 +93,8 @@ def make_card(
 def write_card(
     folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
 ) -> bool:
-    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`.
-
-    Returns:
-        Whether it was written.
-
-    Raises:
-        ValueError: as `make_card`.
-    """
+    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`. Returns whether it
+    did."""
     path = folder / NAME
     if path.is_file() and _OURS not in path.read_text(errors="replace"):
         return False
@@ -122,14 +103,7 @@ def write_card(
 
 
 def push(folder: Path, name: str, private: bool = False) -> str:
-    """Upload a folder to the hub as a model, which is made if it is not there yet.
-
-    Returns:
-        Its address.
-
-    Raises:
-        ValueError: the name is not owner/name, or the hub refuses or cannot be reached.
-    """
+    """Upload a folder to the hub as a model, which is made if it is not there yet; returns its address."""
     if not HUB_ID.fullmatch(name) or ":" in name:
         raise ValueError(f"--push {name}: give owner/name")
     try:

@@ -30,16 +30,7 @@ _KEYS = ("format", "dtype", *HEAD)
 
 
 class FolderSource(Source):
-    """Final weights of an exported model, every one checked against its sha256 as it is read.
-
-    Args:
-        path: a folder with safetensors, config.json and sparsity.json.
-        model: where config.json and the tokenizer are; by default `path`.
-        dtype: one of `DTYPES`, or auto: as stored.
-
-    Raises:
-        ValueError: something is missing, damaged, or does not fit together.
-    """
+    """Final weights of an exported model, each checked against its sha256 as it is read; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)

@@ -37,20 +37,16 @@ def export(
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
 
+    Raises ValueError, and leaves nothing behind, where the source has no such export, `out` is in use, the machine
+    cannot do the proof, or the proof fails.
+
     Args:
         out: a folder that does not exist yet, or is empty.
         format: one of `FORMATS`.
-        max_shard_size: largest safetensors file of `hf` and `packed24`.
-        workers: threads that read and write. Memory grows with them, the bytes that are written are always the same.
-        progress: show bars on stderr.
         skip_proof: for a machine that cannot hold the model; `proof` is then null in what is written.
 
     Returns:
         What `sparsity.json` (of a mask, `mask.json`) holds, with `proof`.
-
-    Raises:
-        ValueError: the source has no such export, `out` is in use or cannot be written, the machine cannot do the
-            proof, or the proof fails; nothing is left behind.
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r}: use one of {', '.join(FORMATS)}")

@@ -120,16 +120,9 @@ def inspect(
     checksums: bool = False,
     progress: bool = False,
 ) -> Inspection:
-    """Collect what can be known without a process group.
+    """What can be known of a run's folder, its `checkpoints`, or one checkpoint, without a process group.
 
-    Args:
-        path: a run's folder, its `checkpoints` folder, or one checkpoint.
-        quick: read no masks.
-        checksums: read every byte of the checkpoint.
-        progress: show a bar on stderr.
-
-    Raises:
-        ValueError: the path is none of these, or cannot be read.
+    `quick` reads no masks, `checksums` reads every byte of the checkpoint.
     """
     path = Path(path)
     checkpoints, single = _locate(path)
@@ -176,12 +169,7 @@ def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
 
 
 def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) -> MaskReport:
-    """How decided a mask is.
-
-    Args:
-        mask_GM: (G, M) fp32, by groups.
-        dense_GM: (G, M) the dense weight of the same groups.
-    """
+    """How decided a mask is, (G, M) fp32 by groups, beside the dense weight of the same groups."""
     hard_GM = top_n(mask_GM, pattern.kept)
     largest_GM = top_n(dense_GM.abs(), pattern.kept)
     low, high = UNDECIDED
@@ -236,11 +224,7 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStatus:
-    """Look into one checkpoint.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Look into one checkpoint."""
     checkpoint = Checkpoint(folder)
     if checksums:
         checkpoint.check_bytes()

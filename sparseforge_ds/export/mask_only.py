@@ -35,11 +35,7 @@ FORMAT = 1
 
 
 def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> dict[str, Any]:
-    """Write mask.safetensors and mask.json.
-
-    Returns:
-        What mask.json holds; its `proof` is null.
-    """
+    """Write mask.safetensors and mask.json, and return what mask.json holds; its `proof` is null."""
     specs, rows = {}, {}
     for name, weight in source.prunable.items():
         rows[name] = {"shape": list(weight.shape), "input_axis": weight.input_axis, "sha256": ""}
@@ -67,11 +63,7 @@ def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> d
 
 
 class MaskFolder:
-    """The masks of a folder that `write_masks` wrote.
-
-    Raises:
-        ValueError: (constructor, read) something is missing, damaged, or does not fit together.
-    """
+    """The masks of a folder that `write_masks` wrote."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -112,16 +104,7 @@ class MaskFolder:
 
 
 class MaskedSource(Source):
-    """A mask on the dense model that it was learned for.
-
-    Args:
-        path: a folder with mask.json.
-        model: the dense model: any Hugging Face folder of safetensors, in any floating-point type.
-        dtype: one of `DTYPES`, or auto: every tensor as it is stored.
-
-    Raises:
-        ValueError: something is missing or damaged, or the dense model is another one.
-    """
+    """A mask on the dense model that it was learned for, a folder of safetensors; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None, dtype: str = "auto") -> None:
         if model is None:
@@ -202,14 +185,7 @@ def masked(dense: Tensor, mask: Tensor) -> Tensor:
 
 
 def prove_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
-    """Read every mask back and compare it with the source's.
-
-    Returns:
-        What mask.json says of it.
-
-    Raises:
-        ValueError: a mask differs.
-    """
+    """Read every mask back and compare it with the source's; returns what mask.json says of it."""
     written = MaskFolder(folder)
     for name in tqdm(source.prunable, unit=" masks checked", disable=not progress, file=sys.stderr):
         if not torch.equal(written.read(name), source.read_mask(name)):

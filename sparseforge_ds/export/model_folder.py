@@ -44,7 +44,8 @@ def write_model(
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
     Masks, masters and finiteness are checked as a weight is read; its hash is of the very bytes that are written, and
-    its groups are counted in what is read back.
+    its groups are counted in what is read back. Raises ValueError where the source is damaged, a weight is not finite
+    in its dtype, or the folder does not verify.
 
     Args:
         folder: is there already.
@@ -52,9 +53,6 @@ def write_model(
 
     Returns:
         What `sparsity.json` is to hold; its `proof` is null. The hashes are those of the weights in their dense shapes.
-
-    Raises:
-        ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
     """
     rows: dict[str, dict[str, Any]] = {}
     branches = {f"{name}.{LOW_RANK}": name for name in source.branches} if packed else {}

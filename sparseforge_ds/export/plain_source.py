@@ -24,13 +24,7 @@ from sparseforge_ds.mask.pattern import NM
 class PlainSource(Source):
     """Final weights as they lie in a folder without sparsity.json; -0.0 becomes +0.0 in those that are 2:4.
 
-    Args:
-        path: a folder with safetensors and config.json.
-        model: where config.json and the tokenizer are; by default `path`.
-        dtype: one of `DTYPES`, or auto: every tensor as it is stored.
-
-    Raises:
-        ValueError: the folder cannot be read, holds quantized weights, or is not 2:4.
+    Arguments of `open_source`. Raises ValueError where the folder holds quantized weights, or is not 2:4.
     """
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:

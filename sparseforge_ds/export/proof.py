@@ -57,15 +57,8 @@ def require(source: Source, packed: bool) -> None:
 def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
     """Load `folder` and compare its logits with those of the source: bit by bit, with an adapter within `TOLERANCE`.
 
-    Args:
-        source: what `folder` was made from.
-        plain: load it without our package, if transformers has the family's classes.
-
-    Returns:
-        What `sparsity.json` says of it.
-
-    Raises:
-        ValueError: they differ, or the folder does not load cleanly.
+    It is loaded without our package where `plain` asks for that and transformers has the family's classes. Raises
+    ValueError where the logits differ, or the folder does not load cleanly. Returns what `sparsity.json` says of it.
     """
     with tempfile.TemporaryDirectory(prefix="sparseforge-proof-") as scratch:
         try:

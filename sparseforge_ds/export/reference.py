@@ -17,12 +17,8 @@ from sparseforge_ds.model.registration import register_model_classes
 
 
 def filled_model(source: Source) -> Any:
-    """The source's model, in evaluation mode, on the CPU.
-
-    Raises:
-        ValueError: transformers has no class for its config.json, or the tensors of the source are not exactly those
-            of the model that config.json describes.
-    """
+    """The source's model, in evaluation mode, on the CPU. Raises ValueError where transformers has no class for its
+    config.json, or the tensors of the source are not exactly those of the model that config.json describes."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

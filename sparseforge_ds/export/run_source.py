@@ -40,8 +40,7 @@ from sparseforge_ds.permutation.record import Permutation
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,).
 
-    Args:
-        released: masks are not stored any more; what is not zero is kept.
+    Once `released`, masks are not stored any more: what is not zero is kept.
     """
     states = checkpoint.states(name)
     if released:
@@ -54,17 +53,7 @@ def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, s
 
 
 class RunSource(Source):
-    """Final weights of a checkpoint with masks in it.
-
-    Args:
-        path: a run's folder, or one of its checkpoints.
-        model: where config.json and the tokenizer are; by default the run's `model`, or `path` where config.json is in
-            it, as in a checkpoint of transformers' Trainer.
-        dtype: one of `DTYPES`, or auto.
-
-    Raises:
-        ValueError: something is missing, damaged, or does not fit together.
-    """
+    """Final weights of a checkpoint with masks in it; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.checkpoint = checkpoint = Checkpoint(path)

@@ -90,19 +90,14 @@ class Source(abc.ABC):
     def read(self, name: str) -> Tensor:
         """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own.
 
-        Several threads may read at once.
-
-        Raises:
-            ValueError: it is damaged, inconsistent, or not finite in its dtype.
+        Several threads may read at once. Raises ValueError where it is damaged, inconsistent, or not finite in its
+        dtype.
         """
 
     @abc.abstractmethod
     def read_mask(self, name: str) -> Tensor:
-        """The mask of a weight of `prunable`: bool in its shape, with exactly N members True in every group.
-
-        Raises:
-            ValueError: it is damaged or inconsistent.
-        """
+        """The mask of a weight of `prunable`: bool in its shape, with exactly N members True in every group. Raises
+        ValueError where it is damaged or inconsistent."""
 
     def read_branch(self, name: str) -> Tensor:
         """B of a module of `branches`, (out, in/k), in `dtype`."""
@@ -119,11 +114,7 @@ def published_name(name: str) -> str:
 
 
 def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -> torch.dtype:
-    """One of `DTYPES`, or what config.json says for auto.
-
-    Raises:
-        ValueError: neither.
-    """
+    """One of `DTYPES`, or what config.json says for auto."""
     if dtype == "auto":
         where = f"{model_folder / 'config.json'}: dtype"
         dtype = str(model_config.get("dtype", model_config.get("torch_dtype", "float32")))
@@ -135,11 +126,7 @@ def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a dense model.
-
-    Raises:
-        ValueError: it cannot be read, or it describes quantized weights.
-    """
+    """config.json of a dense model. Raises ValueError where it describes quantized weights."""
     config = read_json(folder / "config.json")
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
@@ -173,10 +160,7 @@ def require_finite(value: Tensor, name: str, where: Path) -> None:
 
 def kept(value: Tensor, weight: SparseWeight, pattern: Pattern, where: Path) -> Tensor:
     """The mask of a final weight: bool in its shape. Where fewer than N are not zero, the first zeros count as kept.
-
-    Raises:
-        ValueError: a group has more than N.
-    """
+    Raises ValueError where a group has more than N."""
     there_GM = pattern.to_groups((value != 0).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis)
     if bool((there_GM.sum(1) > pattern.kept).any()):
         raise ValueError(f"{where}: {weight.name} is not {pattern}; run `sparseforge verify` on the folder")

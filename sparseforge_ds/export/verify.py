@@ -82,16 +82,8 @@ def check_folder(
     progress: bool = False,
     workers: int = 1,
 ) -> FolderReport:
-    """Check a Hugging Face folder, one weight at a time in each worker.
-
-    Args:
-        pattern: by default the one in `sparsity.json`, and without that file 2:4.
-        progress: show a bar on stderr.
-        workers: threads.
-
-    Raises:
-        ValueError: the folder cannot be read.
-    """
+    """Check a Hugging Face folder, one weight at a time in each worker; without a pattern for that of sparsity.json, or
+    2:4."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a model")

@@ -35,10 +35,8 @@ NO_LIMIT = 1 << 62
 def unfinished_folder(out: str | Path) -> Iterator[Path]:
     """A new folder beside `out` that becomes `out` at the end of the block, or is gone after an error.
 
-    A process that is killed leaves it behind; the next one that writes `out` on this machine removes it.
-
-    Raises:
-        ValueError: `out` is in use, or cannot be written.
+    A process that is killed leaves it behind; the next one that writes `out` on this machine removes it. Raises
+    ValueError where `out` is in use, or cannot be written.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -77,8 +75,6 @@ def write_tensors(
         specs: every tensor by name, in the order of the files.
         make: an item's tensors, by name; several threads may call it.
         items: what `make` is asked for, in this order; by default every name of `specs`.
-        workers: threads. Memory grows with them; the bytes that are written are always the same.
-        progress: show a bar on stderr.
     """
     split = split_state_dict_into_shards_factory(
         dict(specs),
@@ -117,11 +113,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def parse_size(text: str) -> int:
-    """'5GB', '200MB', '1000' -> bytes (powers of ten).
-
-    Raises:
-        ValueError: something else.
-    """
+    """'5GB', '200MB', '1000' -> bytes (powers of ten)."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     unit = next((unit for unit in units if text.upper().endswith(unit)), "")
     number = text[: len(text) - len(unit)]

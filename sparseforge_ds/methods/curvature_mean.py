@@ -39,11 +39,7 @@ class CurvatureMean:
     none."""
 
     def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
-        """Build the estimator that the config names.
-
-        Raises:
-            ValueError: it cannot work on some prunable weight.
-        """
+        """Build the estimator that the config names. Raises ValueError where it cannot work on some prunable weight."""
         self.on = weights
         self.probe = probe
         self.lost_refreshes = 0
@@ -125,12 +121,7 @@ class CurvatureMean:
     def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
         """Take a new sample into the running mean, unless training steps have given it. Collective.
 
-        Args:
-            probe: what passes of its own read.
-            write_masters: undoes what an estimator did to the masters.
-
-        Raises:
-            ValueError: there is no probe.
+        `write_masters` undoes what an estimator did to the masters.
         """
         on, part = self.on, self.on.config.curvature
         if not self.measures or on.config.listens:
@@ -210,11 +201,7 @@ class CurvatureMean:
         return experts if self.running is None else {**experts, "curvature_sums": self.running.state_dict()}
 
     def check(self, state: dict[str, Any]) -> None:
-        """Whether a saved state is of these weights.
-
-        Raises:
-            ValueError: it is not, or it is damaged.
-        """
+        """Whether a saved state is of these weights."""
         if self.on.load.names:
             self.on.load.check(state.get("experts"))
         if self.running is not None:

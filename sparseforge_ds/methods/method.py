@@ -51,11 +51,8 @@ class MaskMethod:
         """Before the first step of a fresh run. Collective."""
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """After optimizer step `step`: whatever is due. Collective.
-
-        Returns:
-            Metrics of the masks where they were updated, None where they were not.
-        """
+        """After optimizer step `step`: whatever is due. Collective. Returns metrics of the masks if they were
+        updated."""
         return None
 
     def resume(self) -> None:
@@ -87,8 +84,7 @@ class MaskMethod:
     def write_masters(self, hard: bool = False) -> None:
         """master = m_eff W for every prunable partition, outside an optimizer step; `Layout.push` makes it visible.
 
-        Args:
-            hard: as if masks were frozen now.
+        `hard` is as if masks were frozen now.
         """
         state, layout = self.on.state, self.on.layout
         for index in state.flats:

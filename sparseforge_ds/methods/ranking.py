@@ -65,11 +65,8 @@ class Ranking:
         """Of the sums that the newest scores are made of."""
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
-        """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first.
-
-        Raises:
-            ForgeError: some matrix has no usable curvature.
-        """
+        """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first. Raises
+        ForgeError where some matrix has no usable curvature."""
         on, scoring = self.on, self.scoring()
 
         def score(chunk: Chunk | Shard) -> Tensor:
@@ -85,11 +82,8 @@ class Ranking:
             yield chunk, on.to_groups(chunk, score(chunk), halo)
 
     def scoring(self) -> Scoring:
-        """What the scores of all elements are made of. Collective.
-
-        Raises:
-            ForgeError: some matrix has no usable curvature.
-        """
+        """What the scores of all elements are made of. Collective. Raises ForgeError where some matrix has no usable
+        curvature."""
         on, sums = self.on, self.mean.whole()
         home = on.layout.flats[0].device  # with optimizer offload the host: one copy for all matrices, not one each
         scoring = Scoring(on.matrices)

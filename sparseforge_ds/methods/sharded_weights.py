@@ -36,11 +36,8 @@ class ShardedWeights:
     """One engine's shards, and how far its run has come."""
 
     def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig) -> None:
-        """Read the layout of an engine. Collective.
-
-        Raises:
-            ValueError: the model or the optimizer's param groups do not fit the config.
-        """
+        """Read the layout of an engine. Collective. Raises ValueError where the model or the optimizer's param groups
+        do not fit the config."""
         self.engine = engine
         self.config = config
         self.schedule = config.resolved_schedule
@@ -65,11 +62,7 @@ class ShardedWeights:
         self.health = Health(self.matrices, self.pattern)
 
     def require_adam(self, method: str) -> None:
-        """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses.
-
-        Raises:
-            ValueError: it is another one.
-        """
+        """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses."""
         inner = self.layout.inner
         for group in inner.param_groups:
             if not {"betas", "eps", "weight_decay"} <= set(group) or group.get("amsgrad"):
@@ -132,10 +125,7 @@ class ShardedWeights:
     @torch.no_grad()
     def check_frozen(self) -> None:
         """Whether every group of a frozen mask that was read has as many members as the pattern keeps. Collective.
-
-        Raises:
-            ValueError: some have not: the weights are not of a frozen run.
-        """
+        Raises ValueError where some have not: the weights are not of a frozen run."""
         halo = self.exchange("mask")
         strange = torch.zeros((), dtype=torch.int64, device=self.layout.device)
         for chunk in self.chunks():

@@ -253,12 +253,8 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
 
 def balance_loss(logits_BSE: Tensor, K: int) -> Tensor:
     """() fp32 expert-level balance loss of one layer (equations 12 to 14), before its factor: mean over sequences of
-    the sum over experts of f P, with P the mean score of an expert and f its share of the chosen, times E.
-
-    Args:
-        logits_BSE: (B, S, E) of the router.
-        K: experts of a token.
-    """
+    the sum over experts of f P, with P the mean score of an expert and f its share of the chosen, times E. The router's
+    logits are (B, S, E)."""
     score_BSE = logits_BSE.float().softmax(dim=-1)
     B, S, E = score_BSE.shape
     chosen = score_BSE.topk(K, dim=-1).indices.view(B, S * K)

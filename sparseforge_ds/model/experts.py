@@ -58,9 +58,7 @@ class _Join(torch.autograd.Function):
 def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
     """Let all experts of a list have gradients at the same moment of a backward pass, called or not.
 
-    Args:
-        model: before `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions.
-        lists: names of the module lists -> names of the blocks around them.
+    Before `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions. `lists` as of `expert_lists`.
     """
     for name, block in lists.items():
         experts = [*model.get_submodule(name).parameters()]
@@ -86,15 +84,7 @@ def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
 
 
 def refuse_unprepared(model: nn.Module, lists: dict[str, str]) -> None:
-    """Refuse a model whose gradients would be mixed up.
-
-    Args:
-        model: of an engine.
-        lists: as for `join_gradients`.
-
-    Raises:
-        ValueError: `join_gradients` was not called for one of them.
-    """
+    """Refuse a model whose gradients would be mixed up, since `join_gradients` was not called for one of the lists."""
     for name, block in lists.items():
         if not hasattr(model.get_submodule(block), _JOINS):
             raise ValueError(

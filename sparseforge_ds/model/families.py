@@ -180,9 +180,6 @@ class _Matrices:
         """Sort them out.
 
         Args:
-            model_type: of the model.
-            shapes: full shape of every parameter by name.
-            rule: what is known of a matrix.
             linear: in a family without rows, the weights that `include` decides about, and the axis of each.
             fused_name: the name that a user's globs mean where it is another one.
         """

@@ -74,11 +74,8 @@ def micro_batches_at_once(tokens: int) -> int:
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """The layer that makes a causal language model's logits.
-
-    Raises:
-        WholeLogits: it names none, or one that is no plain nn.Linear.
-    """
+    """The layer that makes a causal language model's logits. Raises WholeLogits where it names none, or one that is no
+    plain nn.Linear."""
     named: Any = model
     head = named.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -87,15 +84,10 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 def computed_in_head(model: nn.Module, run: Callable[[], Any], function: Callable[[Tensor], Tensor]) -> Any:
-    """What `run()` returns, with `function(hidden)` for its logits.
+    """What `run()`, which calls the model once, returns, with `function(hidden)` for its logits.
 
-    Args:
-        model: a causal language model of transformers.
-        run: calls it, or an engine around it, once and with the whole of its head.
-        function: gets the head's input, (B, S, H), inside the head's call.
-
-    Raises:
-        WholeLogits: the model does something to logits after its head made them, or never calls it.
+    `function` gets the head's input, (B, S, H), inside the head's call. Raises WholeLogits where the model does
+    something to logits after its head made them, or never calls it.
     """
     head: Any = head_of(model)
     returned: list[tuple[Tensor, int]] = []

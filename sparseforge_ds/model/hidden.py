@@ -28,11 +28,8 @@ from sparseforge_ds.model.distill import IGNORED, DistillationLoss, blocks, firs
 
 
 def chosen_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
-    """The transformer layers behind which states are compared, in the order in which they run.
-
-    Raises:
-        ValueError: the model has no layers that transformers can checkpoint, which is how they are known.
-    """
+    """The transformer layers behind which states are compared, in the order in which they run. Raises ValueError where
+    the model has no layers that transformers can checkpoint, which is how they are known."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -48,12 +45,7 @@ def chosen_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
 
 
 def same_states(student: Any, teacher: Any) -> None:
-    """Raise a ValueError where the states of two models cannot be compared layer by layer.
-
-    Args:
-        student: its configuration.
-        teacher: the teacher's.
-    """
+    """Raise a ValueError where the states of models of these configs cannot be compared layer by layer."""
     for key, what in (("hidden_size", "wide"), ("num_hidden_layers", "layers deep")):
         mine, other = (getattr(config.get_text_config(), key, None) for config in (student, teacher))
         if mine != other:
@@ -103,17 +95,13 @@ def compared(
 ) -> Iterator[Distance]:
     """While active, a forward pass of the student is compared with its teacher's; nothing is without states.
 
-    A student's layers get a forward hook for good at the first time, which does nothing in other passes.
+    A student's layers get a forward hook for good at the first time, which does nothing in other passes. Raises
+    ValueError for states of different shapes, and for anything but one pass of every layer.
 
     Args:
-        student: the model itself.
         states: (B, S, H) of `captured_states`, which are let go of in the backward pass.
         next_T: (T,) what each token predicts; those that predict nothing do not count.
-        config: which layers, what they count for and the tokens of a block.
         trained: what sums over the tokens that count are divided by, see `distillation_loss`.
-
-    Raises:
-        ValueError: states of different shapes, or not one pass of every layer.
     """
     if config.hidden is None or states is None:
         if config.hidden is not None:

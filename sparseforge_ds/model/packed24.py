@@ -41,9 +41,6 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         semi_structured: on CUDA, unpack weights into torch's semi-structured sparse tensors where it has a kernel for
             them, and into dense ones elsewhere.
         low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
-
-    Raises:
-        ValueError: a format that this version does not know.
     """
 
     def __init__(

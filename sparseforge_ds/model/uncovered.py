@@ -54,11 +54,7 @@ class Uncovered:
         ]
 
     def check(self) -> None:
-        """Raise where it is too much.
-
-        Raises:
-            ValueError: more than `TOLERANCE`.
-        """
+        """Raise where it is too much. More than `TOLERANCE` is."""
         if self.share <= TOLERANCE:
             return
         raise ValueError(

@@ -95,15 +95,7 @@ def residual(
     head: Layout = whole,
     embeddings: tuple[str, ...] = ("embed_tokens", "lm_head"),
 ) -> Channels:
-    """The residual stream of a decoder with linear layers.
-
-    Args:
-        reads: the layers that it goes into.
-        writes: the layers whose output is added to it.
-        more: its norms, and whatever else has its channels.
-        head: of the embedding and the head.
-        embeddings: their names.
-    """
+    """The residual stream of a decoder: the layers that read it, those whose output is added to it, and its norms."""
     return Channels(
         "residual",
         "residual",

@@ -61,6 +61,8 @@ def find_permutation(
 ) -> Permutation:
     """The order of every dimension in which the weights that read it keep the most score.
 
+    Raises as `dimensions` and `check_pattern`.
+
     Args:
         read: gives a tensor of `shapes` by its name.
         shapes, model_type, config, which: as in `dimensions`.
@@ -71,13 +73,9 @@ def find_permutation(
         squares: mean square of every input of a weight, (in,) or (experts, in); the score is then Wanda's,
             |W| sqrt(mean x^2), else W^2 (which measured better than |W|).
         device: where orders are searched.
-        progress: show a bar on stderr.
 
     Returns:
         The permutation; its facts say what share of the score the pattern keeps before and after, of the sampled rows.
-
-    Raises:
-        ValueError: as `dimensions` and `check_pattern`.
     """
     started = time.monotonic()
     weights = list(weights)

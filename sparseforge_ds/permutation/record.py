@@ -64,11 +64,7 @@ class Permutation:
 
     @classmethod
     def load(cls, parent: Path) -> Permutation | None:
-        """Of a folder that may have one.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Of a folder that may have one."""
         folder = parent / FOLDER
         if not folder.is_dir():
             return None
@@ -87,15 +83,7 @@ class Permutation:
 
 
 class Reordering:
-    """A permutation on the tensors of one model.
-
-    Args:
-        permutation: what `find_permutation` found for the model, under whatever names of its tensors.
-        model_type, config, shapes: as in `dimensions`.
-
-    Raises:
-        ValueError: it is the permutation of another model.
-    """
+    """A permutation on the tensors of one model, under whatever names of them; arguments as of `dimensions`."""
 
     def __init__(
         self, permutation: Permutation, model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]]

@@ -27,13 +27,8 @@ from sparseforge_ds.planning.live import Live
 def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
     """`prunable_weights`, all of which the importance can be measured for.
 
-    Args:
-        model: without weights, from `planning.architecture.bare_model`, so that a forward pass of it looks at no
-            numbers. Of one that cannot be run all the same, no layer is refused.
-        config: the `sparseforge` block.
-
-    Raises:
-        ValueError: as `prunable_weights`; or some weight cannot be measured, with what to paste into the block.
+    Raises as `prunable_weights`, and where some weight cannot be measured, with what to paste into the block. The model
+    is of `planning.architecture.bare_model`; where it cannot be run without numbers, no layer is refused.
     """
     weights = prunable_weights(model, config)
     refuse_unmeasurable(model, weights, config)

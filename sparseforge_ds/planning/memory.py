@@ -67,15 +67,8 @@ def memory(
     teacher: Architecture | None = None,
     reserve: int = 0,
 ) -> Memory:
-    """Add up a rank.
-
-    Args:
-        model: the student.
-        settings: how it is laid out.
-        trace: gives the activations of a micro-batch.
-        teacher: the teacher, when it is another model than the student; ignored without distillation.
-        reserve: bytes that are not to be planned with.
-    """
+    """Add up a rank. The teacher is given when it is another model than the student; `reserve` is not to be planned
+    with."""
     frozen = _memory(model, settings, trace, teacher or model, reserve, frozen=True)
     found = frozen if settings.always_frozen else _memory(model, settings, trace, teacher or model, reserve, False)
     return dataclasses.replace(found, frozen_peak=frozen.peak)

@@ -124,18 +124,9 @@ def study(
     teacher: tuple[PretrainedConfig, Architecture] | None = None,
     tokens: int | None = None,
 ) -> Study:
-    """Plan a run, without weights.
+    """Plan a run, without weights: of a student's config and sizes, and those of a teacher that is another model.
 
-    Args:
-        config: of the student, to be run on the meta device.
-        model: its sizes.
-        settings: how it is laid out.
-        machine: on what.
-        teacher: the same of the teacher, when it is another model.
-        tokens: training tokens of the whole run; None for those of its steps.
-
-    Raises:
-        ValueError: the model cannot be run on the meta device.
+    Raises ValueError where the model cannot be run on the meta device.
     """
     told, other = teacher or (config, None)
 

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -17,7 +16,7 @@ import sparseforge_ds
 from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.evaluate import flags, perplexity, published, zero_shot
+from sparseforge_ds.evaluate import perplexity, pretrained, published
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.permutation import channels
 
@@ -51,19 +50,15 @@ def options(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     """The parsers name them without importing what they choose from, so they are held against it here."""
     found = {name: options(command) for name, command in subcommands().items()}
-    found |= {module.__name__: options(module.parser()) for module in (perplexity, zero_shot)}
     expected = {
         ("export", "--format"): formats.FORMATS,
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
-        ("generate", "--dtype"): flags.DTYPES,
+        ("generate", "--dtype"): pretrained.DTYPES,
         ("permute", "--dimensions"): channels.PARTS,
     }
-    for name in ("evaluate", perplexity.__name__):
-        expected |= {(name, "--dtype"): flags.DTYPES, (name, "--protocol"): get_args(perplexity.Protocol)}
-    for name in ("evaluate", zero_shot.__name__):
-        expected |= {(name, "--dtype"): flags.DTYPES, (name, "--suite"): published.SUITES}
-        expected[name, "--paper"] = published.PUBLISHED
+    expected |= {("evaluate", "--dtype"): pretrained.DTYPES, ("evaluate", "--protocol"): get_args(perplexity.Protocol)}
+    expected |= {("evaluate", "--suite"): published.SUITES, ("evaluate", "--paper"): published.PUBLISHED}
     said = {(name, flag): action for name, some in found.items() for flag, action in some.items() if action.choices}
     assert said.keys() == expected.keys()
     for key, action in said.items():

@@ -66,7 +66,7 @@ def test_an_unknown_family(tmp_path: Path) -> None:
 
 def test_dtype_of_one_that_has_two(tmp_path: Path) -> None:
     write_dense(tmp_path, "llama", "bfloat16")
-    tensors = prune(tmp_path, list(check_folder(tmp_path, NM(2, 4)).input_axis))
+    tensors = prune(tmp_path, [row.name for row in check_folder(tmp_path, NM(2, 4)).rows])
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     source = open_source(tmp_path)
@@ -78,7 +78,7 @@ def test_what_is_not_2_4_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_dense(tmp_path / "elsewhere", "llama")
-    names = [name for name in check_folder(folder, NM(2, 4)).input_axis if name != DOWN]
+    names = [row.name for row in check_folder(folder, NM(2, 4)).rows if row.name != DOWN]
     prune(folder, names)
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "packed24"]) == 2
     said = capsys.readouterr().err
