@@ -25,10 +25,8 @@ class CheckpointFiles:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders of a run's `checkpoints`, the newest last.
-
-    A checkpoint gets such a name when all of it is on the disk.
-    """
+    """The `step_*` folders of a run's `checkpoints`, the newest last. A checkpoint gets such a name when all of it
+    is on the disk."""
     children = folder.iterdir() if folder.is_dir() else ()
     found = {child: int(match[1]) for child in children if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
     return sorted(found, key=lambda child: (found[child], child.name))
@@ -58,10 +56,8 @@ def _named_by(file: Path) -> Path:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder.
-
-    It may also be a file `checkpoints/best`, which names the best.
-    """
+    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder. It may also
+    be a file `checkpoints/best`, which names the best."""
     path = Path(path)
     if path.name == "best" and path.is_file():
         return _named_by(path)

@@ -1,8 +1,5 @@
 """`checkpoint.json`: what a checkpoint folder holds, byte for byte, so that damage is named before anything is loaded.
 
-    {"format": 2, "step": 400, "world_size": 8, "zero_stage": 3,
-     "files": {name: bytes}, "fingerprints": {name: hex}}
-
 The fingerprint of a `.pt` file covers the names, sizes and checksums of its records, which is a few kB to read; the
 records themselves are compared with those checksums. The fingerprint of any other file covers its bytes.
 """
@@ -89,10 +86,8 @@ class Manifest:
             raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
 
     def check_shards(self) -> None:
-        """The `.pt` files are those that were saved.
-
-        It reads their directories only, so not every damaged byte shows.
-        """
+        """The `.pt` files are those that were saved. It reads their directories only, so not every damaged byte
+        shows."""
         for name in (name for name in self.files if name.endswith(".pt")):
             if fingerprint(self.folder / name) != self.fingerprints[name]:
                 raise ValueError(f"{self.folder / name}: damaged, or of another step or run: not the file in {NAME}")

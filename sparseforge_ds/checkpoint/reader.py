@@ -1,11 +1,5 @@
 """Full weights and optimizer states out of a checkpoint, one at a time, without engine or process group.
 
-    checkpoint = Checkpoint("runs/qwen3")
-    for name in checkpoint.shapes:
-        weight = checkpoint.weight(name)                     # the fp32 master, full shape
-        if "mask" in checkpoint.states(name):
-            mask = checkpoint.state(name, "mask")
-
 The files are those of DeepSpeed 0.19: ZeRO stages 0 to 3 and BF16_Optimizer, fp32, bf16 and fp16, any world size. They
 are mapped, never loaded whole, and unmapped now and then: memory is a small multiple of the largest weight. At stages 0
 to 2 every master is compared with the low-precision copy in the same checkpoint, so that files of different steps, or a
@@ -150,9 +144,7 @@ class Checkpoint:
 
     def slice(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """(stop - start,) elements of a flat weight (`key` None: what `weight` returns) or of one of its states.
-
-        They have memory of their own; no other bytes are read.
-        """
+        They have memory of their own; no other bytes are read."""
         entry = self._entry(name)
         if key is not None and key not in entry.states:
             held = ", ".join(self.states(name)) or "no state"

@@ -103,10 +103,8 @@ def read_flats(archive: PtFile, stage: int) -> RankPartitions:
 
 
 def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
-    """Elements of this rank's partition of each group, padding included.
-
-    DeepSpeedZeroOptimizer cuts the padding off before it saves, BF16_Optimizer does not.
-    """
+    """Elements of this rank's partition of each group, padding included. DeepSpeedZeroOptimizer cuts the padding off
+    before it saves, BF16_Optimizer does not."""
     assert flats.masters is not None
     outer = field(archive, dict, "optimizer_state_dict")
     paddings = field(archive, list, "optimizer_state_dict", "group_paddings") if "zero_stage" in outer else None

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from sparseforge_ds.evaluate.speed import Plan, load_pair, measure, report, table
+    from sparseforge_ds.evaluate.speed import Plan, draw, load_pair, measure, report, table
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -63,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
     measured = report(packed, dense, names, plan, speeds)
     print(table(measured))
     if args.out is not None:
-        from sparseforge_ds.evaluate.speed_figure import draw
-
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")

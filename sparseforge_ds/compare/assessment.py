@@ -56,10 +56,8 @@ class Evaluator:
         return {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
 
     def baselines(self, known: dict[str, Any]) -> Baselines:
-        """The dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight.
-
-        What an earlier start has measured, `known`, is not measured again.
-        """
+        """The dense model, then the same after magnitude pruning, whose mask is kept in a bit a weight. What an
+        earlier start has measured, `known`, is not measured again."""
         model = load_model(self.config.model, "auto")
         self._dtype = str(model.dtype).removeprefix("torch.")
         dense = None if known else self._perplexities(model)

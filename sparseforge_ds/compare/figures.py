@@ -40,7 +40,7 @@ class Drawn:
 def draw(
     lines: pd.DataFrame, rows: Sequence[Row], histories: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> list[Drawn]:
-    """Draw all figures of a summary with `bytes` (`compare.cost`); `histories` are those of `history`, by the name of a
+    """Draw all figures of a summary with `bytes`; `histories` are those of `compare.history`, by the name of a
     run."""
     folder.mkdir(exist_ok=True)
     trained = lines[lines["kind"] == "result"]

@@ -146,11 +146,8 @@ def read_config(path: str) -> CompareConfig:
 
 
 def one_shot_steps(method: Method) -> int:
-    """Steps of a run that is not to train: what its block says, or none.
-
-    A preset with a fixed mask is a trainer like any other and needs a step; its learning rate is then too small to
-    matter.
-    """
+    """Steps of a run that is not to train: what its block says, or none. A preset with a fixed mask is a trainer
+    like any other and needs a step; its learning rate is then too small to matter."""
     return int(method.block.get("max_steps", int(method_name(method.block) == "sparseforge")))
 
 

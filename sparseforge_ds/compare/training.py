@@ -41,10 +41,7 @@ class RunDivergedError(RuntimeError):
 class Trainer:
     """Runs trainings, several at a time, on devices that are divided among them.
 
-    Args:
-        ranks: processes of a run.
-        threads: threads of a process.
-        data: folder of the token cache that all runs share; None where each reads a stream of its own.
+    `data` is the folder of the token cache that all runs share; None where each reads a stream of its own.
     """
 
     def __init__(self, ranks: int, threads: int, data: Path | None) -> None:
@@ -68,11 +65,7 @@ class Trainer:
         Raises StoppedError after `stop`, RunDivergedError where the loss is not finite, and ValueError where it failed
         otherwise.
 
-        Args:
-            slot: number of the worker, which decides the GPUs.
-
-        Returns:
-            What is in its result.json, and whether an earlier start was continued.
+        The worker's `slot` decides the GPUs. Returns result.json, and whether an earlier start was continued.
         """
         _wait_for(folder / ".lock", _GRACE)
         resumed = has_checkpoint(folder)

@@ -49,10 +49,8 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
 
 
 def check_deepspeed(content: dict[str, Any]) -> None:
-    """Refuse what DeepSpeed would ignore, stumble over after the models are loaded, or do to masks; but no batch size.
-
-    What is "auto" is not looked at.
-    """
+    """Refuse what DeepSpeed would ignore, stumble over after the models are loaded, or do to masks; but no batch
+    size. What is "auto" is not looked at."""
     if "scheduler" in content:
         raise ValueError(
             'remove the "scheduler" block; --learning_rate, --warmup and --min_lr_ratio set the learning rate'

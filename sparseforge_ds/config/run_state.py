@@ -36,11 +36,7 @@ class SparseWeight:
 
     @classmethod
     def parse(cls, entry: object, pattern: Pattern, where: str) -> SparseWeight:
-        """From a JSON object with name, shape and input_axis, and whatever else there is beside them.
-
-        Args:
-            where: begins the message of an error.
-        """
+        """From a JSON object with name, shape and input_axis, and whatever else there is beside them."""
         held = entry if isinstance(entry, dict) else {}
         name, shape, axis = held.get("name"), held.get("shape"), held.get("input_axis")
         sizes = shape if isinstance(shape, (list, tuple)) and all(type(n) is int and n > 0 for n in shape) else ()
@@ -70,11 +66,7 @@ class RunState:
 
     @classmethod
     def parse(cls, state: object, where: str) -> RunState:
-        """Of a run that was saved, from what `to_dict` made, with whatever else there is beside it.
-
-        Args:
-            where: begins the message of an error.
-        """
+        """Of a run that was saved, from what `to_dict` made, with whatever else there is beside it."""
         if not isinstance(state, dict):
             raise ValueError(
                 f"{where} was not saved by SparseForge: engine.save_checkpoint saves its state once sf.SparseForge is "
@@ -104,10 +96,8 @@ class RunState:
         return {"version": STATE_VERSION, "config": self.config.to_dict(), "weights": weights, **numbers}
 
     def changes(self, now: RunState) -> list[str]:
-        """What was otherwise in this saved run than `now`; empty for the same run, wherever the two stand.
-
-        What is only monitored may differ (`SparseForgeConfig.comparable`).
-        """
+        """What was otherwise in this saved run than `now`; empty for the same run, wherever the two stand. What is
+        only monitored may differ (`SparseForgeConfig.comparable`)."""
         config = differences(self.config.comparable(), now.config.comparable(), "sparseforge")
         return config or differences(self._described(), now._described(), "weights")
 

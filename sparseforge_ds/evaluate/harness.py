@@ -32,10 +32,8 @@ def load_tasks(names: Sequence[str], include_path: str | None = None, limit: int
     Raises ValueError where lm-eval is not installed, a task is unknown or a group, its data cannot be had, or a row of
     a user's own task has no answer among its choices.
 
-    Args:
-        names: tasks that the harness knows, or that a file in `include_path` describes.
-        include_path: folder of task files in the harness' format, which win over its own.
-        limit: how many rows of each of these tasks are checked, from the first one on.
+    `include_path` is a folder of task files in the harness' format, which win over its own; the first `limit` rows of
+    each are checked.
     """
     try:
         import lm_eval.tasks  # noqa: F401

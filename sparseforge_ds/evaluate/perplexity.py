@@ -1,20 +1,13 @@
-"""Perplexity of a Hugging Face model on a text.
+"""Perplexity of a Hugging Face model on a text: exp(sum of the negative log-likelihoods / number of scored tokens).
 
-Perplexity is exp(sum of the negative log-likelihoods / number of scored tokens), softmax in fp32, one number over the
-whole text (not a mean of perplexities). There are two protocols, which give different numbers:
+Softmax in fp32, one number over the whole text (not a mean of perplexities), by one of two protocols:
 
 `windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
-the special tokens that the tokenizer adds by default (LLaMA: one BOS before the whole text). The tokens are cut into
-windows of `--seq_length` that do not overlap; every token of a window except its first is scored, with the window as
-its only context; the tail that does not fill a window is dropped, unless `--keep_tail` scores it too. With `--stride`
-S < seq_length windows start every S tokens and score only what no earlier window scored. Default for .txt files, the
-standard library and `wikitext2`, the test split whose rows are joined like documents.
+the tokenizer's default special tokens. Windows of `seq_length` do not overlap; every token of one but the first is
+scored. The tail is dropped unless `keep_tail`; with `stride` a window scores only what no earlier one scored.
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
-the document are scored, cut where the model's positions (or `--seq_length`) end. Default for files of records.
-
-Under torchrun or deepspeed every rank scores its share of the batches, with a whole copy of the model. The number does
-not depend on how many there are. To compare two models give both the same `--dtype`.
+the document are scored, cut where the model's positions (or `seq_length`) end.
 """
 
 from __future__ import annotations
@@ -41,8 +34,7 @@ from sparseforge_ds.evaluate.pretrained import (
     load_tokenizer,
     prune_by_magnitude,
 )
-from sparseforge_ds.evaluate.text import STDLIB, read_documents
-from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
+from sparseforge_ds.evaluate.text import STDLIB, WIKITEXT, is_wikitext2, read_documents, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.ranks import Ranks
 
@@ -86,9 +78,6 @@ def measure(
     Args:
         seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
             for windows.
-        stride: distance of window starts; by default `seq_length`.
-        batch_size: passages of one forward.
-        keep_tail: windows: also score what is left after the last full window, as a shorter one.
         ranks: those that work on this together; collective then, and every rank gets the whole result.
     """
     positions = _positions(model)
@@ -196,6 +185,6 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
 def _read(args: argparse.Namespace) -> list[str]:
     if is_wikitext2(args.text):
         if args.limit is not None:
-            raise ValueError(f"--limit {args.limit}: {NAME} is scored whole; leave the flag out")
+            raise ValueError(f"--limit {args.limit}: {WIKITEXT} is scored whole; leave the flag out")
         return [read_wikitext2(args.text)]
     return read_documents(args.text, args.text_field, args.limit)

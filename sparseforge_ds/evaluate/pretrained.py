@@ -91,9 +91,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
 
 def _without_adapter(name: str) -> dict[str, Any]:
     """What makes `from_pretrained` leave an adapter in the model's folder alone: it is to look for one elsewhere.
-
-    Otherwise its report would be of the adapter, and say nothing of weights that are missing.
-    """
+    Otherwise its report would be of the adapter, and say nothing of weights that are missing."""
     whole = all((Path(name) / file).is_file() for file in ("config.json", _CONFIG))
     return {"adapter_kwargs": {"subfolder": "no adapter"}} if whole else {}
 

@@ -1,11 +1,8 @@
 """The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter, and the cards of models with branches.
 
 Ours is y = x (w^T + P^T B^T) with P (in/k, in) a fixed sum over runs of k inputs; LoRA's is y = x w^T + s x A^T B^T. So
-lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1. P is then stored
-and multiplied, which costs about as much as B; `packed24` stores B alone.
-
-Its files lie beside the weights, in the model's own folder: there `from_pretrained` of transformers finds the adapter
-by itself, wherever the folder is moved to, if peft is installed.
+lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1. The files lie
+beside the weights, where `from_pretrained` of transformers finds the adapter by itself if peft is installed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""What a source can be exported as: written under a temporary name, proved, and renamed.
-
-| format | OUT is | proof |
-|---|---|---|
-| `hf` | an ordinary Hugging Face folder | plain transformers loads it, logits bit-equal |
-| `packed24` | the same, 2:4 weights in 0.5625 of their bf16 bytes | transformers with our package, logits bit-equal |
-| `mask` | the mask alone | it unpacks to the source's |
-
-A low-rank branch is a PEFT adapter in `hf`, with its fixed matrix; `packed24` stores B alone: with k = 4 0.8125 of the
-bytes.
-"""
+"""What a source can be exported as (`FORMATS`): written under a temporary name, proved, and renamed."""
 
 from __future__ import annotations
 
@@ -40,13 +30,8 @@ def export(
     Raises ValueError, and leaves nothing behind, where the source has no such export, `out` is in use, the machine
     cannot do the proof, or the proof fails.
 
-    Args:
-        out: a folder that does not exist yet, or is empty.
-        format: one of `FORMATS`.
-        skip_proof: for a machine that cannot hold the model; `proof` is then null in what is written.
-
-    Returns:
-        What `sparsity.json` (of a mask, `mask.json`) holds, with `proof`.
+    Returns what `sparsity.json` (of a mask, `mask.json`) holds; after `skip_proof`, for a machine that cannot hold the
+    model, its `proof` is null.
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r}: use one of {', '.join(FORMATS)}")

@@ -120,10 +120,8 @@ def inspect(
     checksums: bool = False,
     progress: bool = False,
 ) -> Inspection:
-    """What can be known of a run's folder, its `checkpoints`, or one checkpoint, without a process group.
-
-    `quick` reads no masks, `checksums` reads every byte of the checkpoint.
-    """
+    """What can be known of a run's folder, its `checkpoints`, or one checkpoint, without a process group. `quick`
+    reads no masks, `checksums` reads every byte of the checkpoint."""
     path = Path(path)
     checkpoints, single = _locate(path)
     run = path if checkpoints is not None and checkpoints.parent == path else find_run(path)

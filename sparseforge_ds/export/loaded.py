@@ -1,8 +1,7 @@
 """The logits of an exported folder, as whoever gets it computes them: from_pretrained and nothing else.
 
-Not imported: `proof` hands this text to a fresh interpreter, so that nothing of ours is there, unless the format needs
-`import sparseforge_ds`, which then is the first line that `proof` puts before it. The tokens are those of
-tokens.safetensors in the working folder, into which loaded.safetensors and loaded.json go.
+Not imported: `proof` hands this text to a fresh interpreter, so that nothing of ours is there, unless it puts an import
+of ours before the first line. Tokens are those of tokens.safetensors in the working folder.
 """
 
 import json

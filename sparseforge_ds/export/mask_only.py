@@ -1,10 +1,8 @@
-"""`mask`: only the mask, one bit a weight, and the dense original that it turns into the sparse model.
+"""`mask`: only the mask, one bit a weight (the first in the lowest bit of a byte), for its dense model.
 
-OUT holds `mask.safetensors`, whose bytes begin with the first element in the lowest bit, and `mask.json`. `apply` gives
-a Hugging Face folder back: mask * dense with exact +0.0, which for a run that only learned its mask is the model.
-From a run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N
-non-zeros the first zeros count as kept. Where channels were permuted before the run, the permutation lies beside the
-mask, and `apply` permutes the dense model as it reads it.
+`apply` gives mask * dense with exact +0.0, which for a run that only learned its mask is the model. From a run, the
+mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N non-zeros the first
+zeros count as kept. A permutation before the run lies beside the mask, and is applied to the dense model as it is read.
 """
 
 from __future__ import annotations

@@ -50,9 +50,7 @@ class DenseFolder:
     def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]] | None) -> list[PrunableWeight]:
         """Those that will be in the pattern, under their names in the files.
 
-        Args:
-            config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
-            shapes: of the model in memory, whose names the globs mean; None where files and memory agree.
+        `shapes` are of the model in memory, whose names the globs mean; None where files and memory agree.
         """
         names = {name: part.of for name, part in published_tensors(self.model_type, shapes or {}).items()}
         names |= {name.partition(".")[2]: of for name, of in names.items()}

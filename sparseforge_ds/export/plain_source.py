@@ -23,9 +23,7 @@ from sparseforge_ds.mask.pattern import NM
 
 class PlainSource(Source):
     """Final weights as they lie in a folder without sparsity.json; -0.0 becomes +0.0 in those that are 2:4.
-
-    Arguments of `open_source`. Raises ValueError where the folder holds quantized weights, or is not 2:4.
-    """
+    Arguments of `open_source`. Raises ValueError where the folder holds quantized weights, or is not 2:4."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)

@@ -2,9 +2,8 @@
 
 A model is filled from the source (`reference`); then a fresh process loads the folder by `from_pretrained` (`loaded`),
 for `hf` without our package, without network and without a GPU. The logits of the same tokens must be equal bit by bit,
-and the loader must report nothing missing, unexpected or mismatched; where the source has a low-rank branch,
-that holds with it for `packed24`. An `hf` folder must give the logits of the weights alone bit by bit, and, with the
-adapter that `from_pretrained` loads too, those of the branch up to the order of sums. One model is in memory at a time.
+and the loader must report nothing missing, unexpected or mismatched. With a low-rank branch that holds for `packed24`;
+an `hf` folder's adapter is held against the branch up to the order of sums. One model is in memory at a time.
 """
 
 from __future__ import annotations

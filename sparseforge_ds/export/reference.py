@@ -79,9 +79,7 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
 @torch.no_grad()
 def reference_logits(source: Source, tokens: int) -> dict[str, Tensor]:
     """`logits` of the weights alone for `ids`, (1, tokens); with low-rank branches also `branched`, the model's own.
-
-    Then `without` and `ours` are the same two in fp32.
-    """
+    Then `without` and `ours` are the same two in fp32."""
     model = filled_model(source)
     answer = {"ids": token_ids(model, tokens)}
     answer["logits"] = model(answer["ids"]).logits

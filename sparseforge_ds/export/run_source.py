@@ -1,8 +1,7 @@
-"""A run, or one checkpoint of it, as the source of an export.
+"""A run, or one checkpoint of it, as the source of an export: mask * dense with exact +0.0.
 
-A prunable weight becomes mask * dense with exact +0.0. Once the mask is frozen, the master is that already. The mask
-of an unfinished run is projected as training would do it at that moment: the N largest of each group stay, ties going
-to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
+The mask of an unfinished run is projected as training would do it at that moment: the N largest of each group stay,
+ties going to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ from sparseforge_ds.permutation.record import Permutation
 
 
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,).
-
-    Once `released`, masks are not stored any more: what is not zero is kept.
-    """
+    """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,). Once
+    `released`, masks are not stored any more: what is not zero is kept."""
     states = checkpoint.states(name)
     if released:
         dense = checkpoint.slice(name, "dense" if "dense" in states else None, start, stop).float()

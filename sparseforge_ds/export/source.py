@@ -1,13 +1,7 @@
 """What an export starts from: the tensors of the final model, one at a time, and all that belongs to them.
 
-    source = open_source("runs/qwen3")                       # a run or a checkpoint: masks are applied as it is read
-    source = open_source("models/qwen3_2to4")                # or a folder that consolidate wrote
-    source = open_source("models/qwen3_mask", "Qwen3-14B")   # or a mask, and the dense model that it is for
-    for name in source.specs:
-        value = source.read(name)
-
-Each kind checks what it gives out: a run's mask and masters against each other, the bytes of a folder or a mask
-against the hashes beside them.
+`open_source` says which kind it is. Each checks what it gives out: a run's mask and masters against each other, the
+bytes of a folder or a mask against the hashes beside them.
 """
 
 from __future__ import annotations
@@ -88,11 +82,8 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> Tensor:
-        """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own.
-
-        Several threads may read at once. Raises ValueError where it is damaged, inconsistent, or not finite in its
-        dtype.
-        """
+        """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own. Several
+        threads may read at once. Raises ValueError where it is damaged, inconsistent, or not finite in its dtype."""
 
     @abc.abstractmethod
     def read_mask(self, name: str) -> Tensor:
@@ -135,19 +126,15 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 def config_sha256(config: dict[str, Any]) -> str:
     """sha256 of what a config.json says, apart from how the weights are stored and which remote code there once was.
-
-    Equal for a run and all its exports.
-    """
+    Equal for a run and all its exports."""
     left_out = ("dtype", "torch_dtype", "quantization_config", "auto_map")
     content = {key: value for key, value in config.items() if key not in left_out}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_config(folder: Path, config: dict[str, Any], expected: object) -> None:
-    """Raise where config.json is not the one that `expected`, the sha256 beside the weights, was taken of.
-
-    A value that was changed there makes another model of the same weights, and nothing else would tell.
-    """
+    """Raise where config.json is not the one that `expected`, the sha256 beside the weights, was taken of. A value
+    that was changed there makes another model of the same weights, and nothing else would tell."""
     if expected is not None and config_sha256(config) != expected:
         raise ValueError(f"{folder / 'config.json'}: was changed or damaged since the model was written; restore it")
 

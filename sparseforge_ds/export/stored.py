@@ -25,10 +25,8 @@ def is_packed(config: dict[str, Any]) -> bool:
 
 
 class StoredWeights:
-    """A Hugging Face folder of ordinary safetensors, a packed24 one, or one that llm-compressor quantized.
-
-    Several threads may read.
-    """
+    """A Hugging Face folder of ordinary safetensors, a packed24 one, or one that llm-compressor quantized. Several
+    threads may read."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.folder = folder

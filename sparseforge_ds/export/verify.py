@@ -1,14 +1,8 @@
 """Is every group of every prunable weight of a model folder in its pattern? The last line of every recipe.
 
-    sparseforge verify OUT
-
-Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Quantized weights in a format of
-the compressed-tensors library are turned back by it first. Prunable weights are those that
-`sparsity.json` lists and those that the family table names (without what the run excluded); in a model of another
-family, all matrices of numbered layers, along their last axis. A group is in order when at most N of its members are
-not zero. Also reported: -0.0, values that are not finite, missing weights, a missing adapter, bytes that are not the
-exported ones, and a quantization_config that makes other tools misread the folder. Every weight is read once, for its
-hash and its counts.
+No model is built. Prunable weights are those that `sparsity.json` lists and those that the family table names (without
+what the run excluded); in a model of another family, all matrices of numbered layers, along their last axis. A group is
+in order when at most N of its members are not zero. Every weight is read once, for its hash and its counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The one way in which exports are written: into a folder without its final name, by several threads, then renamed.
 
-`write_tensors` says at which byte of which file every tensor is going to be before there is any data. So tensors are
-written in any order and by several threads, and memory does not depend on the size of a file.
-(`safetensors.torch.save_file` wants all tensors of a file at once.)
+`write_tensors` knows at which byte of which file every tensor is going to be before there is any data. So memory does
+not depend on the size of a file, as with `safetensors.torch.save_file`, which wants all its tensors at once.
 """
 
 from __future__ import annotations
@@ -71,10 +70,8 @@ def write_tensors(
 ) -> None:
     """Write `stem.safetensors`, or numbered files and their index when there is more than `max_shard_bytes`.
 
-    Args:
-        specs: every tensor by name, in the order of the files.
-        make: an item's tensors, by name; several threads may call it.
-        items: what `make` is asked for, in this order; by default every name of `specs`.
+    `make` gives the tensors of each of `items`, by default the names of `specs`, which are in the order of the files;
+    several threads may call it.
     """
     split = split_state_dict_into_shards_factory(
         dict(specs),

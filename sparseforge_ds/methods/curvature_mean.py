@@ -91,10 +91,8 @@ class CurvatureMean:
     # -- in the training step -----------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Hear the passes of the next training step if its mask update reads them, else none.
-
-        What was heard and not taken, as of a step that overflowed, is forgotten.
-        """
+        """Hear the passes of the next training step if its mask update reads them, else none. What was heard and not
+        taken, as of a step that overflowed, is forgotten."""
         self._hearing.close()
         self._hears = self.on.config.hears(self.on.step + 1)
         if self._hears:
@@ -119,10 +117,8 @@ class CurvatureMean:
 
     @torch.no_grad()
     def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
-        """Take a new sample into the running mean, unless training steps have given it. Collective.
-
-        `write_masters` undoes what an estimator did to the masters.
-        """
+        """Take a new sample into the running mean, unless training steps have given it. Collective. `write_masters`
+        undoes what an estimator did to the masters."""
         on, part = self.on, self.on.config.curvature
         if not self.measures or on.config.listens:
             return

@@ -40,9 +40,7 @@ class Scoring:
 
     def of(self, chunk: Chunk | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
         """(elements of the run, their H, scaling) for every matrix that a run of a weight's elements touches.
-
-        `elements`: H of the run where it is not a product.
-        """
+        `elements`: H of the run where it is not a product."""
         rows = self.matrices.rows[chunk.name]
         size = self.matrices.size(chunk.name)
         for row in rows[chunk.start // size : -(-chunk.stop // size)]:

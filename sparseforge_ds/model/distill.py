@@ -110,9 +110,7 @@ def task_only(chunk_tokens: int = 1024) -> DistillationConfig:
 
 def next_labels(labels_BS: Tensor, shifted: bool = False) -> Tensor:
     """(B * S,) what each position predicts. Labels are shifted, not logits, so that blocks of logits are views.
-
-    Labels are at the places of the inputs or, if `shifted`, at those that predict them.
-    """
+    Labels are at the places of the inputs or, if `shifted`, at those that predict them."""
     return labels_BS.reshape(-1) if shifted else F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED).reshape(-1)
 
 
@@ -249,10 +247,8 @@ class TokenLosses:
         rows: slice = slice(None),
         columns: slice | None = None,
     ) -> Tensor:
-        """d total / d student for a block of rows and columns, in `exact`, after every row has been taken in.
-
-        d KL / d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T.
-        """
+        """d total / d student for a block of rows and columns, in `exact`, after every row has been taken in. d KL /
+        d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T."""
         temperature, task_weight = self.config.temperature, self.config.task_weight
         kl_weight = self.config.weight * temperature
         gradient_TV = self._softmax(student_TV, self.tempered_T1[rows], temperature)

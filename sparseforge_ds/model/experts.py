@@ -1,9 +1,8 @@
 """Where the experts of a mixture are, and what lists of them need: a rank calls only those that it has tokens for.
 
-DeepSpeed's ZeRO-1 and ZeRO-2 add up gradients by their place in a bucket, which is filled in the order in which they
-come. Ranks that call different experts would add those of different weights, without an error where the sizes agree.
-So every expert gets a gradient, zero where it was not called, and all of them when a backward leaves their block.
-Under ZeRO-3 the block is a leaf module, for which DeepSpeed does that itself.
+DeepSpeed's ZeRO-1 and ZeRO-2 add up gradients by their place in a bucket, in the order in which they come: ranks that
+call different experts would add those of different weights. So every expert gets a gradient, zero where it was not
+called, when a backward leaves their block. Under ZeRO-3 the block is a leaf module, for which DeepSpeed does that.
 """
 
 from __future__ import annotations
@@ -56,10 +55,8 @@ class _Join(torch.autograd.Function):
 
 
 def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
-    """Let all experts of a list have gradients at the same moment of a backward pass, called or not.
-
-    Before `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions. `lists` as of `expert_lists`.
-    """
+    """Let all experts of a list have gradients at the same moment of a backward pass, called or not. Before
+    `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions. `lists` as of `expert_lists`."""
     for name, block in lists.items():
         experts = [*model.get_submodule(name).parameters()]
 

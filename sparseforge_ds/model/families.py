@@ -1,12 +1,8 @@
 """What is prunable in a model, by the table of families.
 
-A matrix that no row names is never skipped in silence: half of a model that is quietly left dense is the most expensive
-kind of bug here. `model.uncovered` refuses a model with more than a little of that. In a family that the table does not
-have, nothing is taken for granted: linear layers and fused experts are pruned where `include` names them, along the
-axis that their class contracts, and stay dense where it does not. Of anything else `include` decides nothing.
-
-Nothing in this file needs weights: names and full shapes are enough, so the offline tools use the same table. Under
-ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full shape in `ds_shape`.
+A matrix that no row names is never skipped in silence: `model.uncovered` refuses a model with more than a little of
+that. In a family that the table does not have, linear layers and fused experts are pruned where `include` names them,
+along the axis that their class contracts. Names and full shapes are enough here, so offline tools use the same table.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The loss where the logits would be made: in the head of a causal language model, so that they never exist whole.
 
-While a model runs, its head's forward is replaced: it gets the final hidden states and returns the losses in place of
-logits. The head is still called as the module that it is, so whatever gathers, reduces or watches its weight (ZeRO-3,
-for one) sees one call and one gradient of a micro-batch, tied to the embedding or not. Logits are made a block at a
-time: rows (tokens) in the forward pass, which needs whole rows, and columns (entries of the vocabulary) in the
-backward pass, where the log-normalizers are known: a block of columns gives its rows of the weight's gradient at once.
+While a model runs, its head's forward gets the final hidden states and returns the losses in place of logits. The head
+is still called as the module that it is, so whatever gathers, reduces or watches its weight (ZeRO-3, for one) sees one
+call and one gradient, tied or not. Logits are made a block at a time: rows (tokens) in the forward pass, and columns
+(entries of the vocabulary) in the backward pass, where a block gives its rows of the weight's gradient at once.
 
 Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden, V entries of the vocabulary.
 """

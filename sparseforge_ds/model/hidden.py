@@ -3,10 +3,8 @@
     d_l = mean over tokens of  |h_student - h_teacher|^2 / |h_teacher|^2     behind layer l
     L   = (eq. 12)  +  hidden.weight * mean over the chosen layers of d_l
 
-Each token counts by its own length, so that the few that are a hundred times longer than the others do not drown them,
-and so that the loss of a batch does not depend on how it is divided. The distance is formed where the layer returns, by
-an identity in the graph that saves nothing but the two states: a layer's gradient exists when the backward pass gets
-there and not before, and its fp32 differences exist a block of tokens at a time.
+Each token counts by its own length, so that the few very long ones do not drown the others. The distance is formed
+where the layer returns, by an identity in the graph that saves nothing but the two states.
 
 Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden.
 """

@@ -94,11 +94,7 @@ def _decoder(
 ) -> FamilyChannels:
     """A family of Llama's kind.
 
-    Args:
-        mlps: its gated MLPs, in a layer.
-        listed: where files have its routed experts, and their layers: gate, up, down.
-        routers: what chooses or weighs experts, in a layer.
-        latent: whether it has latent attention.
+    `listed` is where files have its routed experts, and their layers: gate, up, down.
     """
     reads = [*(_LATENT_QKV if latent else _QKV), *(f"layers.*.{router}" for router in routers)]
     reads += [f"layers.*.{mlp}.{name}" for mlp in mlps for name in ("gate_proj", "up_proj")]
@@ -209,14 +205,7 @@ _PHI3 = FamilyChannels(
 
 
 def _query_key_value(layer: str, attention: str, names: tuple[str, ...], norms: tuple[str, ...]) -> FamilyChannels:
-    """GPT-NeoX and Falcon.
-
-    Args:
-        layer: glob over a layer's name.
-        attention: its attention.
-        names: of the embedding and the head.
-        norms: in the layer and behind the last.
-    """
+    """GPT-NeoX and Falcon."""
     at, up, down = f"{layer}.{attention}", f"{layer}.mlp.dense_h_to_4h", f"{layer}.mlp.dense_4h_to_h"
     heads = (*outputs(f"{at}.query_key_value", values_of_groups), inputs(f"{at}.dense", attended))
     more = tuple(along for name in norms for along in norm(name))

@@ -82,10 +82,8 @@ def dimensions(model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...
     Raises ValueError where the table does not know the family, or one of the tensors; or shapes do not belong together.
 
     Args:
-        model_type: key of the table.
         config: of the text model (`get_text_config`): numbers and sizes of heads.
         shapes: full shape of every tensor, by its name in files or in memory.
-        which: key of `PARTS`.
     """
     check_family(model_type)
     family, found = CHANNELS[model_type], dict[str, Dimension]()

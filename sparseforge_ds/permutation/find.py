@@ -64,15 +64,11 @@ def find_permutation(
     Raises as `dimensions` and `check_pattern`.
 
     Args:
-        read: gives a tensor of `shapes` by its name.
         shapes, model_type, config, which: as in `dimensions`.
         weights: those that will be in the pattern, under the names of `shapes`.
-        pattern: an N:M pattern.
         rows: the most outputs scored a dimension; where there are more, this many are sampled.
-        seed: of the sample and of the search.
         squares: mean square of every input of a weight, (in,) or (experts, in); the score is then Wanda's,
             |W| sqrt(mean x^2), else W^2 (which measured better than |W|).
-        device: where orders are searched.
 
     Returns:
         The permutation; its facts say what share of the score the pattern keeps before and after, of the sampled rows.

@@ -1,8 +1,7 @@
 """A permutation as it is kept beside what it was applied to, and applied to one tensor at a time.
 
-FOLDER/permutation/ holds `permutation.json` (what was asked for, what it gained, a sha256) and
-`permutation.safetensors`: (blocks, channels) int32 a dimension, for every channel the one that takes its place. It is a
-folder of its own so that no loader takes it for weights.
+FOLDER/permutation/ has `permutation.json` (what was asked for and gained, a sha256) and `permutation.safetensors`. It
+is a folder of its own so that no loader takes it for weights.
 """
 
 from __future__ import annotations

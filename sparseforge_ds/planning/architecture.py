@@ -139,8 +139,7 @@ def describe(
 ) -> Architecture:
     """The sizes of a model, which may have no weights: a student with its branches, or a teacher.
 
-    Args:
-        leaf_suffixes: names of modules that ZeRO-3 gathers as a whole (`leaf_module.name_suffixes`).
+    Modules with `leaf_suffixes` (`leaf_module.name_suffixes`) are gathered as a whole.
     """
     config = model.config.get_text_config()
     masked = {weight.name for weight in weights}

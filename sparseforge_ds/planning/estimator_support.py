@@ -1,8 +1,7 @@
 """Whether the importance that is asked for can be measured in a model: known from its config, before any weight is.
 
-A few tokens are sent through the model on the meta device, which takes no memory and a moment, to see which layers they
-pass. A layer whose weight the model takes by itself (Mamba's `dt_proj`), or that no text reaches (a vision tower), gets
-no importance, which a run would find out hours later.
+A few tokens are sent through the model on the meta device, to see which layers they pass. A layer whose weight the
+model takes by itself (Mamba's `dt_proj`), or that no text reaches (a vision tower), gets no importance.
 """
 
 from __future__ import annotations

@@ -14,10 +14,8 @@ _MASK_BYTES = {"uint16": 2, "bool": 1, "float32": 4}
 
 
 def model_states(model: Architecture, settings: Settings, frozen: bool | None = None) -> Kinds:
-    """What lasts from step to step and belongs to the student, wherever it lies, without gradients.
-
-    For the time when masks are frozen, or else while they move; None: while they move, if they do in training.
-    """
+    """What lasts from step to step and belongs to the student, wherever it lies, without gradients. For the time
+    when masks are frozen, or else while they move; None: while they move, if they do in training."""
     forge = settings.forge
     frozen = settings.always_frozen if frozen is None else frozen
     states, masked = local(model, settings, 1), local(model, settings, 1, only_masked=True)

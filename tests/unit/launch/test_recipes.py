@@ -128,7 +128,7 @@ def test_a_recipe_goes_from_the_dense_model_to_the_numbers(bash):
     steps = [" ".join(command[3:5]) for command in commands[1:]]
     assert steps[0] == "consolidate /disk/run" and commands[1][5] == "/disk/run_2to4"
     assert steps[1] == "verify /disk/run_2to4"
-    assert [command[3] for command in commands[3:]] == ["meta-llama/Llama-2-7b-hf", "/disk/run_2to4", "/disk/run_2to4"]
+    assert [command[4] for command in commands[3:]] == ["meta-llama/Llama-2-7b-hf", "/disk/run_2to4", "/disk/run_2to4"]
     assert commands[5][1:4] == ["-m", "sparseforge_ds", "evaluate"] and "--suite" in commands[5]
 
 
@@ -140,7 +140,7 @@ def test_flags_of_the_user_win(bash):
     expected = {"dataset": ["own.jsonl"], "gpus": 4, "max_steps": 9, "model": "/gpt2", "dry_run": True}
     assert expected.items() <= flags.items()
     _, commands, _ = bash("launch/opt_2.7b.sh", MODEL="/opt")
-    assert commands[0][2:4] == ["--model", "/opt"] and commands[3][3] == "/opt"
+    assert commands[0][2:4] == ["--model", "/opt"] and commands[3][4] == "/opt"
 
 
 @pytest.mark.parametrize("flag", ["--model x", "--output_dir x", "--output-dir=x"])
