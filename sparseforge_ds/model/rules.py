@@ -117,9 +117,16 @@ def _near(glob: str, names: Collection[str]) -> str:
     """A glob that matches, most like one that does not."""
     core = glob.strip("*.")
     tried = (f"*.{core}.*", f"*.{core}", f"{core}.*", f"*{core}*") if core else ()
-    patterns = dict.fromkeys(name_pattern(name) for name in names)
-    near = difflib.get_close_matches(glob.lower(), patterns, n=1, cutoff=0.0)
-    return next((each for each in tried if fnmatch.filter(names, each)), near[0])
+    found = next((each for each in tried if fnmatch.filter(names, each)), None)
+    if found is not None:
+        return found
+    words = [word for word in re.split(r"[.*]+", core.lower()) if word not in ("weight", "")]
+
+    def likeness(pattern: str) -> float:
+        parts = pattern.lower().split(".")
+        return sum(max(difflib.SequenceMatcher(None, word, part).ratio() for part in parts) for word in words)
+
+    return max(dict.fromkeys(name_pattern(name) for name in names), key=likeness)
 
 
 def name_pattern(name: str) -> str:
