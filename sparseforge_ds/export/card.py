@@ -16,12 +16,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
-from sparseforge_ds.export.adapter import card_section
+from sparseforge_ds.export.adapter import adapter_rank
 from sparseforge_ds.export.source import HUB_ID, published_name
 from sparseforge_ds.export.stored import is_packed, listed_weights
 
 NAME = "README.md"
+_TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
 _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->"
 
 
@@ -76,18 +78,24 @@ def make_card(
     )
     packed = is_packed(config)
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
-    body = [
-        f"# {title}",
-        _summary(record, sections, len(weights)),
-        card_section(folder, sections["config"], packed) if branched else _usage(packed),
-        *_table("Training", _training(record, sections)),
-        *_table("Evaluation", [_line(each) for each in scored]),
-        "`sparsity.json` has every key of the configuration and the sha256 of every weight; `sparseforge verify` "
-        "checks the weights against both pattern and hashes.",
-        _OURS,
-    ]
-    text = "\n\n".join(body).replace("THIS_FOLDER", name or "THIS_FOLDER")
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+    return ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        title=title,
+        pattern=record.get("pattern"),
+        model=run["model"] if isinstance(run.get("model"), str) else None,
+        finished=record.get("finished"),
+        weights=len(weights),
+        packed=packed,
+        branched=branched,
+        shifted=bool(sections["config"]) and SparseForgeConfig.from_dict(sections["config"]).shifts,
+        rank=adapter_rank(folder) if branched and not packed else 0,
+        training=_training(record, sections),
+        evaluation=[_line(each) for each in scored],
+        folder=name or "THIS_FOLDER",
+        link=_link,
+        ours=_OURS,
+    )
 
 
 def write_card(
@@ -140,24 +148,6 @@ def _of_run(score: Any) -> list[EvalResult]:
     return [_result("text-generation", published_name(str(score.get("text"))), "perplexity", perplexity, how)]
 
 
-def _summary(record: dict[str, Any], sections: dict[str, dict[str, Any]], weights: int) -> str:
-    model, pattern = sections["run"].get("model"), record.get("pattern")
-    of = f" of {_link(model)}" if isinstance(model, str) else ""
-    exact = "exactly and in every group" if record.get("finished") else "projected before its run was finished"
-    return (
-        f"A {pattern} sparse model{of}: {weights} weight matrices are {pattern}, {exact}, and all other weights are "
-        "dense. sparseforge_ds made it; SparseForge is [arXiv 2605.06402](https://arxiv.org/abs/2605.06402)."
-    )
-
-
-def _usage(packed: bool) -> str:
-    first = "import sparseforge_ds  # knows the packed24 format\n" if packed else ""
-    return (
-        f"```python\n{first}from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")\n```'
-    )
-
-
 def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, object]]:
     run, config = sections["run"], sections["config"]
     method = config.get("method")
@@ -181,11 +171,6 @@ def _line(result: EvalResult) -> tuple[str, object]:
         f"{result.metric_name or result.metric_type}, {result.dataset_name}",
         f"{result.metric_value:g} {f'({how})' if how else ''}",
     )
-
-
-def _table(title: str, rows: Sequence[tuple[str, object]]) -> list[str]:
-    lines = [f"| {name} | {str(value).replace('|', ' ').strip()} |" for name, value in rows]
-    return [f"## {title}", "\n".join(["| | |", "|---|---|", *lines])] if lines else []
 
 
 def _link(name: str) -> str:

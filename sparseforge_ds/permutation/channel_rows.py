@@ -71,6 +71,11 @@ def plain(first: str, second: str, layout: Layout = whole) -> Channels:
     return Channels(at, "mlp", (*outputs(first, layout), inputs(f"{at}.{second}")))
 
 
+def heads(at: str, first: str, layout: Layout, second: str, read: Layout) -> Channels:
+    """The values of attention heads, between the layer that computes them and the one that reads them."""
+    return Channels(f"{at}.values", "heads", (*outputs(f"{at}.{first}", layout), inputs(f"{at}.{second}", read)))
+
+
 def experts(where: str, gate: str, up: str, down: str) -> Channels:
     """Routed experts: fused, as transformers has them, and one by one, as files have them."""
     fused, one = "layers.*.mlp.experts", f"layers.*.{where}.*"
