@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern
@@ -14,25 +14,16 @@ STATE_VERSION = 1
 """Of what a checkpoint's client state holds under `sparseforge`."""
 
 
-class Weight(Protocol):
-    """Whatever has these attributes, such as `model.families.PrunableWeight`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def input_axis(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class SparseWeight:
     """A weight that is, or is going to be, in the pattern."""
 
     name: str
+    """As in `model.named_parameters()`."""
     shape: tuple[int, ...]
+    """Full shape, also under ZeRO-3; (out, in), (in, out) or (experts, out, in)."""
     input_axis: int
-    """-1 or -2."""
+    """-1 when the input axis is last, -2 when it is the last but one."""
 
     @classmethod
     def parse(cls, entry: object, pattern: Pattern, where: str) -> SparseWeight:
@@ -59,7 +50,9 @@ class RunState:
     """Measurements of the curvature."""
 
     @classmethod
-    def of(cls, config: SparseForgeConfig, weights: Iterable[Weight], step: int = 0, refreshes: int = 0) -> RunState:
+    def of(
+        cls, config: SparseForgeConfig, weights: Iterable[SparseWeight], step: int = 0, refreshes: int = 0
+    ) -> RunState:
         """Of the run that is here."""
         listed = tuple(SparseWeight(weight.name, tuple(weight.shape), weight.input_axis) for weight in weights)
         return cls(config, listed, step, refreshes)

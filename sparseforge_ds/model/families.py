@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.mask.packing import POSITIONS
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Row
@@ -33,15 +34,9 @@ from sparseforge_ds.model.uncovered import Uncovered
 
 
 @dataclass(frozen=True)
-class PrunableWeight:
-    """One weight under a mask."""
+class PrunableWeight(SparseWeight):
+    """One weight under a mask, and where it is in its model."""
 
-    name: str
-    """As in `model.named_parameters()`."""
-    shape: tuple[int, ...]
-    """Full shape, also under ZeRO-3; (out, in), (in, out) or (experts, out, in)."""
-    input_axis: int
-    """Negative: -1 when the input axis is last, -2 when it is the last but one."""
     module: str
     """Name of the module that holds the parameter, as in `model.get_submodule`."""
     experts: int = 0

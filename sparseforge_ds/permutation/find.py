@@ -10,28 +10,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.permutation.channels import Axis, Dimension, dimensions
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.permutation.search import best_order, kept_score
 
 
-class Prunable(Protocol):
-    """Like `model.families.PrunableWeight`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def input_axis(self) -> int: ...
-
-
-def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Iterable[Prunable]) -> None:
+def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
     """Raise ValueError where groups are not those of neighbouring channels of one block."""
     if not isinstance(pattern, NM):
         raise ValueError(f"permute: channels share groups in n:m patterns only, not in {pattern}; set permute to null")
@@ -48,7 +40,7 @@ def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Ite
 def find_permutation(
     read: Callable[[str], Tensor],
     shapes: Mapping[str, tuple[int, ...]],
-    weights: Iterable[Prunable],
+    weights: Iterable[SparseWeight],
     model_type: str,
     config: Any,
     pattern: Pattern,
