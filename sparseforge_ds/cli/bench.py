@@ -52,15 +52,15 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from sparseforge_ds.evaluate.speed import Plan, draw, load_pair, measure, report, table
+    from sparseforge_ds.evaluate.speed import Workload, draw, load_pair, measure, report, table
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    plan = Plan(tuple(args.batches), args.prompt, args.generated, args.repeats)
+    workload = Workload(tuple(args.batches), args.prompt, args.generated, args.repeats)
     packed, dense = load_pair(args.model, args.against, args.dtype)
-    speeds = measure(packed, dense, plan, lambda line: print(line, file=sys.stderr))
+    speeds = measure(packed, dense, workload, lambda line: print(line, file=sys.stderr))
     names = args.model, args.against or f"{args.model}, unpacked"
-    measured = report(packed, dense, names, plan, speeds)
+    measured = report(packed, dense, names, workload, speeds)
     print(table(measured))
     if args.out is not None:
         folder = Path(args.out)

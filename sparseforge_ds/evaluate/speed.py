@@ -28,7 +28,7 @@ PAPER = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What is measured."""
 
     batches: Sequence[int] = (1, 4)
@@ -79,17 +79,20 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
 
 @torch.no_grad()
 def measure(
-    packed: PreTrainedModel, dense: PreTrainedModel, plan: Plan, progress: Callable[[str], None] = lambda line: None
+    packed: PreTrainedModel,
+    dense: PreTrainedModel,
+    workload: Workload,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> list[Speed]:
     """Prefill and decode of both models at each batch size, in turns."""
     found = []
     for work, run in (("prefill", _prefill), ("decode", _decode)):
-        for batch in plan.batches:
+        for batch in workload.batches:
             progress(f"{work}, batch {batch}")
             rates: dict[str, list[float]] = {"dense": [], "packed": []}
-            for turn in range(plan.repeats + 1):
+            for turn in range(workload.repeats + 1):
                 for name, model in (("dense", dense), ("packed", packed)):
-                    rate = run(model, batch, plan)
+                    rate = run(model, batch, workload)
                     if turn:
                         rates[name].append(rate)
             quotients = [mine / theirs for mine, theirs in zip(rates["packed"], rates["dense"], strict=True)]
@@ -98,7 +101,7 @@ def measure(
 
 
 def report(
-    packed: PreTrainedModel, dense: PreTrainedModel, names: tuple[str, str], plan: Plan, speeds: list[Speed]
+    packed: PreTrainedModel, dense: PreTrainedModel, names: tuple[str, str], workload: Workload, speeds: list[Speed]
 ) -> dict[str, Any]:
     """Everything that was measured, for a JSON file."""
     device = packed.device
@@ -110,7 +113,7 @@ def report(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "plan": asdict(plan),
+        "workload": asdict(workload),
         "speeds": [asdict(speed) for speed in speeds],
         "paper": PAPER,
     }
@@ -161,20 +164,20 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _prefill(model: PreTrainedModel, batch: int, plan: Plan) -> float:
-    ids = _tokens(model, batch, plan.prompt)
+def _prefill(model: PreTrainedModel, batch: int, workload: Workload) -> float:
+    ids = _tokens(model, batch, workload.prompt)
     began = _now(model)
     model(ids, use_cache=True, logits_to_keep=1)
-    return batch * plan.prompt / (_now(model) - began)
+    return batch * workload.prompt / (_now(model) - began)
 
 
-def _decode(model: PreTrainedModel, batch: int, plan: Plan) -> float:
+def _decode(model: PreTrainedModel, batch: int, workload: Workload) -> float:
     output = model(_tokens(model, batch, 16), use_cache=True)
     began = _now(model)
-    for _ in range(plan.generated):
+    for _ in range(workload.generated):
         ids = output.logits[:, -1:].argmax(-1)
         output = model(ids, past_key_values=output.past_key_values, use_cache=True)
-    return batch * plan.generated / (_now(model) - began)
+    return batch * workload.generated / (_now(model) - began)
 
 
 def _tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -18,7 +18,7 @@ from sparseforge_ds.checkpoint.folder import find_run, read_json
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config.run_state import RunState, SparseWeight
-from sparseforge_ds.export.bits import chunks, members_left
+from sparseforge_ds.export.counting import chunks, members_left
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import (
     Source,

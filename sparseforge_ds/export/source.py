@@ -22,7 +22,7 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.bits import count_not_finite
+from sparseforge_ds.export.counting import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 

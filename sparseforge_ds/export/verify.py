@@ -21,7 +21,7 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
-from sparseforge_ds.export.bits import WeightReport, chunk_size
+from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each

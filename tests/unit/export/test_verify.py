@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import bits
-from sparseforge_ds.export.bits import WeightReport, chunk_size
+from sparseforge_ds.export import counting
+from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.mask.pattern import NM, Block, top_n
 from tests.tiny_models import tiny_gpt2, tiny_llama
@@ -125,7 +125,7 @@ def test_each_weight_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_weight_in_several_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = check_folder(folder)
-    monkeypatch.setattr(bits, "CHUNK", 100)
+    monkeypatch.setattr(counting, "CHUNK", 100)
     assert whole.ok and check_folder(folder) == whole
 
 
@@ -247,5 +247,5 @@ def test_check_weight_against_loops(seed: int, dtype: str) -> None:
 def test_pieces_hold_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(96, 64)
     whole = [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)]
-    monkeypatch.setattr(bits, "CHUNK", 100)
+    monkeypatch.setattr(counting, "CHUNK", 100)
     assert [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)] == whole

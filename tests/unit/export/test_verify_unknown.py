@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import bits
+from sparseforge_ds.export import counting
 from sparseforge_ds.export.verify import FolderReport, check_folder
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.permutation.record import Permutation
@@ -47,7 +47,7 @@ def test_the_pattern_that_was_put_in_is_found(
 
 
 def test_one_group_at_the_very_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "CHUNK", 256)
+    monkeypatch.setattr(counting, "CHUNK", 256)
     weight = pruned(torch.randn(64, 32), NM(2, 4), -1) + 0.0
     assert check(tmp_path, weight).ok and check(tmp_path, weight).pattern == "2:4"
     weight[-1, -4:] = 1.0

@@ -90,7 +90,7 @@ def test_a_dry_run_resolves_the_whole_recipe(recipe, bash, capsys, monkeypatch):
     assert code == 0 and len(commands) == 1
     if recipe not in IN_FULL:
         nothing = Activations(saved=0, logits=0, loss=0, backward=0)
-        monkeypatch.setattr("sparseforge_ds.planning.study.trace", lambda *_, **__: nothing)
+        monkeypatch.setattr("sparseforge_ds.planning.plan.trace", lambda *_, **__: nothing)
     code, text, errors = dry(commands[0], capsys, monkeypatch)
     assert (code, errors) == (0, "")
     assert f"{RECIPES[recipe]:,} parameters" in text
@@ -183,7 +183,7 @@ def test_what_is_missing_is_said(bash, line):
 
 def test_more_gpus_than_the_recipe_is_made_for(bash, capsys, monkeypatch):
     """64 sequences on 64 GPUs leave one for each."""
-    monkeypatch.setattr("sparseforge_ds.planning.study.trace", lambda *_, **__: Activations(0, 0, 0, 0))
+    monkeypatch.setattr("sparseforge_ds.planning.plan.trace", lambda *_, **__: Activations(0, 0, 0, 0))
     _, commands, _ = bash("launch/gpt2.sh medium --dry_run", GPUS="64")
     code, _, errors = dry(commands[0], capsys, monkeypatch)
     assert code == 1

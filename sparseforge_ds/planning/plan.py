@@ -37,7 +37,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Study:
+class Plan:
     """The plan of one run."""
 
     machine: Machine
@@ -115,7 +115,7 @@ class Study:
         }
 
 
-def study(
+def make_plan(
     config: PretrainedConfig,
     model: Architecture,
     settings: Settings,
@@ -123,7 +123,7 @@ def study(
     *,
     teacher: tuple[PretrainedConfig, Architecture] | None = None,
     tokens: int | None = None,
-) -> Study:
+) -> Plan:
     """Plan a run, without weights: of a student's config and sizes, and those of a teacher that is another model.
 
     Raises ValueError where the model cannot be run on the meta device.
@@ -148,7 +148,7 @@ def study(
     limits = machine.device, machine.host
     roomy = fits(found, *limits)
     tokens = tokens or settings.forge.max_steps * settings.tokens_per_step
-    return Study(
+    return Plan(
         machine=machine,
         settings=settings,
         model=model,
