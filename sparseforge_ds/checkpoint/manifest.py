@@ -29,9 +29,7 @@ class Manifest:
     step: int
     world_size: int
     stage: int
-    """ZeRO stage of the engine that saved it."""
     files: dict[str, int]
-    """Name of every file -> bytes."""
     fingerprints: dict[str, str]
 
     @classmethod

@@ -30,7 +30,6 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""How safetensors calls the dtypes."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -92,7 +91,6 @@ class TensorFolder:
         else:
             raise ValueError(f"{self.folder}: no {single.name} and no {index.name} in it; give an exported model")
         self.files: dict[str, str] = files
-        """File of every tensor."""
         self.specs: dict[str, TensorSpec] = {}
         """Shape and dtype of every tensor, in the order of the files."""
         for name, file in files.items():

@@ -21,7 +21,6 @@ class RankPartitions:
     masters: list[Tensor] | None
     """fp32 (or bf16) master of each flat; None at stage 0 in fp32, where the module's weights are the masters."""
     states: list[dict[str, Any]]
-    """The inner optimizer's state of each flat."""
     groups: list[dict[str, Any]]
     """The inner optimizer's param groups: hyperparameters and our own keys, without the parameters."""
     group_of_flat: list[int]

@@ -14,7 +14,6 @@ from sparseforge_ds.compare.runs import Setting, at_the_edge, one_shot_runs, res
 from sparseforge_ds.compare.settings import CompareConfig
 
 _FOUND = ("validation_perplexity", "test_perplexity", "diverged", "sparsity", "seconds", "resumed", "agreement")
-"""What a row takes from a record."""
 
 
 class Records:

@@ -97,7 +97,6 @@ class Cost:
 
     bytes: float
     multiplications: float
-    """For a token."""
     branch: bool = False
     """Whether a low-rank branch is in them."""
 

@@ -21,9 +21,7 @@ class LoadedTasks(NamedTuple):
     """Tasks with their rows."""
 
     manager: Any
-    """The harness' index of tasks."""
     by_name: Mapping[str, Any]
-    """The harness' task objects."""
 
 
 def load_tasks(names: Sequence[str], include_path: str | None = None, limit: int | None = None) -> LoadedTasks:

@@ -51,7 +51,6 @@ class Perplexity:
     nll: float
     """Mean negative log-likelihood of a scored token, in nats."""
     tokens: int
-    """Tokens scored."""
     unscored: int
     """Tokens of the text that were not scored: first of a window, tail, cut."""
     protocol: Protocol

@@ -35,9 +35,7 @@ class Published:
     """What the paper says of a model."""
 
     dense: Mapping[str, float] = field(default_factory=dict)
-    """Accuracy of the dense model by task."""
     sparse: Mapping[str, float] = field(default_factory=dict)
-    """Accuracy of its 2:4 model by task."""
     dense_mean: Mapping[str, float] = field(default_factory=dict)
     """Mean over a suite of seven; the key is in `MEANS`, or `seven` where it is not known which suite it was."""
     sparse_mean: Mapping[str, float] = field(default_factory=dict)

@@ -32,7 +32,6 @@ class Workload:
     """What is measured."""
 
     batches: Sequence[int] = (1, 4)
-    """Sequences at once."""
     prompt: int = 512
     """Tokens of each sequence that prefill reads."""
     generated: int = 16

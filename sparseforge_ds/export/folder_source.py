@@ -17,7 +17,6 @@ from sparseforge_ds.export.source import (
     Source,
     check_config,
     choose_dtype,
-    kept,
     read_model_config,
     require_finite,
 )
@@ -85,10 +84,6 @@ class FolderSource(Source):
                 value += 0.0
         require_finite(value, name, self.folder)
         return value
-
-    @override
-    def read_mask(self, name: str) -> Tensor:
-        return kept(self.read(name), self.prunable[name], self.pattern, self.folder)
 
     @override
     def read_branch(self, name: str) -> Tensor:

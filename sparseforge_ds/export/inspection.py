@@ -39,7 +39,6 @@ class MaskReport:
     name: str
     elements: int
     binary: float
-    """Exactly 0 or exactly 1."""
     undecided: float
     """Inside of `UNDECIDED`."""
     density: float
@@ -70,7 +69,6 @@ class RunStatus:
     masked_weights: int = 0
     masked_parameters: int = 0
     branch_parameters: int = 0
-    """Numbers in all B of low-rank branches."""
     masks: list[MaskReport] = field(default_factory=list)
     """The most undecided first."""
 
@@ -83,11 +81,9 @@ class Inspection:
     run: dict[str, Any] | None
     """`sparseforge.json`: coverage, flags, versions."""
     result: dict[str, Any] | None
-    """`result.json` of a finished run."""
     inventory: Inventory | None
     """All checkpoints, unless the path is a single one."""
     current: SavedCheckpoint | None
-    """The checkpoint that is looked into."""
     status: RunStatus | None
     problems: list[str]
     """Why the checkpoint cannot be resumed or exported, or what else is not in order."""

@@ -29,7 +29,6 @@ from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.permutation.record import Permutation, Reordering
 
 FORMAT = 1
-"""Version of mask.json and of the bytes."""
 
 
 def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> dict[str, Any]:

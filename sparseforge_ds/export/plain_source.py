@@ -15,7 +15,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.adapter import CONFIG
-from sparseforge_ds.export.source import Source, choose_dtype, kept, read_model_config, require_finite
+from sparseforge_ds.export.source import Source, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.workers import default_workers
 from sparseforge_ds.mask.pattern import NM
@@ -75,7 +75,3 @@ class PlainSource(Source):
             value += 0.0
         require_finite(value, name, self.folder)
         return value
-
-    @override
-    def read_mask(self, name: str) -> Tensor:
-        return kept(self.read(name), self.prunable[name], self.pattern, self.folder)

@@ -29,7 +29,6 @@ from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.registration import OWN_FAMILIES
 
 TOKENS = 16
-"""Length of the text whose logits are compared."""
 
 TOLERANCE = 1e-5
 """Of the largest logit, in fp32: how far peft's way of adding the branch may be from ours."""

@@ -85,10 +85,18 @@ class Source(abc.ABC):
         """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own. Several
         threads may read at once. Raises ValueError where it is damaged, inconsistent, or not finite in its dtype."""
 
-    @abc.abstractmethod
     def read_mask(self, name: str) -> Tensor:
-        """The mask of a weight of `prunable`: bool in its shape, with exactly N members True in every group. Raises
-        ValueError where it is damaged or inconsistent."""
+        """The mask of a weight of `prunable`: bool in its shape, with exactly N members True in every group.
+
+        Where fewer than N are not zero, the first zeros count as kept; a group with more raises ValueError.
+        """
+        weight, pattern = self.prunable[name], self.pattern
+        there_GM = pattern.to_groups(
+            (self.read(name) != 0).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis
+        )
+        if bool((there_GM.sum(1) > pattern.kept).any()):
+            raise ValueError(f"{self.folder}: {name} is not {pattern}; run `sparseforge verify` on the folder")
+        return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)
 
     def read_branch(self, name: str) -> Tensor:
         """B of a module of `branches`, (out, in/k), in `dtype`."""
@@ -143,12 +151,3 @@ def require_finite(value: Tensor, name: str, where: Path) -> None:
     """Raise unless every element is finite."""
     if count_not_finite(value):
         raise ValueError(f"{where}: {name} is not finite in {value.dtype}; try --dtype float32")
-
-
-def kept(value: Tensor, weight: SparseWeight, pattern: Pattern, where: Path) -> Tensor:
-    """The mask of a final weight: bool in its shape. Where fewer than N are not zero, the first zeros count as kept.
-    Raises ValueError where a group has more than N."""
-    there_GM = pattern.to_groups((value != 0).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis)
-    if bool((there_GM.sum(1) > pattern.kept).any()):
-        raise ValueError(f"{where}: {weight.name} is not {pattern}; run `sparseforge verify` on the folder")
-    return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)

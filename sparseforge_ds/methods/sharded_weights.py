@@ -44,7 +44,6 @@ class ShardedWeights:
         self.pattern = config.parsed_pattern
         self.weights: dict[str, PrunableWeight] = {w.name: w for w in prunable_weights(engine.module, config)}
         self.step = 0
-        """Optimizer steps that were applied."""
         self.refreshes = 0
         """Curvature refreshes so far, for the bias correction."""
         self.layout = layout_of(engine)

@@ -16,7 +16,6 @@ from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.rules import is_row, model_type_of
 
 _JOINS = "joins_expert_gradients"
-"""Attribute of a block that says so."""
 
 
 def leaf_modules(model: nn.Module) -> list[str]:

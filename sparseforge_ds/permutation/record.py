@@ -24,7 +24,6 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.permutation.channels import Axis, dimensions
 
 FOLDER = "permutation"
-"""Name of the folder."""
 FORMAT = 1
 _STEM = "permutation"
 

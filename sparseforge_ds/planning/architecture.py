@@ -29,7 +29,6 @@ class Parameter:
     name: str
     numel: int
     masked: bool
-    """Whether it goes under a mask."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from sparseforge_ds.planning.states import Kinds, kept_gradients, local, model_s
 _MASK_SCRATCH = 32
 """Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
 _WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
-"""What is offloaded with the optimizer."""
 
 Trace = Callable[[int, bool], Activations]
 """`trace(micro_batch, checkpointing)` of the model at hand."""

@@ -33,7 +33,6 @@ class Machine:
     tflops: float = 989.0
     """Peak of a GPU in the dtype of the run, in 10^12 operations a second."""
     mfu: float = 0.4
-    """Share of the peak that a run reaches."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparseforge_ds.planning.architecture import bare_model, without_numbers
 
 Attention = Callable[..., tuple[Tensor, None]]
-"""One of transformers'."""
 _TRIED = 8
 """Tokens of the pass that is watched."""
 _OF_TOKENS = {"position_ids", "attention_mask"}

@@ -22,7 +22,6 @@ class Settings:
     stage: int
     ranks: int
     dtype: torch.dtype
-    """In which the model computes."""
     gradient_bytes: int
     """Bytes of an element while gradients are reduced and kept."""
     micro_batch: int
