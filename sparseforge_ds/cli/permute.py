@@ -88,7 +88,7 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return dense.find(config, args.dimensions, args.rows, device=device, progress=progress)
 
-    from sparseforge_ds.evaluate.passages import windows
+    from sparseforge_ds.evaluate.perplexity import windows
     from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
     from sparseforge_ds.evaluate.text import read_documents
     from sparseforge_ds.model.families import prunable_weights

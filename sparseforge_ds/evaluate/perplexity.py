@@ -27,7 +27,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.formats import is_plain_text
-from sparseforge_ds.evaluate.passages import Passage, whole_documents, windows
 from sparseforge_ds.evaluate.pretrained import (
     adapter_of,
     load_model,
@@ -56,6 +55,15 @@ class Perplexity:
     protocol: Protocol
     seq_length: int
     documents: int
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A run of tokens that goes through the model at once."""
+
+    tokens: list[int]
+    skip: int
+    """Tokens at the beginning that are context only (at least the first)."""
 
 
 def measure(
@@ -105,6 +113,45 @@ def measure(
     mean = nll / tokens
     perplexity = math.exp(mean) if mean < 700 else math.inf
     return Perplexity(perplexity, mean, tokens, total - tokens, protocol, seq_length, len(documents))
+
+
+def windows(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int, keep_tail: bool
+) -> tuple[list[Passage], int]:
+    """The windows of the joined documents, and the tokens that these have. Raises ValueError where the text is shorter
+    than a window, or the stride is longer."""
+    if not 1 <= stride <= seq_length:
+        raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
+    ids = _tokenize(tokenizer, "\n\n".join(documents), special=True)
+    if len(ids) < seq_length:
+        raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
+    starts = range(0, len(ids) - seq_length + 1, stride)
+    overlap = max(1, seq_length - stride)
+    passages = [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts]
+    tail = ids[starts[-1] + stride :]
+    if keep_tail and len(tail) > overlap:
+        passages.append(Passage(tail, overlap))
+    return passages, len(ids)
+
+
+def whole_documents(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int
+) -> tuple[list[Passage], int]:
+    """Every document by itself, and the tokens of all. Raises ValueError where there is no token to begin a document
+    with, or none in any document."""
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")
+    tokens = [_tokenize(tokenizer, document, special=False) for document in documents]
+    passages = [Passage([first, *ids][:seq_length], 1) for ids in tokens if ids]
+    if not passages:
+        raise ValueError("no document has a token in it")
+    return passages, sum(map(len, tokens))
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids
 
 
 @torch.no_grad()

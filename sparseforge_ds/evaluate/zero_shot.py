@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
 from sparseforge_ds.evaluate.harness import LoadedTasks, load_tasks
 from sparseforge_ds.evaluate.pretrained import (
     adapter_of,
@@ -22,7 +21,7 @@ from sparseforge_ds.evaluate.pretrained import (
     prune_by_magnitude,
     write_result,
 )
-from sparseforge_ds.evaluate.published import MEANS, SUITES
+from sparseforge_ds.evaluate.published import MEANS, SUITES, accuracy_table, mean_accuracy
 from sparseforge_ds.mask.pattern import parse_pattern
 
 
