@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sparseforge_ds.config.strict import at_least, require
+from sparseforge_ds.config.strict import require
 
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
 
@@ -44,7 +44,14 @@ class CurvatureConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.decay < 1, "curvature.decay", self.decay, "use 0 <= decay < 1")
-        at_least(self, "curvature", 1, "sequences", "probes", "first_probes")
+        require(
+            self.sequences is None or self.sequences >= 1,
+            "curvature.sequences",
+            self.sequences,
+            "use null or an integer >= 1",
+        )
+        require(self.probes >= 1, "curvature.probes", self.probes, "use an integer >= 1")
+        require(self.first_probes >= 1, "curvature.first_probes", self.first_probes, "use an integer >= 1")
         require(self.damping >= 0, "curvature.damping", self.damping, "use a value >= 0")
         require(self.radius is None or self.radius > 0, "curvature.radius", self.radius, "use null or a value > 0")
 
@@ -65,7 +72,7 @@ class LowRankConfig:
     fraction of max_steps; null: when the mask is frozen (`sparseforge`), or before the first step (other methods)."""
 
     def __post_init__(self) -> None:
-        at_least(self, "low_rank", 2, "k")
+        require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
         require(self.start is None or 0 <= self.start <= 1, "low_rank.start", self.start, "use null or 0 <= start <= 1")
         require(
             not self.shift or self.start is None,
@@ -88,7 +95,8 @@ class HiddenConfig:
 
     def __post_init__(self) -> None:
         require(self.weight > 0, "distillation.hidden.weight", self.weight, 'use a value > 0, or "hidden": null')
-        at_least(self, "distillation.hidden", 1, "every")
+        every = self.every
+        require(every is None or every >= 1, "distillation.hidden.every", every, "use null or an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class DistillationConfig:
             self.weight + self.task_weight > 0, "distillation.weight", self.weight, "one of the weights must be > 0"
         )
         require(self.temperature > 0, "distillation.temperature", self.temperature, "use a value > 0")
-        at_least(self, "distillation", 1, "chunk_tokens")
+        require(self.chunk_tokens >= 1, "distillation.chunk_tokens", self.chunk_tokens, "use an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,8 @@ class PermuteConfig:
     """The most outputs of the weights that read a dimension; where there are more, this many are sampled."""
 
     def __post_init__(self) -> None:
-        at_least(self, "permute", 1, "sequences", "rows")
+        for name in ("sequences", "rows"):
+            require(getattr(self, name) >= 1, f"permute.{name}", getattr(self, name), "use an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,7 @@ class ReconstructionConfig:
 
     def __post_init__(self) -> None:
         require(self.damping > 0, "reconstruction.damping", self.damping, "use a value > 0")
-        at_least(self, "reconstruction", 1, "block")
+        require(self.block >= 1, "reconstruction.block", self.block, "use an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -164,4 +173,5 @@ class MonitorConfig:
     """Soft-to-hard gap: the loss with the mask hardened now, minus the loss with the soft mask."""
 
     def __post_init__(self) -> None:
-        at_least(self, "monitor", 0, "histograms_every", "gap_every")
+        for name in ("histograms_every", "gap_every"):
+            require(getattr(self, name) >= 0, f"monitor.{name}", getattr(self, name), "use an integer >= 0")

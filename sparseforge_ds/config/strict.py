@@ -19,13 +19,6 @@ def require(condition: bool, key: str, value: object, cure: str) -> None:
         raise ValueError(f"sparseforge.{key} = {json.dumps(value)} is not valid: {cure}")
 
 
-def at_least(part: object, where: str, least: int, *keys: str) -> None:
-    """Require integers of a part of the block, which may be null where their types say so, to be `least` or more."""
-    for key in keys:
-        value = getattr(part, key)
-        require(value is None or value >= least, f"{where}.{key}", value, f"use an integer >= {least}")
-
-
 def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` upon `under`, objects key by key."""
     merged = dict(under)
