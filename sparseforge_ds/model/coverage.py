@@ -24,6 +24,16 @@ class Coverage:
     dense: dict[str, int] = field(hash=False)
     """Elements of the linear weights that stay dense, by pattern of their names, the most first."""
 
+    @property
+    def of_linear(self) -> float:
+        """Percent of the linear weights that is under a mask."""
+        return 100.0 * self.masked / self.linear
+
+    @property
+    def of_all(self) -> float:
+        """Percent of all elements that is under a mask."""
+        return 100.0 * self.masked / self.total
+
     def __str__(self) -> str:
         return said(self.masked, self.linear, self.total)
 
