@@ -25,10 +25,8 @@ class CheckpointFiles:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders of a run's `checkpoints`, the newest last.
-
-    A checkpoint gets such a name when all of it is on the disk.
-    """
+    """The `step_*` folders of a run's `checkpoints`, the newest last. A checkpoint gets such a name when all of it
+    is on the disk."""
     children = folder.iterdir() if folder.is_dir() else ()
     found = {child: int(match[1]) for child in children if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
     return sorted(found, key=lambda child: (found[child], child.name))
@@ -40,11 +38,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names.
-
-    Raises:
-        ValueError: `latest` names nothing.
-    """
+    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names."""
     if steps := list_checkpoints(folder):
         return steps[-1]
     latest = folder / "latest"
@@ -62,13 +56,8 @@ def _named_by(file: Path) -> Path:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder.
-
-    It may also be a file `checkpoints/best`, which names the best.
-
-    Raises:
-        ValueError: nothing there, or `latest` or `best` names nothing.
-    """
+    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder. It may also
+    be a file `checkpoints/best`, which names the best."""
     path = Path(path)
     if path.name == "best" and path.is_file():
         return _named_by(path)
@@ -89,11 +78,8 @@ def find_run(path: str | Path) -> Path | None:
 
 
 def list_files(folder: Path) -> CheckpointFiles:
-    """Sort the files of a checkpoint folder by rank.
-
-    Raises:
-        ValueError: a rank's file is missing, or the checkpoint was made with tensor or expert parallelism.
-    """
+    """Sort the files of a checkpoint folder by rank. Raises ValueError where that of a rank is missing, or tensor or
+    expert parallelism made the checkpoint."""
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
     for file in sorted(folder.glob("*.pt")):
@@ -118,11 +104,7 @@ def list_files(folder: Path) -> CheckpointFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: the file is missing or not a JSON object.
-    """
+    """Parse a JSON object."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # a pipe or a device might never end

@@ -39,7 +39,6 @@ class MaskReport:
     name: str
     elements: int
     binary: float
-    """Exactly 0 or exactly 1."""
     undecided: float
     """Inside of `UNDECIDED`."""
     density: float
@@ -70,7 +69,6 @@ class RunStatus:
     masked_weights: int = 0
     masked_parameters: int = 0
     branch_parameters: int = 0
-    """Numbers in all B of low-rank branches."""
     masks: list[MaskReport] = field(default_factory=list)
     """The most undecided first."""
 
@@ -83,11 +81,9 @@ class Inspection:
     run: dict[str, Any] | None
     """`sparseforge.json`: coverage, flags, versions."""
     result: dict[str, Any] | None
-    """`result.json` of a finished run."""
     inventory: Inventory | None
     """All checkpoints, unless the path is a single one."""
     current: SavedCheckpoint | None
-    """The checkpoint that is looked into."""
     status: RunStatus | None
     problems: list[str]
     """Why the checkpoint cannot be resumed or exported, or what else is not in order."""
@@ -120,17 +116,8 @@ def inspect(
     checksums: bool = False,
     progress: bool = False,
 ) -> Inspection:
-    """Collect what can be known without a process group.
-
-    Args:
-        path: a run's folder, its `checkpoints` folder, or one checkpoint.
-        quick: read no masks.
-        checksums: read every byte of the checkpoint.
-        progress: show a bar on stderr.
-
-    Raises:
-        ValueError: the path is none of these, or cannot be read.
-    """
+    """What can be known of a run's folder, its `checkpoints`, or one checkpoint, without a process group. `quick`
+    reads no masks, `checksums` reads every byte of the checkpoint."""
     path = Path(path)
     checkpoints, single = _locate(path)
     run = path if checkpoints is not None and checkpoints.parent == path else find_run(path)
@@ -176,12 +163,7 @@ def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
 
 
 def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) -> MaskReport:
-    """How decided a mask is.
-
-    Args:
-        mask_GM: (G, M) fp32, by groups.
-        dense_GM: (G, M) the dense weight of the same groups.
-    """
+    """How decided a mask is, (G, M) fp32 by groups, beside the dense weight of the same groups."""
     hard_GM = top_n(mask_GM, pattern.kept)
     largest_GM = top_n(dense_GM.abs(), pattern.kept)
     low, high = UNDECIDED
@@ -236,11 +218,7 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStatus:
-    """Look into one checkpoint.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Look into one checkpoint."""
     checkpoint = Checkpoint(folder)
     if checksums:
         checkpoint.check_bytes()
