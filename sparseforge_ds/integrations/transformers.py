@@ -192,7 +192,7 @@ class SparseForgeMixin(_Trainer):
         if trained is not None:
             trained /= self.current_gradient_accumulation_steps
         batch = MicroBatch(inputs["input_ids"], inputs["labels"], trained, more)
-        with self._objective.targets([batch.token_BS], **more) as (target,):
+        with self._objective.targets([batch]) as (target,):
             total, parts = self._objective.loss(batch, target)
         self._parts += torch.cat([parts, parts.new_ones(1)])
         return (total, None) if return_outputs else total
