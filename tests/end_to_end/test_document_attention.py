@@ -86,11 +86,12 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     copy = continued(asked, run, 3)
     assert differences(states(run / "checkpoints" / "step_000008"), states(copy / "checkpoints" / "step_000008")) == []
     shared = tmp_path / "shared"
-    train(*flags(tmp_path, block, 2, 6, shared, **common, sequence_parallel=2))
+    train(*flags(tmp_path, block, 2, 6, shared, **common, **evaluated, sequence_parallel=2))
     assert_same(
         shared, weights(run), bound=1e-5
     )  # a first token sees itself alone: its query has a gradient of rounding
-    assert scalar(shared, "loss/cross_entropy", 1) == pytest.approx(scalar(run, "loss/cross_entropy", 1), rel=1e-6)
+    for tag, step in (("loss/cross_entropy", 1), ("eval/perplexity", 0), ("eval/perplexity", 8)):
+        assert scalar(shared, tag, step) == pytest.approx(scalar(run, tag, step), rel=1e-6), tag
 
 
 def test_a_model_that_mixes_documents_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
