@@ -209,7 +209,8 @@ def make_spec(
     if arguments.document_attention:
         for each, flag in ((model, "--model"), (teacher, "--teacher")):
             if each is not None:
-                check_document_attention(empty_model(each), f"{flag} {each.name}", config)
+                bare = empty if each is model else empty_model(each)
+                check_document_attention(bare, f"{flag} {each.name}", config)
     if config.permute is not None:
         _check_channels(empty, config)
     weights = prunable_weights(prepare(empty, config), config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -22,34 +24,56 @@ MIXED = {"falcon", "gpt_oss", "opt", "qwen3_next"}
 """Families that ignore where positions begin anew: in masks that they make themselves, or in linear attention."""
 
 
-def body() -> dict[str, Any]:
+def every_family() -> dict[str, str]:
+    """Refusals, by family."""
     refused: dict[str, str] = {}
     for family, build in BUILDERS.items():
         try:
             prove(build(), f"--model {family}")
         except AgreedError as error:
             refused[family] = str(error)
-    shared: dict[str, str] = {}
-    whole = {}
-    sequence = SequenceParallel(2, document_attention=True)
-    for family in DIVIDED:
-        model = BUILDERS[family]()
-        whole[family] = model.config._attn_implementation
-        sequence.divide(model)
-        sequence.prove(model, family)
-        try:
-            prove(model, f"--model {family}", sequence.rank, sequence.size)
-        except AgreedError as error:
-            shared[family] = str(error)
-    return {"refused": refused, "shared": shared, "attention": set(whole.values())}
+    return refused
 
 
 def test_families_keep_documents_apart_or_are_refused() -> None:
-    for said in run_distributed(body, 2):
-        assert said["refused"].keys() == MIXED
-        for family, error in said["refused"].items():
-            assert error.startswith(f"--document_attention: --model {family} (") and "leave the flag out" in error
-        assert said["attention"] == {"sdpa"} and said["shared"] == {}
+    (refused,) = run_distributed(every_family, 1)
+    assert refused.keys() == MIXED
+    for family, error in refused.items():
+        assert error.startswith(f"--document_attention: --model {family} (") and "leave the flag out" in error
+
+
+def shared() -> dict[str, str]:
+    """Refusals of families whose sequences two ranks share, with and without a mask for their documents."""
+    refused: dict[str, str] = {}
+    sequence = SequenceParallel(2)
+    for document_attention in (False, True):
+        sequence.document_attention = document_attention
+        for family in DIVIDED if document_attention else DIVIDED[:1]:
+            model = BUILDERS[family]()
+            with _own(model, sequence):
+                sequence.prove(model, family)
+                try:
+                    prove(model, f"--model {family}", sequence.rank, sequence.size)
+                except AgreedError as error:
+                    refused[f"{family}, {document_attention}"] = str(error)
+    return refused
+
+
+@contextmanager
+def _own(model: PreTrainedModel, sequence: SequenceParallel) -> Iterator[None]:
+    """The model divided, by attention that the process has no longer."""
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    sequence.divide(model)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+        sequence._exchanges.clear()
+
+
+def test_documents_of_shared_sequences_are_apart_by_a_mask_alone() -> None:
+    for refused in run_distributed(shared, 2):
+        assert refused.keys() == {f"{DIVIDED[0]}, False"}
 
 
 def test_a_model_without_positions_is_refused_before_it_is_loaded() -> None:
