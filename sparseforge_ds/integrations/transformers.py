@@ -37,6 +37,8 @@ from sparseforge_ds.train.teacher import Teacher
 from sparseforge_ds.zero.probe import Closure
 
 _LOG = logging.getLogger(__name__)
+_NOT_MORE = ("input_ids", "labels", "use_cache")
+"""Inputs that are not `MicroBatch.more`."""
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
@@ -71,6 +73,7 @@ class SparseForgeMixin(_Trainer):
     ) -> None:
         self.forge = None
         self._objective: Objective | None = None
+        self._of_parts: Objective | None = None
         self._step_inputs: Sequence[dict[str, Any]] = ()
         self._updated = False
         refuse_arguments(kwargs)
@@ -144,10 +147,8 @@ class SparseForgeMixin(_Trainer):
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
         if self.get_sp_size() > 1 and self.forge.needs_probe:
-            raise ValueError(
-                f"parallelism_config.sp_size = {self.get_sp_size()}: passes that measure the curvature would be of "
-                'parts of sequences; leave importance at "fisher" and curvature.source at "training", which take none'
-            )
+            self._of_parts = Objective(engine, None, config)
+            self._of_parts.decide(torch.zeros(1, 1, dtype=torch.long, device=self.args.device))
         self._parts = self._parts.to(self.args.device)
         if self._teacher is None or config.distillation is None:
             return
@@ -187,7 +188,7 @@ class SparseForgeMixin(_Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if "labels" not in inputs:
             raise ValueError("a teacher's loss needs labels in every batch, -100 where nothing is to be learned")
-        more = {key: value for key, value in inputs.items() if key not in ("input_ids", "labels", "use_cache")}
+        more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
         trained = self._trained(num_items_in_batch)
         if trained is not None:
             trained /= self.current_gradient_accumulation_steps
@@ -215,9 +216,17 @@ class SparseForgeMixin(_Trainer):
         self.forge.loss_divided_by(trained / self.deepspeed.gradient_accumulation_steps())
 
     def task_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """What probes of the curvature take: the model's own loss."""
-        loss: Tensor = self.deepspeed(**self._prepare_inputs(inputs)).loss
-        return loss
+        """What probes of the curvature take: the model's own loss, or this rank's part of it in shared sequences."""
+        inputs = self._prepare_inputs(inputs)
+        if self._of_parts is None:
+            loss: Tensor = self.deepspeed(**inputs).loss
+            return loss
+        label_BS = inputs["shift_labels"]
+        trained = (label_BS != -100).sum()
+        torch.distributed.all_reduce(trained, group=self.deepspeed.seq_parallel_group)
+        share = max(1, int(trained)) / self.get_sp_size()
+        more = {key: value for key, value in inputs.items() if key not in (*_NOT_MORE, "shift_labels")}
+        return self._of_parts.cross_entropy(MicroBatch(inputs["input_ids"], label_BS, share, more, shifted=True))
 
     # -- what is logged, and which checkpoint is the best -------------------------------------------------------------
 

@@ -62,8 +62,8 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, **block: Any) -
     )
 
 
-def trained(out: str) -> list[float]:
-    trainer = trainer_of(out, 3)
+def trained(out: str, block: dict[str, Any]) -> list[float]:
+    trainer = trainer_of(out, 3, **block)
     trainer.train()
     if torch.distributed.get_world_size() > 1:
         with pytest.raises(ValueError, match="sp_size = 2 with a teacher"):
@@ -71,19 +71,18 @@ def trained(out: str) -> list[float]:
     return losses_of(trainer)
 
 
-def refused(out: str) -> None:
-    with pytest.raises(ValueError, match="sp_size = 2: passes that measure the curvature"):
-        trainer_of(out, 2, curvature={"source": "probe"}).train()
+BLOCKS: dict[str, dict[str, Any]] = {
+    "training": {},
+    "labels drawn": {"importance": "gauss_newton"},
+}
 
 
-def test_a_trainer_whose_ranks_share_sequences(tmp_path: Path) -> None:
-    whole, parts = (run_distributed(trained, ranks, str(tmp_path / str(ranks)))[0] for ranks in (1, 2))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_trainer_whose_ranks_share_sequences(tmp_path: Path, name: str) -> None:
+    """With curvature that rides on the step, and with passes of its own."""
+    whole, parts = (run_distributed(trained, ranks, str(tmp_path / str(ranks)), BLOCKS[name])[0] for ranks in (1, 2))
     assert parts == pytest.approx(whole, abs=1e-5)
     one, two = (weights_of(tmp_path / str(ranks) / f"checkpoint-{STEPS}") for ranks in (1, 2))
     for name, value in one.items():
         assert ((two[name] == 0) == (value == 0)).all(), name
         assert (two[name] - value).abs().max() < 1e-5, name
-
-
-def test_probes_of_parts_are_refused(tmp_path: Path) -> None:
-    run_distributed(refused, 2, str(tmp_path))
