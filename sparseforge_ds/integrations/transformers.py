@@ -217,10 +217,12 @@ class SparseForgeMixin(_Trainer):
     def _tell_divisor(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """The trainer forms the sum of losses that an engine's mean over micro-batches would be."""
         assert self.forge is not None
-        if not self._config.hears(self.forge.step_count + 1) or "labels" not in inputs:
+        if not self._config.hears(self.forge.step_count + 1) or not {"labels", "shift_labels"} & inputs.keys():
             return
         trained = self._trained(num_items_in_batch)
-        if trained is None:  # the mean over the micro-batch, which the trainer divides by how many there are
+        if self.get_sp_size() > 1:
+            trained = float(self._part(inputs).trained or 1) * self.current_gradient_accumulation_steps
+        elif trained is None:  # the mean over the micro-batch, which the trainer divides by how many there are
             trained = float((next_labels(inputs["labels"]) != -100).sum()) * self.current_gradient_accumulation_steps
         self.forge.loss_divided_by(trained / self.deepspeed.gradient_accumulation_steps())
 
