@@ -10,6 +10,7 @@ from typing import Any
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"step_(\d{6,18})")
+_OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -45,6 +46,17 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return _named_by(latest) if latest.is_file() else None
 
 
+def newest_of_trainer(folder: Path) -> Path | None:
+    """Of the output folder of transformers' Trainer the newest `checkpoint-N` that is whole; None where there is none.
+
+    It is, once the trainer's own record is there, which is written when DeepSpeed has saved.
+    """
+    children = folder.iterdir() if folder.is_dir() else ()
+    found = {child: int(match[1]) for child in children if (match := _OF_TRAINER.fullmatch(child.name))}
+    whole = (child for child in found if all((child / name).is_file() for name in ("latest", "trainer_state.json")))
+    return max(whole, key=lambda child: found[child], default=None)
+
+
 def _named_by(file: Path) -> Path:
     """The checkpoint that a file beside it names."""
     with file.open(errors="replace") as text:
@@ -57,7 +69,8 @@ def _named_by(file: Path) -> Path:
 
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder. It may also
-    be a file `checkpoints/best`, which names the best."""
+    be a file `checkpoints/best`, which names the best, or the output folder of transformers' Trainer. Raises ValueError
+    where there is none, or `latest` or `best` names nothing."""
     path = Path(path)
     if path.name == "best" and path.is_file():
         return _named_by(path)
@@ -66,9 +79,14 @@ def find_checkpoint(path: str | Path) -> Path:
     for parent in (path, path / "checkpoints"):
         if (newest := newest_checkpoint(parent)) is not None:
             return newest
-    if not any(path.glob("*_model_states.pt")):
-        raise ValueError(f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt)")
-    return path
+    if any(path.glob("*_model_states.pt")):
+        return path
+    if (of_trainer := newest_of_trainer(path)) is not None:
+        return _named_by(of_trainer / "latest")
+    raise ValueError(
+        f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "
+        "Trainer that is whole)"
+    )
 
 
 def find_run(path: str | Path) -> Path | None:

@@ -92,6 +92,12 @@ class RunArguments:
         "tokens around every document: the tokenizer's BOS in front (bos), its EOS behind (eos), or both, from which a "
         "model also learns to end a text. auto: bos, or eos where there is no BOS, as in all runs measured so far",
     )
+    document_attention: bool = _flag(
+        False,
+        "attention stays inside documents: a token of a sequence sees those of its own document alone, positions begin "
+        "anew with each document, and nothing predicts its first token. A model that cannot do that is refused. "
+        "Default: a token sees all before it in its sequence",
+    )
     max_steps: int | None = _flag(
         None,
         "optimizer steps of the whole run; default: max_steps of the sparseforge block. With --resume, more than "

@@ -44,7 +44,7 @@ def batch_line(resolved: dict[str, Any], world_size: int) -> str:
 
 def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size: int) -> int:
     """How many ranks share one sequence: those of the flag, or of the JSON. Raises ValueError where the number is not
-    one, does not divide the number of ranks, or the run evaluates too."""
+    one, or does not divide the number of ranks."""
     given, flag = content.get(SEQUENCE, 1), arguments.sequence_parallel
     size, who = (given, f"{SEQUENCE} =") if flag is None else (flag, "--sequence_parallel")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -53,11 +53,6 @@ def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size:
         raise ValueError(
             f"{who} {size}: {world_size} ranks cannot be divided into groups of {size}, each of which shares its "
             f"sequences; use a divisor of {world_size}, or change the number of ranks"
-        )
-    if size > 1 and arguments.eval_dataset is not None:
-        raise ValueError(
-            f"--eval_dataset {arguments.eval_dataset}: perplexity while training is not measured where ranks share "
-            f"sequences ({who} {size}); leave one of the two out, and evaluate the exported model"
         )
     return size
 

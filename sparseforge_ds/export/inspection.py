@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, newest_of_trainer, read_json
 from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
@@ -116,8 +116,8 @@ def inspect(
     checksums: bool = False,
     progress: bool = False,
 ) -> Inspection:
-    """What can be known of a run's folder, its `checkpoints`, or one checkpoint, without a process group. `quick`
-    reads no masks, `checksums` reads every byte of the checkpoint."""
+    """What can be known, without a process group, of a run's folder, its `checkpoints`, one checkpoint, or the output
+    folder of transformers' Trainer. `quick` reads no masks, `checksums` reads every byte of the checkpoint."""
     path = Path(path)
     checkpoints, single = _locate(path)
     run = path if checkpoints is not None and checkpoints.parent == path else find_run(path)
@@ -202,6 +202,8 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return None, path
     if (path / "latest").is_file():  # also a folder of transformers' Trainer, which has the model beside it
         return path, None
+    if (of_trainer := newest_of_trainer(path)) is not None:
+        return of_trainer, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
         what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"

@@ -71,11 +71,12 @@ class RunSource(Source):
             )
         run = find_run(path)
         if model is None and run is None:
-            if not (Path(path) / "config.json").is_file():  # transformers' Trainer saves it beside the checkpoint
+            beside = (checkpoint.folder.parent, Path(path))  # where transformers' Trainer saves it
+            model = next((folder for folder in beside if (folder / "config.json").is_file()), None)
+            if model is None:
                 raise ValueError(
                     f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model"
                 )
-            model = path
         self.model_folder = Path(model) if model is not None else Path(run or path) / "model"
         self.model_config = read_model_config(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
