@@ -25,12 +25,12 @@ using at::Tensor;
 using Optional = std::optional<Tensor>;
 
 // Rows of x up to which packed bytes are read directly; beyond, unpacking into a tile is faster. With AVX-512 that is
-// as long as x stays in a second-level cache of 1 MB, since every four outputs read all of it.
+// as long as x is not much larger than a second-level cache, since every four outputs read all of it.
 int64_t few_rows(bool avx512, bool bf16, int64_t inputs) {
     if (!avx512) return bf16 ? 1 : 4;
-    return std::clamp<int64_t>((1 << 20) / (inputs * (bf16 ? 2 : 4)), 16, 128);
+    return std::clamp<int64_t>((1 << 20) / inputs, 16, bf16 ? 128 : 192);
 }
-constexpr int64_t TILE_BYTES = 4 << 20;  // for each thread
+constexpr int64_t TILE_BYTES = 1 << 20;  // for each thread
 constexpr int64_t WORK = 1 << 15;        // weights below which a thread is not worth its start
 
 enum class Path { portable, avx2, avx512 };
@@ -142,23 +142,22 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
         return y;
     }
 
+    // Each thread unpacks and multiplies outputs of its own, so that none waits for another between two tiles.
     const int64_t row_bytes = inputs * v.element_size();
-    const int64_t tile_rows =
-        std::min(outputs, std::max<int64_t>(64, at::get_num_threads() * TILE_BYTES / row_bytes / 64 * 64));
-    const Tensor tile = at::empty({tile_rows, inputs}, v.options());
+    const int64_t share = (outputs + at::get_num_threads() - 1) / at::get_num_threads();
     const Unpack unpack = unpack_of(path, v.element_size());
     Tensor out = y.view({-1, outputs});
-    for (int64_t first = 0; first < outputs; first += tile_rows) {
-        const int64_t count = std::min(tile_rows, outputs - first);
-        char* to = static_cast<char*>(tile.mutable_data_ptr());
-        at::parallel_for(0, count, std::max<int64_t>(1, WORK / inputs), [&](int64_t at, int64_t end) {
-            unpack(to + at * row_bytes, job, first + at, first + end);
-        });
-        const Optional part_bias = bias ? Optional(b.narrow(0, first, count)) : Optional();
-        const Tensor part = at::linear(rows, tile.narrow(0, 0, count), part_bias);
-        if (count == outputs) return part.view(shape);
-        out.narrow(1, first, count).copy_(part);
-    }
+    at::parallel_for(0, outputs, std::max<int64_t>(share, WORK / inputs), [&](int64_t begin, int64_t end) {
+        at::AutoDispatchBelowADInplaceOrView below;  // which is a thread's own
+        const int64_t tile_rows = std::min(end - begin, std::max<int64_t>(64, TILE_BYTES / row_bytes / 64 * 64));
+        const Tensor tile = at::empty({tile_rows, inputs}, v.options());
+        for (int64_t first = begin; first < end; first += tile_rows) {
+            const int64_t count = std::min(tile_rows, end - first);
+            unpack(static_cast<char*>(tile.mutable_data_ptr()), job, first, first + count);
+            const Optional part_bias = bias ? Optional(b.narrow(0, first, count)) : Optional();
+            out.narrow(1, first, count).copy_(at::linear(rows, tile.narrow(0, 0, count), part_bias));
+        }
+    });
     return y;
 }
 

@@ -45,6 +45,8 @@ INLINE void store(const Job& job, int64_t row, int64_t output, float sum) {
 #define ISA_BF16 "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16"
 #define ISA_FP32 "avx512f,avx512bw,avx512vl,avx512dq"
 
+INLINE void fetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T2); }
+
 struct Bf16 {
     using T = c10::BFloat16;
     using Word = uint64_t;
@@ -103,8 +105,26 @@ struct Fp32 {
 
 // R outputs of M rows of x, from row `row` and output `output` on. A macro makes it for both ISAs: a template's target
 // cannot depend on its arguments.
+//
+// The first rows of x (AHEAD) fetch what comes next into the second-level cache: the same columns of the next R outputs,
+// since many pages at once are faster than one after another, and the positions after those in the order of memory.
 #define AVX512_BLOCK(NAME, P, ISA_NAME)                                                                          \
-    template <int R, int M>                                                                                      \
+    template <int R, int M, bool AHEAD>                                                                          \
+    ISA(ISA_NAME)                                                                                                \
+    INLINE void NAME##_step(const Job& job, const P::Constants& constants, const P::T* x, const P::T* values,    \
+                            const uint8_t* positions, __m512 (&sum)[R][M]) {                                     \
+        P::Input input[M];                                                                                       \
+        for (int m = 0; m < M; ++m) input[m] = P::input(x + m * job.x_stride);                                   \
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) {                                                    \
+            if (AHEAD) fetch(values + (R + r) * job.kept);                                                       \
+            P::Word word;                                                                                        \
+            std::memcpy(&word, positions + r * job.position_bytes, sizeof word);                                 \
+            const auto index = P::index(constants, word);                                                        \
+            const auto kept = P::values(values + r * job.kept);                                                  \
+            for (int m = 0; m < M; ++m) sum[r][m] = P::add(sum[r][m], input[m], index, kept);                    \
+        }                                                                                                        \
+    }                                                                                                            \
+    template <int R, int M, bool AHEAD>                                                                          \
     ISA(ISA_NAME) void NAME##_block(const Job& job, int64_t row, int64_t output) {                               \
         const auto constants = P::constants();                                                                   \
         const auto* x = static_cast<const P::T*>(job.x) + row * job.x_stride;                                    \
@@ -114,17 +134,17 @@ struct Fp32 {
         for (int r = 0; r < R; ++r)                                                                              \
             for (int m = 0; m < M; ++m) sum[r][m] = _mm512_setzero_ps();                                         \
         int64_t at = 0;                                                                                          \
-        for (; at + P::KEPT <= job.kept; at += P::KEPT) {                                                        \
-            P::Input input[M];                                                                                   \
-            for (int m = 0; m < M; ++m) input[m] = P::input(x + m * job.x_stride + 2 * at);                      \
-            for (int r = 0; r < R; ++r) {                                                                        \
-                P::Word word;                                                                                    \
-                std::memcpy(&word, positions + r * job.position_bytes + at / 4, sizeof word);                    \
-                const auto index = P::index(constants, word);                                                    \
-                const auto kept = P::values(values + r * job.kept + at);                                         \
-                for (int m = 0; m < M; ++m) sum[r][m] = P::add(sum[r][m], input[m], index, kept);                \
+        const auto step = [&](int64_t at) ISA(ISA_NAME) __attribute__((always_inline)) {                         \
+            NAME##_step<R, M, AHEAD>(job, constants, x + 2 * at, values + at, positions + at / 4, sum);          \
+        };                                                                                                       \
+        constexpr int64_t STEPS = AHEAD ? 8 : 1;                                                                 \
+        const auto* later = positions + 2 * R * job.position_bytes;                                              \
+        for (; at + STEPS * P::KEPT <= job.kept; at += STEPS * P::KEPT, later += STEPS * P::KEPT / 4 * R)        \
+            _Pragma("GCC unroll 8") for (int64_t i = 0; i < STEPS; ++i) {                                        \
+                if (AHEAD) fetch(later + i * P::KEPT / 4 * R);                                                   \
+                step(at + i * P::KEPT);                                                                          \
             }                                                                                                    \
-        }                                                                                                        \
+        for (; at + P::KEPT <= job.kept; at += P::KEPT) step(at);                                                \
         if (const int64_t left = job.kept - at; left > 0) {                                                      \
             for (int r = 0; r < R; ++r) {                                                                        \
                 P::Word word = 0;                                                                                \
@@ -140,15 +160,16 @@ struct Fp32 {
     }                                                                                                            \
     template <int R>                                                                                             \
     void NAME##_rows(const Job& job, int64_t output) {                                                           \
-        int64_t row = 0;                                                                                         \
-        for (; row + 4 <= job.rows; row += 4) NAME##_block<R, 4>(job, row, output);                              \
-        if (job.rows - row == 3) NAME##_block<R, 3>(job, row, output);                                           \
-        if (job.rows - row == 2) NAME##_block<R, 2>(job, row, output);                                           \
-        if (job.rows - row == 1) NAME##_block<R, 1>(job, row, output);                                           \
+        int64_t row = job.rows % 4;                                                                              \
+        if (row == 3) NAME##_block<R, 3, true>(job, 0, output);                                                  \
+        if (row == 2) NAME##_block<R, 2, true>(job, 0, output);                                                  \
+        if (row == 1) NAME##_block<R, 1, true>(job, 0, output);                                                  \
+        if (row == 0) NAME##_block<R, 4, true>(job, 0, output), row = 4;                                         \
+        for (; row < job.rows; row += 4) NAME##_block<R, 4, false>(job, row, output);                            \
     }                                                                                                            \
     void NAME(const Job& job, int64_t output, int64_t end) {                                                     \
         if (job.rows == 1)                                                                                       \
-            for (; output + 8 <= end; output += 8) NAME##_block<8, 1>(job, 0, output);                           \
+            for (; output + 8 <= end; output += 8) NAME##_block<8, 1, true>(job, 0, output);                     \
         for (; output + 4 <= end; output += 4) NAME##_rows<4>(job, output);                                      \
         for (; output < end; ++output) NAME##_rows<1>(job, output);                                              \
     }

@@ -108,5 +108,31 @@ def test_a_seeded_wait_is_found(fault: str, kind: str, seen: dict[str, Any]) -> 
     assert not too_many(seen["naive_retrain"])
 
 
+def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(seen: dict[str, Any]) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    packed = seen["packed products"]
+    assert packed["error"] is None, packed["error"]
+    outputs, inputs = packed["shape"]
+    for launch in packed["launches"]:
+        rows, ends = launch["rows"], (launch["ROWS"], launch["OUTPUTS"])
+        assert launch["result"] == [launch["dtype"], [1, rows, outputs], "cuda:0", True]
+        assert launch["sizes"] == [rows, outputs, inputs // 4] and launch["HAS_BIAS"]
+        parts = [-(-rows // ends[0]), -(-outputs // ends[1])]
+        assert launch["kernel"] == ("few" if rows <= 4 else "many")
+        assert launch["grid"] == (parts[1:] if rows <= 4 else parts) and (rows > 4 or parts[0] == 1)
+        assert not launch["waits"] and not launch["faults"], launch
+    assert len(packed["launches"]) == 3 * 8
+
+
+def test_a_packed_layer_is_one_call_of_a_traced_graph(seen: dict[str, Any]) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    (outputs, inputs), traced = seen["packed products"]["shape"], seen["packed products"]["traced"]
+    assert traced["calls"] == ["sparseforge.linear24.default", "sparseforge.linear24_input_gradient.default"]
+    shapes = [[2, 3, outputs], [2, 3, inputs], [2, 3, outputs]]
+    dtypes = ["torch.bfloat16", "torch.bfloat16", "torch.float16"]  # the last one under autocast
+    assert traced["results"] == [[dtype, shape, "cuda:0"] for dtype, shape in zip(dtypes, shapes, strict=True)]
+    assert not traced["waits"] and not traced["faults"]
+
+
 def test_the_table_of_what_exceeds_is_not_stale() -> None:
     assert set(EXCEEDS) <= set(CASES)

@@ -1,0 +1,103 @@
+"""The packed product on fake CUDA tensors: what it returns, which kernel it would launch, what the host waits for."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from benchmarks.fake_cuda.counting import Counter
+from benchmarks.fake_cuda.engine import CUDA
+from sparseforge_ds.runtime import triton_kernel
+from sparseforge_ds.runtime.packed_linear import Packed24Linear
+
+OUTPUTS, INPUTS = 200, 328
+"""No multiple of any tile."""
+ROWS = (1, 4, 5, 16, 17, 64, 65, 300)
+
+
+class Launches:
+    """Takes the place of a Triton kernel, which cannot be compiled for tensors without memory."""
+
+    def __init__(self, name: str, log: list[dict[str, Any]]) -> None:
+        self.name, self.log = name, log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*given: Any, **constants: Any) -> None:
+            tensors = [tensor for tensor in given if isinstance(tensor, Tensor)]
+            assert all(tensor.device == CUDA and tensor.is_contiguous() for tensor in tensors)
+            self.log.append({"kernel": self.name, "grid": grid, "sizes": given[len(tensors) :], **constants})
+
+        return launch
+
+
+def packed(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A weight of OUTPUTS x INPUTS."""
+    values = torch.empty(OUTPUTS, INPUTS // 2, dtype=dtype, device=CUDA)
+    return values, torch.empty(OUTPUTS, -(-INPUTS // 8), dtype=torch.uint8, device=CUDA)
+
+
+def products() -> dict[str, Any]:
+    """Inside a FakeTensorMode. Each product with its result, the launch, and what the host waited for."""
+    seen: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "traced": None, "error": None}
+    try:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for rows in ROWS:
+                seen["launches"].append(_launch(dtype, rows))
+        seen["traced"] = _traced()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        seen["error"] = traceback.format_exc()[-4000:]  # told by the test, while the worker goes on
+    return seen
+
+
+def _launch(dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    log: list[dict[str, Any]] = []
+    x = torch.empty(INPUTS, rows, dtype=dtype, device=CUDA).t()[None]  # not contiguous, three axes
+    bias = torch.empty(OUTPUTS, dtype=dtype, device=CUDA)
+    with (
+        mock.patch.object(triton_kernel, "_few_rows", Launches("few", log)),
+        mock.patch.object(triton_kernel, "_many_rows", Launches("many", log)),
+        mock.patch.object(torch.cuda, "device_of", nullcontext),  # a build without CUDA has none
+        Counter() as counter,
+        counter.phase() as cost,
+    ):
+        y = triton_kernel.triton24(x, *packed(dtype), bias)
+    (launch,) = log
+    return {
+        "rows": rows,
+        "dtype": str(dtype),
+        "result": [str(y.dtype), list(y.shape), str(y.device), y.is_contiguous()],
+        "waits": dict(cost.syncs + cost.uploads),
+        "faults": cost.faults,
+        **launch,
+    }
+
+
+def _traced() -> dict[str, Any]:
+    """A layer and its gradient as torch.compile traces them, and in eager mode."""
+    values, positions = packed(torch.bfloat16)
+    layer = Packed24Linear(values, positions, torch.nn.Parameter(torch.empty(OUTPUTS, dtype=values.dtype, device=CUDA)))
+    x = torch.empty(2, 3, INPUTS, dtype=values.dtype, device=CUDA, requires_grad=True)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = layer(x)
+        return y, torch.autograd.grad(y.sum(), x)[0]
+
+    graph = make_fx(both)(x).graph
+    with Counter() as counter, counter.phase() as cost:
+        y, gradient = both(x)
+        with torch.autocast("cuda", torch.float16):
+            torch.set_autocast_enabled("cuda", True)  # which `autocast` leaves off in a build without CUDA
+            cast = layer(x)
+    return {
+        "calls": [str(node.target) for node in graph.nodes if "sparseforge" in str(node.target)],
+        "results": [[str(t.dtype), list(t.shape), str(t.device)] for t in (y, gradient, cast)],
+        "waits": dict(cost.syncs + cost.uploads),
+        "faults": cost.faults,
+    }
