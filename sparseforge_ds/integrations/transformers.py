@@ -193,7 +193,7 @@ class SparseForgeMixin(_Trainer):
             trained /= self.current_gradient_accumulation_steps
         batch = MicroBatch(inputs["input_ids"], inputs["labels"], trained, more)
         with self._objective.targets([batch.token_BS], **more) as (target,):
-            total, parts = self._objective.loss(batch, target)
+            total, parts = self._objective.loss(batch, target, self.forge.step_count / self._config.max_steps)
         self._parts += torch.cat([parts, parts.new_ones(1)])
         return (total, None) if return_outputs else total
 
