@@ -34,8 +34,8 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from benchmarks.rehearsal_report import phases, report
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.arguments import RunArguments
-    from sparseforge_ds.planning.study import GIB, Machine, Study
-    from sparseforge_ds.train.dry_run import find_config, study_of
+    from sparseforge_ds.planning.plan import GIB, Machine, Plan
+    from sparseforge_ds.train.dry_run import find_config, plan_of
     from sparseforge_ds.train.spec import Hardware, make_spec
 
 OF_PROCESS = int(0.5 * GIB)
@@ -141,7 +141,7 @@ def write_deepspeed(path: Path, arguments: argparse.Namespace, ranks: int) -> No
     path.write_text(json.dumps(content, indent=2))
 
 
-def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool | None = None) -> Study:
+def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool | None = None) -> Plan:
     """What `sparseforge plan` knows of such a run, without a reserve; by default on the devices of this machine."""
     folder = arguments.folder / "plan"
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool |
     device = arguments.gpu_memory or int(arguments.memory * GIB / arguments.ranks) - OF_PROCESS
     fused = bool(arguments.gpu_memory) if on_gpus is None else on_gpus  # a CPU steps in a plain loop
     try:
-        return study_of(make_spec(flags, ranks, find_config, Hardware(fused=fused)), Machine(device, reserve=0))
+        return plan_of(make_spec(flags, ranks, find_config, Hardware(fused=fused)), Machine(device, reserve=0))
     finally:
         shutil.rmtree(folder)
 
@@ -241,7 +241,7 @@ def rehearse(arguments: argparse.Namespace, layers: int) -> dict[str, Any]:
 # -- what it came to --------------------------------------------------------------------------------------------------
 
 
-def memory_of(trained: Trained, planned: Study) -> dict[str, Any]:
+def memory_of(trained: Trained, planned: Plan) -> dict[str, Any]:
     """Bytes of the rank with most: measured, and as the planner has them."""
     seen = trained.memory
     moments = {moment: seen.highest(moment) for moment in seen.own if moment != "start"}

@@ -43,7 +43,7 @@ if ! python -m sparseforge_ds verify "$result" --json "$reports/verify.json" >"$
     exit 1
 fi
 perplexity() {  # MODEL REPORT [flags]
-    python -m sparseforge_ds.evaluate.perplexity "$1" --text stdlib:heldout --json "$reports/$2.json" "${@:3}" >"$reports/$2.txt"
+    python -m sparseforge_ds evaluate "$1" --text stdlib:heldout --json "$reports/$2.json" "${@:3}" >"$reports/$2.txt"
 }
 perplexity "$dense" dense
 perplexity "$dense" one_shot --one_shot 2:4

@@ -19,7 +19,7 @@ Row = tuple[str, str, str]
 def rows(run: Path, result: Path, reports: Path, seconds: float) -> list[Row]:
     """(heading, label, value) of every line; an empty heading continues the one above."""
     dense, one_shot, sparse = (
-        float(_read(reports / f"{name}.json")["perplexity"]) for name in ("dense", "one_shot", "sparse")
+        float(_read(reports / f"{name}.json")["perplexity"]["perplexity"]) for name in ("dense", "one_shot", "sparse")
     )
     verify = _read(reports / "verify.json")
     description = _read(run / "sparseforge.json")

@@ -29,12 +29,12 @@ mkdir -p "$folder"
 perplexity() { # name, model and flags
     local name=$1
     shift
-    python -m sparseforge_ds.evaluate.perplexity "$@" --text "$heldout" --json "$folder/$name.json" >/dev/null
+    python -m sparseforge_ds evaluate "$@" --text "$heldout" --json "$folder/$name.json" >/dev/null
     python - "$name" "$folder/$name.json" <<'PYTHON' | tee -a "$folder/table.txt"
 import json
 import sys
 
-print(f"{sys.argv[1]:<20} {json.load(open(sys.argv[2]))['perplexity']:9.3f}", flush=True)
+print(f"{sys.argv[1]:<20} {json.load(open(sys.argv[2]))['perplexity']['perplexity']:9.3f}", flush=True)
 PYTHON
 }
 

@@ -71,11 +71,11 @@ _refuse() {
 perplexity() { # MODEL SEQ_LENGTH
     local each
     for each in "$1" "$sparse"; do
-        python -m sparseforge_ds.evaluate.perplexity "$each" --text wikitext2 --seq_length "$2" --dtype bfloat16
+        python -m sparseforge_ds evaluate "$each" --text wikitext2 --seq_length "$2" --dtype bfloat16
     done
 }
 
 # The paper's zero-shot tasks, dense and sparse; needs pip install '.[zero_shot]'.
 zero_shot() { # DENSE_MODEL [flags]
-    python -m sparseforge_ds.evaluate.zero_shot "$sparse" --suite paper --dense "$1" --dtype bfloat16 "${@:2}"
+    python -m sparseforge_ds evaluate "$sparse" --suite paper --dense "$1" --dtype bfloat16 "${@:2}"
 }

@@ -41,7 +41,7 @@ class ModelSource(Source):
         self.fused_name = {name: place.of for name, place in places.items() if place.of != name}
         axes = {weight.name: weight.input_axis for weight in prunable_weights(model, config)}
         self.prunable = {n: SparseWeight(n, p.shape, axes[p.of]) for n, p in places.items() if p.of in axes}
-        self.model_folder, self.opened = folder, (folder, None, "auto")
+        self.model_folder = self.folder = folder
         self.model_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
         self.branches = {}
         self.record = {

@@ -6,7 +6,6 @@ import argparse
 
 from sparseforge_ds.cli.main import parser as all_commands
 from sparseforge_ds.config.command_line import argument_parser
-from sparseforge_ds.evaluate import perplexity, zero_shot
 
 _INTRODUCTION = """\
 # Command line
@@ -19,12 +18,11 @@ Where to go on: [the keys of the JSON](configuration.md), [guides](../guides/ind
 
 
 def command_page() -> str:
-    """The whole page: the trainer, the other subcommands, and the evaluations."""
+    """The whole page: the trainer and the other subcommands."""
     top = all_commands()
     (choices,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     parsers = {f"sparseforge {name}": sub for name, sub in choices.choices.items()}
     parsers["sparseforge train"] = argument_parser()
-    parsers |= {module.parser().prog: module.parser() for module in (perplexity, zero_shot)}
     told = {f"sparseforge {action.dest}": action.help or "" for action in choices._choices_actions}
     listed = "".join(f"| [`{name}`](#{_anchor(name)}) | {_cell(told.get(name, ''))} |\n" for name in parsers)
     sections = [_section(name, parser) for name, parser in parsers.items()]

@@ -10,6 +10,7 @@ from typing import Any
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"step_(\d{6,18})")
+_OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -25,10 +26,8 @@ class CheckpointFiles:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders of a run's `checkpoints`, the newest last.
-
-    A checkpoint gets such a name when all of it is on the disk.
-    """
+    """The `step_*` folders of a run's `checkpoints`, the newest last. A checkpoint gets such a name when all of it
+    is on the disk."""
     children = folder.iterdir() if folder.is_dir() else ()
     found = {child: int(match[1]) for child in children if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
     return sorted(found, key=lambda child: (found[child], child.name))
@@ -40,15 +39,22 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names.
-
-    Raises:
-        ValueError: `latest` names nothing.
-    """
+    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names."""
     if steps := list_checkpoints(folder):
         return steps[-1]
     latest = folder / "latest"
     return _named_by(latest) if latest.is_file() else None
+
+
+def newest_of_trainer(folder: Path) -> Path | None:
+    """Of the output folder of transformers' Trainer the newest `checkpoint-N` that is whole; None where there is none.
+
+    It is, once the trainer's own record is there, which is written when DeepSpeed has saved.
+    """
+    children = folder.iterdir() if folder.is_dir() else ()
+    found = {child: int(match[1]) for child in children if (match := _OF_TRAINER.fullmatch(child.name))}
+    whole = (child for child in found if all((child / name).is_file() for name in ("latest", "trainer_state.json")))
+    return max(whole, key=lambda child: found[child], default=None)
 
 
 def _named_by(file: Path) -> Path:
@@ -62,13 +68,9 @@ def _named_by(file: Path) -> Path:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder.
-
-    It may also be a file `checkpoints/best`, which names the best.
-
-    Raises:
-        ValueError: nothing there, or `latest` or `best` names nothing.
-    """
+    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder. It may also
+    be a file `checkpoints/best`, which names the best, or the output folder of transformers' Trainer. Raises ValueError
+    where there is none, or `latest` or `best` names nothing."""
     path = Path(path)
     if path.name == "best" and path.is_file():
         return _named_by(path)
@@ -77,9 +79,14 @@ def find_checkpoint(path: str | Path) -> Path:
     for parent in (path, path / "checkpoints"):
         if (newest := newest_checkpoint(parent)) is not None:
             return newest
-    if not any(path.glob("*_model_states.pt")):
-        raise ValueError(f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt)")
-    return path
+    if any(path.glob("*_model_states.pt")):
+        return path
+    if (of_trainer := newest_of_trainer(path)) is not None:
+        return _named_by(of_trainer / "latest")
+    raise ValueError(
+        f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "
+        "Trainer that is whole)"
+    )
 
 
 def find_run(path: str | Path) -> Path | None:
@@ -89,11 +96,8 @@ def find_run(path: str | Path) -> Path | None:
 
 
 def list_files(folder: Path) -> CheckpointFiles:
-    """Sort the files of a checkpoint folder by rank.
-
-    Raises:
-        ValueError: a rank's file is missing, or the checkpoint was made with tensor or expert parallelism.
-    """
+    """Sort the files of a checkpoint folder by rank. Raises ValueError where that of a rank is missing, or tensor or
+    expert parallelism made the checkpoint."""
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
     for file in sorted(folder.glob("*.pt")):
@@ -118,11 +122,7 @@ def list_files(folder: Path) -> CheckpointFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: the file is missing or not a JSON object.
-    """
+    """Parse a JSON object."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # a pipe or a device might never end

@@ -53,11 +53,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def take_inventory(folder: Path) -> Inventory:
-    """Look at every checkpoint in a folder.
-
-    Raises:
-        ValueError: the folder or its `latest` cannot be read.
-    """
+    """Look at every checkpoint in a folder."""
     current, problem = None, None
     try:
         children = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -78,11 +74,7 @@ def take_inventory(folder: Path) -> Inventory:
 
 
 def take_entry(folder: Path) -> SavedCheckpoint:
-    """One checkpoint: its files against its manifest, or against each other where DeepSpeed alone saved it.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """One checkpoint: its files against its manifest, or against each other where DeepSpeed alone saved it."""
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     digits = _STEP.findall(folder.name)
     step = int(digits[-1][:18]) if digits else None

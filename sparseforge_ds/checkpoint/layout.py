@@ -24,15 +24,8 @@ class Slot:
 
 
 def zero3_slots(sub_groups: Sequence[Shapes], world_size: int) -> dict[str, list[Slot]]:
-    """ZeRO-3 cuts every weight by itself into `world_size` equal pieces, the last ones padded.
-
-    Args:
-        sub_groups: names and full shapes in the order of each sub-group's flat.
-        world_size: number of ranks.
-
-    Returns:
-        By name the slots that, concatenated, are the flat weight; padding is left out.
-    """
+    """ZeRO-3 cuts every weight by itself into `world_size` equal pieces, the last ones padded. Sub-groups are names
+    and full shapes in the order of their flats. Slots end to end are the flat weight; padding is left out."""
     slots: dict[str, list[Slot]] = {}
     for group, shapes in enumerate(sub_groups):
         offset = 0

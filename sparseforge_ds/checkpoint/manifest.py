@@ -1,8 +1,5 @@
 """`checkpoint.json`: what a checkpoint folder holds, byte for byte, so that damage is named before anything is loaded.
 
-    {"format": 2, "step": 400, "world_size": 8, "zero_stage": 3,
-     "files": {name: bytes}, "fingerprints": {name: hex}}
-
 The fingerprint of a `.pt` file covers the names, sizes and checksums of its records, which is a few kB to read; the
 records themselves are compared with those checksums. The fingerprint of any other file covers its bytes.
 """
@@ -32,18 +29,12 @@ class Manifest:
     step: int
     world_size: int
     stage: int
-    """ZeRO stage of the engine that saved it."""
     files: dict[str, int]
-    """Name of every file -> bytes."""
     fingerprints: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint.
-
-        Raises:
-            ValueError: there is none, it is damaged, or another version wrote it.
-        """
+        """The manifest of a checkpoint."""
         try:
             record = read_json(folder / NAME)
         except ValueError as error:
@@ -82,11 +73,7 @@ class Manifest:
         }
 
     def check_sizes(self) -> None:
-        """Every file is there in its full length, and no other; reads nothing.
-
-        Raises:
-            ValueError: a file is missing, cut off, too long or foreign; the message names it.
-        """
+        """Every file is there in its full length, and no other; reads nothing."""
         paths = [path for path in self.folder.iterdir() if path.name != NAME]
         present = {path.name: path.stat().st_size if path.is_file() else 0 for path in paths}
         for name, size in self.files.items():
@@ -97,23 +84,14 @@ class Manifest:
             raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
 
     def check_shards(self) -> None:
-        """The `.pt` files are those that were saved.
-
-        It reads their directories only, so not every damaged byte shows.
-
-        Raises:
-            ValueError: one is missing, cut off, or of another step, rank or run.
-        """
+        """The `.pt` files are those that were saved. It reads their directories only, so not every damaged byte
+        shows."""
         for name in (name for name in self.files if name.endswith(".pt")):
             if fingerprint(self.folder / name) != self.fingerprints[name]:
                 raise ValueError(f"{self.folder / name}: damaged, or of another step or run: not the file in {NAME}")
 
     def check_file(self, name: str) -> None:
-        """Read a file whole: it is the one that was saved, unchanged, and holds nothing but plain tensors and values.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Read a file whole: it is the one that was saved, and holds nothing but plain tensors and values."""
         path = self.folder / name
         if name not in self.fingerprints:
             raise ValueError(f"{path}: does not belong to this checkpoint; remove it")
@@ -123,11 +101,7 @@ class Manifest:
 
 
 def check_content(path: Path) -> None:
-    """Compare every checksum in a file, and load it as plain tensors and values.
-
-    Raises:
-        ValueError: a byte was changed or is missing, or the file holds something else.
-    """
+    """Compare every checksum in a file, and load it as plain tensors and values."""
     if path.suffix == ".pt":
         archive = PtFile(path)
         archive.check_bytes()
@@ -135,11 +109,7 @@ def check_content(path: Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Tells a file from every other one, as far as checksums do; of a `.pt` file it reads the directory only.
-
-    Raises:
-        ValueError: the file cannot be read, or is a `.pt` file without a directory.
-    """
+    """Tells a file from every other one, as far as checksums do; of a `.pt` file it reads the directory only."""
     if not path.is_file():  # a pipe or a device might never end
         raise ValueError(f"{path}: no such file; the checkpoint is incomplete, use another one")
     if path.suffix != ".pt":

@@ -37,11 +37,7 @@ def read_flat_shapes(files: RankFiles, module: dict[str, Any], forge_state: dict
 
 
 def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[layout.Slot]]:
-    """Where the elements of every weight lie, all inside of the flats that are there.
-
-    Raises:
-        ValueError: the files of the ranks do not fit together.
-    """
+    """Where the elements of every weight lie, all inside of the flats that are there."""
     first, masters = files.model[0], files.flats(0).masters
     if masters is not None and len(masters) != len(flat_shapes):
         raise ValueError(
@@ -64,11 +60,8 @@ def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[layo
 def read_shapes(
     files: RankFiles, module: dict[str, Any], flat_shapes: FlatShapes, without: set[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Full shapes of all weights and buffers but `without`, in the order of the module.
-
-    Raises:
-        ValueError: module and optimizer give a weight different shapes.
-    """
+    """Full shapes of all weights and buffers but `without`, in the order of the module. Raises ValueError where module
+    and optimizer give a weight different shapes."""
     first = files.model[0]
     held = _shapes(module)
     if files.stage == 3:  # where the module holds pieces of its weights

@@ -75,11 +75,7 @@ class PtFile:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The saved dict; its tensors are views of the mapped file.
-
-        Raises:
-            ValueError: the file is missing, damaged, not a dict, or holds a class that no checkpoint holds.
-        """
+        """The saved dict; its tensors are views of the mapped file."""
         content = self._content
         if content is None:
             with _OPENING:
@@ -93,11 +89,7 @@ class PtFile:
         self._content = None
 
     def check_bytes(self) -> None:
-        """Read the whole file and compare the checksum of every tensor in it.
-
-        Raises:
-            ValueError: a byte is not what was written.
-        """
+        """Read the whole file and compare the checksum of every tensor in it."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 damaged = archive.testzip()

@@ -16,11 +16,8 @@ RESIDENT_BYTES = 1 << 29
 
 
 class RankFiles:
-    """The `.pt` files of a checkpoint folder, in rank order.
-
-    Raises:
-        ValueError: (constructor, methods) a file is missing, damaged, foreign or of another step; the message names it.
-    """
+    """The `.pt` files of a checkpoint folder, in rank order. A ValueError of constructor or methods names the file that
+    is missing, damaged, foreign or of another step."""
 
     def __init__(self, folder: Path) -> None:
         files = list_files(folder)

@@ -1,11 +1,5 @@
 """Full weights and optimizer states out of a checkpoint, one at a time, without engine or process group.
 
-    checkpoint = Checkpoint("runs/qwen3")
-    for name in checkpoint.shapes:
-        weight = checkpoint.weight(name)                     # the fp32 master, full shape
-        if "mask" in checkpoint.states(name):
-            mask = checkpoint.state(name, "mask")
-
 The files are those of DeepSpeed 0.19: ZeRO stages 0 to 3 and BF16_Optimizer, fp32, bf16 and fp16, any world size. They
 are mapped, never loaded whole, and unmapped now and then: memory is a small multiple of the largest weight. At stages 0
 to 2 every master is compared with the low-precision copy in the same checkpoint, so that files of different steps, or a
@@ -144,19 +138,13 @@ class Checkpoint:
         return self.slice(name, key, 0, self._entry(name).numel).view(self.shapes[name])
 
     def weight(self, name: str) -> Tensor:
-        """The fp32 master, or what the module holds where the optimizer has no master (frozen weights, buffers).
-
-        Returns:
-            A tensor of its own, of `shapes[name]`.
-        """
+        """The fp32 master in full shape, or what the module holds where there is no master (frozen weights,
+        buffers)."""
         return self.slice(name, None, 0, self._entry(name).numel).view(self.shapes[name])
 
     def slice(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
-        """Elements start..stop of a flat weight (`key` None: what `weight` returns) or of one of its states.
-
-        Returns:
-            (stop - start,) in memory of its own; only the bytes of these elements are read.
-        """
+        """(stop - start,) elements of a flat weight (`key` None: what `weight` returns) or of one of its states.
+        They have memory of their own; no other bytes are read."""
         entry = self._entry(name)
         if key is not None and key not in entry.states:
             held = ", ".join(self.states(name)) or "no state"
@@ -175,11 +163,7 @@ class Checkpoint:
         return self._entry(name).trained_dtype
 
     def check_bytes(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the checksums of all bytes, which reads them whole.
-
-        Args:
-            part: which share of the work, of `parts` that together are all of it: one rank each.
-        """
+        """Compare the checksums of all bytes, or of one of `parts` shares of them, which reads them whole."""
         self._files.check_bytes(part, parts)
 
     def _entry(self, name: str) -> StoredTensor:

@@ -30,7 +30,6 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""How safetensors calls the dtypes."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -59,11 +58,7 @@ def hash_tensor(tensor: Tensor) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """sha256 of a file."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:
@@ -75,11 +70,7 @@ def hash_file(path: Path) -> str:
 
 
 class TensorFolder:
-    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read.
-
-    Raises:
-        ValueError: there are none, a file is missing or damaged, or a tensor is not where the index says.
-    """
+    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read."""
 
     def __init__(self, folder: str | Path, stem: str = "model") -> None:
         self.folder = Path(folder)
@@ -100,7 +91,6 @@ class TensorFolder:
         else:
             raise ValueError(f"{self.folder}: no {single.name} and no {index.name} in it; give an exported model")
         self.files: dict[str, str] = files
-        """File of every tensor."""
         self.specs: dict[str, TensorSpec] = {}
         """Shape and dtype of every tensor, in the order of the files."""
         for name, file in files.items():

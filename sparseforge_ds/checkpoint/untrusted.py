@@ -27,11 +27,8 @@ def check_records(path: Path) -> None:
     """Refuse an archive that torch would map wrongly, or that was saved under another name.
 
     torch maps the bytes of a record as they are, so a compressed one would become a wrong tensor; torch never
-    compresses. And it writes the name of the file into the archive, which tells two ranks' files apart.
-
-    Raises:
-        Refused: why, without the path.
-        OSError, BadZipFile: it is no readable archive.
+    compresses. And it writes the name of the file into the archive, which tells two ranks' files apart. Raises Refused,
+    whose message has no path.
     """
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
@@ -49,11 +46,8 @@ def check_records(path: Path) -> None:
 
 
 def check_content(content: Any) -> None:
-    """Refuse what no checkpoint holds and what would cost more memory or time than the file has bytes.
-
-    Raises:
-        Refused: why, without the path.
-    """
+    """Refuse what no checkpoint holds and what would cost more memory or time than the file has bytes. Raises Refused,
+    whose message has no path."""
     sizes: dict[int, int] = {}
     _measure(content, sizes, 0)
 

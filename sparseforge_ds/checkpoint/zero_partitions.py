@@ -21,7 +21,6 @@ class RankPartitions:
     masters: list[Tensor] | None
     """fp32 (or bf16) master of each flat; None at stage 0 in fp32, where the module's weights are the masters."""
     states: list[dict[str, Any]]
-    """The inner optimizer's state of each flat."""
     groups: list[dict[str, Any]]
     """The inner optimizer's param groups: hyperparameters and our own keys, without the parameters."""
     group_of_flat: list[int]
@@ -46,11 +45,8 @@ def _number(step: Any) -> float:
 
 
 def field(archive: PtFile, kind: type, *keys: str) -> Any:
-    """`content[key][key]...` of a file, of a given type.
-
-    Raises:
-        ValueError: there is no such entry, or it is something else.
-    """
+    """`content[key][key]...` of a file, of a given type. Raises ValueError where there is no such entry, or it is
+    something else."""
     value: Any = archive.content
     for depth, key in enumerate(keys):
         if not isinstance(value, dict) or key not in value:
@@ -77,11 +73,7 @@ def read_stage(model: PtFile, optimizer: PtFile | None) -> int:
 
 
 def read_flats(archive: PtFile, stage: int) -> RankPartitions:
-    """Find masters and states in the optimizer file of a rank (stages 1 to 3) or in the model file (stage 0).
-
-    Raises:
-        ValueError: an entry is missing or of the wrong type or size.
-    """
+    """Find masters and states in the optimizer file of a rank (stages 1 to 3) or in the model file (stage 0)."""
     if stage == 0:
         outer_keys: tuple[str, ...] = ("optimizer",)
         outer = field(archive, dict, "optimizer")
@@ -110,10 +102,8 @@ def read_flats(archive: PtFile, stage: int) -> RankPartitions:
 
 
 def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
-    """Elements of this rank's partition of each group, padding included.
-
-    DeepSpeedZeroOptimizer cuts the padding off before it saves, BF16_Optimizer does not.
-    """
+    """Elements of this rank's partition of each group, padding included. DeepSpeedZeroOptimizer cuts the padding off
+    before it saves, BF16_Optimizer does not."""
     assert flats.masters is not None
     outer = field(archive, dict, "optimizer_state_dict")
     paddings = field(archive, list, "optimizer_state_dict", "group_paddings") if "zero_stage" in outer else None
@@ -210,11 +200,7 @@ def number_states(state: dict[str, Any]) -> dict[str, Number]:
 
 
 def read_loss_scale(archive: PtFile, stage: int) -> dict[str, Number] | None:
-    """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none.
-
-    Raises:
-        ValueError: something in it is missing or no number.
-    """
+    """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none."""
     outer = field(archive, dict, "optimizer" if stage == 0 else "optimizer_state_dict")
     held = outer if stage == 0 else getattr(outer.get("loss_scaler"), "__dict__", {})
     if not (outer.get("dynamic_loss_scale") if stage == 0 else held.get("dynamic")):

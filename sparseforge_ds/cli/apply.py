@@ -14,14 +14,12 @@ example:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "apply",
         help="put a mask (export --format mask) on its dense model: a sparse Hugging Face folder",
         description="Write mask * dense as a Hugging Face folder, verified and proved. Where a run only learned its "
         "mask, this is its model; where it trained weights as well, it is not.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("mask", metavar="MASK", help="a folder that `sparseforge export --format mask` wrote")
     parser.add_argument("dense", metavar="DENSE", help="the dense model: a folder of safetensors, of any float type")
@@ -34,7 +32,3 @@ def run(args: argparse.Namespace) -> int:
     from sparseforge_ds.export.mask_only import MaskedSource
 
     return write(MaskedSource(args.mask, args.dense), args)
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge apply`")

@@ -22,13 +22,11 @@ examples:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "bench",
         help="speed and memory of a packed 2:4 model against the dense one, on this machine",
         description="Measure memory, and prefill and decode in tokens per second, of a packed24 model and a dense one.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a packed24 folder, as `sparseforge export --format packed24` writes it")
@@ -54,25 +52,19 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from sparseforge_ds.evaluate.speed import Plan, load_pair, measure, report, table
+    from sparseforge_ds.evaluate.speed import Workload, draw, load_pair, measure, report, table
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    plan = Plan(tuple(args.batches), args.prompt, args.generated, args.repeats)
+    workload = Workload(tuple(args.batches), args.prompt, args.generated, args.repeats)
     packed, dense = load_pair(args.model, args.against, args.dtype)
-    speeds = measure(packed, dense, plan, lambda line: print(line, file=sys.stderr))
+    speeds = measure(packed, dense, workload, lambda line: print(line, file=sys.stderr))
     names = args.model, args.against or f"{args.model}, unpacked"
-    measured = report(packed, dense, names, plan, speeds)
+    measured = report(packed, dense, names, workload, speeds)
     print(table(measured))
     if args.out is not None:
-        from sparseforge_ds.evaluate.speed_figure import draw
-
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")
         draw(measured, folder / "bench.png")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge bench`")

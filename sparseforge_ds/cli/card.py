@@ -11,20 +11,18 @@ Every export has a card already. This writes it anew, with results that were mea
 alone that somebody else wrote or changed. Of paths on this machine a card says the last part only.
 
 examples:
-  sparseforge card models/qwen3_14b_2to4 --results perplexity.json zero_shot.json --license apache-2.0
+  sparseforge card models/qwen3_14b_2to4 --results evaluation.json --license apache-2.0
   sparseforge card models/qwen3_14b_2to4 --push owner/qwen3-14b-2to4 --private
 """
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "card",
         help="the model card of an exported folder, with its scores; --push uploads both",
         description="Write README.md of a folder that consolidate or export wrote: what sparsity.json says, the "
         "settings of its run, and results of evaluations, as the hub reads them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder with sparsity.json")
     parser.add_argument(
@@ -32,7 +30,7 @@ def register(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what the perplexity or zero-shot evaluation wrote by --json",
+        help="what `sparseforge evaluate` wrote by --json",
     )
     parser.add_argument("--license", metavar="NAME", help="licence of the model, as the hub names it, like apache-2.0")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the hub, as this model")
@@ -54,7 +52,3 @@ def run(args: argparse.Namespace) -> int:
     if args.push is not None:
         print(f"uploaded: {push(folder, args.push, args.private)}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge card`")

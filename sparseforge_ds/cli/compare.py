@@ -19,14 +19,12 @@ example:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "compare",
         help="methods x seeds x budgets on one model and one text: table, figures, one page",
         description="Train every method of CONFIG with every seed and budget, on the same tokens in the same order, "
         "and write results.jsonl, table.md, figures and index.html. Needs the extra compare.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="a JSON file, like launch/compare_stories.json")
     parser.add_argument("--out", metavar="DIR", help="folder of the comparison (default: runs/NAME of CONFIG)")
@@ -66,7 +64,3 @@ def run(args: argparse.Namespace) -> int:
     print(Study(config, out, Path(args.config).read_text()).run())
     print(f"{out / 'index.html'}: table and figures")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge compare`")

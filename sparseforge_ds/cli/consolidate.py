@@ -15,14 +15,12 @@ examples:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "consolidate",
         help="the newest checkpoint of a run, whatever its ranks and ZeRO stage, as a Hugging Face folder",
         description="Read the shards of a checkpoint, offline and one weight at a time, and write a Hugging Face "
         "folder that plain transformers loads. OUT appears only when it is complete and proved.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="RUN", help="a run folder (its newest checkpoint), or one checkpoint folder")
     add_out(parser)
@@ -35,7 +33,3 @@ def run(args: argparse.Namespace) -> int:
     from sparseforge_ds.export.open import open_source
 
     return write(open_source(args.source, args.model, args.dtype), args)
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge consolidate`")

@@ -7,11 +7,19 @@ import json
 import os
 from typing import Any
 
+from sparseforge_ds.cli.export import DTYPES
+from sparseforge_ds.evaluate.published import PUBLISHED, SUITES
+
 _EPILOG = """\
 --text asks for perplexity, --tasks or --suite (extra zero_shot) for accuracy, and both may be asked for at once.
-On several GPUs each has a whole copy of the model and scores its share of a text:
+On several GPUs each has a whole copy of the model and scores its share of a text, which gives the same number:
   torchrun --nproc_per_node 8 -m sparseforge_ds evaluate MODEL --text wikitext2
-`python -m sparseforge_ds.evaluate.perplexity --help` describes the two protocols, and `... .zero_shot --help` the data.
+
+protocols of perplexity, which give different numbers:
+  windows    the papers' on WikiText-2: documents are joined by two newlines and cut into windows of --seq_length, of
+             which all tokens but the first are scored. Default for .txt files, stdlib and wikitext2
+  documents  each document by itself behind a BOS (or EOS), cut where the model's positions end. Default for files of
+             records
 
 examples:
   sparseforge evaluate models/qwen3_14b_2to4 --text wikitext2 --seq_length 4096
@@ -21,20 +29,47 @@ examples:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
-    from sparseforge_ds.evaluate.flags import add_model_flags, add_task_flags, add_text_flags
-
     parser = commands.add_parser(
         "evaluate",
         help="perplexity on a text and zero-shot accuracy of a model",
         description="Measure a dense or sparse Hugging Face model: its perplexity on a text, and its accuracy on "
         "the tasks of lm-evaluation-harness.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_flags(parser)
-    add_text_flags(parser.add_argument_group("perplexity"))
-    add_task_flags(parser.add_argument_group("zero-shot accuracy"))
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or hub id of a Hugging Face model")
+    add("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
+    add(
+        "--adapter",
+        metavar="FOLDER",
+        help="PEFT adapter to put on the model (needs peft); default: the one in the model's own folder, like the "
+        "low-rank branch that export writes; none: without",
+    )
+    add("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
+    add("--batch_size", type=int, default=8, metavar="N", help="sequences of one forward (default: 8)")
+    add("--limit", type=int, metavar="N", help="at most this many documents of a text and items of a task, the first")
+    add("--json", metavar="FILE", help="also write the result to a file")
+    add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
+    add = parser.add_argument_group("perplexity").add_argument
+    add(
+        "--text",
+        metavar="TEXT",
+        help="a file of any kind that training reads, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or "
+        "wikitext2:PATH (its rows)",
+    )
+    add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
+    add("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
+    add("--seq_length", type=int, metavar="N", help="tokens of a window or of a document at most")
+    add("--stride", type=int, metavar="N", help="distance of window starts (default: seq_length, no overlap)")
+    add("--keep_tail", action="store_true", help="also score what does not fill the last window")
+    group = parser.add_argument_group("zero-shot accuracy")
+    which, add = group.add_mutually_exclusive_group(), group.add_argument
+    which.add_argument("--tasks", metavar="NAMES", help="names of the harness, with commas between")
+    which.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
+    add("--include_path", metavar="DIR", help="folder of task files in the harness' format, which win over its own")
+    add("--dense", metavar="MODEL", help="run the dense model too, in the same dtype")
+    add("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
+    add("--markdown", metavar="FILE", help="also write the table to a file")
     parser.set_defaults(run=run)
 
 
@@ -46,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     given = vars(args)
     for flags, asked, of in (
         (("protocol", "seq_length", "stride", "keep_tail"), args.text is not None, "perplexity; give --text"),
-        (("data", "dense", "paper", "markdown"), asked_tasks, "accuracy; give --tasks or --suite"),
+        (("include_path", "dense", "paper", "markdown"), asked_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not asked and (odd := [flag for flag in flags if given[flag]]):
             raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
@@ -54,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
     from sparseforge_ds.evaluate.pretrained import write_result
     from sparseforge_ds.ranks import launched_ranks
 
-    out, args.json = args.json, None
     found: dict[str, Any] = {"model": args.model}
     try:
         with launched_ranks() as ranks:
@@ -69,10 +103,6 @@ def run(args: argparse.Namespace) -> int:
             raise
         return 2
     if ranks.first:
-        write_result("json", out, json.dumps(found, indent=2))
+        write_result("json", args.json, json.dumps(found, indent=2))
         print(json.dumps(found))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge evaluate`")

@@ -30,14 +30,12 @@ examples:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "export",
         help="a run or an exported folder as hf, packed24 or mask, each proved",
         description="Write a model in one of three formats, offline and one weight at a time. OUT appears only when it "
         "is complete and proved.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source",
@@ -112,7 +110,3 @@ def _proof_line(format: str, proof: dict[str, Any] | None) -> str:
         return f"proved: masks {proof['masks']}"
     text = f"proved: loaded by {proof['loaded_by']}, logits {proof['logits']}"
     return f"{text}; adapter: logits {proof['adapter']['logits']}" if "adapter" in proof else text
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge export`")

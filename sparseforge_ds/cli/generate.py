@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.evaluate.flags import DTYPES
+from sparseforge_ds.cli.export import DTYPES
 
 _EPILOG = """\
 The text goes to stdout as it comes, everything else to stderr. Without --temperature the most likely token is taken
@@ -22,14 +22,12 @@ examples:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "generate",
         help="continue a prompt with any exported model, on the screen",
         description="Load a model (hf, packed24, or any causal language model of transformers), on the GPU where "
         "there is one, and continue PROMPT.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a Hugging Face model")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
@@ -102,11 +100,7 @@ def _require_model(folder: Path) -> None:
 
 
 def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """The prompt as the model wants it, (1, tokens).
-
-    Raises:
-        ValueError: there are none, or there is no chat template.
-    """
+    """The prompt as the model wants it, (1, tokens)."""
     if not args.chat:
         inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     elif tokenizer.chat_template is None:
@@ -117,7 +111,3 @@ def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
     if inputs["input_ids"].numel() == 0:
         raise ValueError("PROMPT: gives no tokens, and the tokenizer no beginning of a text; write at least a word")
     return inputs
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge generate`")

@@ -25,13 +25,11 @@ _WORST = 5
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "inspect",
         help="step, phase, layout, coverage and masks of a run, and whether its newest checkpoint is complete",
         description="Say where a run stands. Files are read without executing anything in them, masks one at a time.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_folder", metavar="RUN", help="a run folder, its checkpoints, or one checkpoint")
     parser.add_argument("--quick", action="store_true", help="do not read the masks")
@@ -128,7 +126,3 @@ def _masks(status: RunStatus) -> list[tuple[str, str]]:
 def _entry(entry: SavedCheckpoint) -> str:
     step = "?" if entry.step is None else str(entry.step)
     return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {'complete' if entry.complete else 'INCOMPLETE'}"
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge inspect`")

@@ -1,7 +1,8 @@
 """The parser of all subcommands, and what an error looks like: one line on stderr and exit code 2.
 
-A subcommand is a module with `register`, which adds its parser and sets `run` to a function of the parsed arguments
-that returns the exit code. What it does is imported when it runs, so that help is there at once.
+A subcommand is a module with `register`, which adds its parser (whose epilog is printed as it is) and sets `run` to a
+function of the parsed arguments that returns the exit code. What it does is imported when it runs, so that help is
+there at once.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.register(commands)
     for subcommand in commands.choices.values():
+        subcommand.formatter_class = argparse.RawDescriptionHelpFormatter
         epilog = subcommand.epilog or ""
         if "exit code:" not in epilog:
             subcommand.epilog = _EXIT_CODES + epilog

@@ -33,14 +33,12 @@ examples:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "permute",
         help="a dense model with its channels in the order in which a pattern keeps the most; its function stays",
         description="Reorder the channels of a dense model, so that large weights share fewer groups of the pattern. "
         "OUT appears only when it is complete.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
@@ -90,7 +88,7 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return dense.find(config, args.dimensions, args.rows, device=device, progress=progress)
 
-    from sparseforge_ds.evaluate.passages import windows
+    from sparseforge_ds.evaluate.perplexity import windows
     from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
     from sparseforge_ds.evaluate.text import read_documents
     from sparseforge_ds.model.families import prunable_weights
@@ -102,7 +100,3 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
     batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
     weights = prunable_weights(model, config)
     return find_by_activations(model, weights, batches, config, args.dimensions, args.rows, progress)
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge permute`")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparseforge_ds.planning.study import Study
+    from sparseforge_ds.planning.plan import Plan
     from sparseforge_ds.train.spec import RunSpec
 
 _EPILOG = """\
@@ -25,14 +25,12 @@ example:
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "plan",
         help="memory and hours of a run from its configuration alone, and what to change when it does not fit",
         description="Say what a run will need on every GPU, without weights, and which setting to change when it does "
         "not fit.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     several: dict[str, Any] = {"nargs": "+", "metavar": "PATTERN", "action": "extend", "default": []}
@@ -75,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
         from sparseforge_ds.config.arguments import RunArguments
         from sparseforge_ds.planning.duration import PEAK_TFLOPS
-        from sparseforge_ds.planning.study import GIB, Machine
+        from sparseforge_ds.planning.plan import GIB, Machine
         from sparseforge_ds.train.banner import spec_rows, table
-        from sparseforge_ds.train.dry_run import find_config, study_of
+        from sparseforge_ds.train.dry_run import find_config, plan_of
         from sparseforge_ds.train.spec import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     for path in args.deepspeed:
         arguments = RunArguments(deepspeed=path, dry_run=True, **given)
         spec = make_spec(arguments, args.gpus, find_config, Hardware(bf16=gpu != "v100"))
-        found[path] = spec, study_of(spec, machine, args.tokens)
+        found[path] = spec, plan_of(spec, machine, args.tokens)
     if args.json:
         print(json.dumps([_to_dict(*each) for each in found.values()], indent=2))
     else:
@@ -119,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(each.fits for _, each in found.values()) else 1
 
 
-def _to_dict(spec: RunSpec, found: Study) -> dict[str, Any]:
+def _to_dict(spec: RunSpec, found: Plan) -> dict[str, Any]:
     """A plan as plain JSON types."""
     model = {"name": spec.model.name, "model_type": spec.model.config.model_type, "linear": spec.coverage.linear}
     model |= {"parameters": spec.sizes.total, "active": spec.sizes.active, "masked": spec.sizes.masked}
@@ -144,7 +142,3 @@ def _tokens(text: str) -> int:
     if not 1 <= value < 1e18:
         raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5B, 300M or 5e9")
     return round(value)
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge plan`")

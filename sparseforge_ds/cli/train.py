@@ -8,7 +8,6 @@ from typing import Any
 
 
 def register(commands: Any) -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "train",
         help="train a dense model into a sparse one in this process; deepspeed and torchrun start more",
@@ -32,7 +31,3 @@ def run(args: argparse.Namespace) -> int:
     from sparseforge_ds.train.run import main
 
     return main(args.flags)
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: this module is run as `sparseforge train`")

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from sparseforge_ds.compare.summary import Row
 
 FAR = 1.5
-"""Methods above so many times the median are named with their perplexity, not drawn: they would squeeze the others."""
+"""What is above so many times the median is named with its perplexity alone: it would squeeze the others."""
 _CURVES = {
     "undecided": ("Undecided mass", "mean of m (1 - m) over all mask values: 0 when every one is 0 or 1"),
     "flip_rate": ("Flip rate", "share of weights whose place in the hard mask changed since the update before"),
@@ -40,14 +40,8 @@ class Drawn:
 def draw(
     lines: pd.DataFrame, rows: Sequence[Row], histories: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> list[Drawn]:
-    """Draw all.
-
-    Args:
-        lines: the summary, with `bytes` (`compare.cost`).
-        rows: of results.jsonl.
-        histories: what `history.read_history` gives, by the name of a run.
-        folder: where the files go.
-    """
+    """Draw all figures of a summary with `bytes`; `histories` are those of `compare.history`, by the name of a
+    run."""
     folder.mkdir(exist_ok=True)
     trained = lines[lines["kind"] == "result"]
     largest = [row for row in rows if row["kind"] == "result" and row["steps"] == trained["steps"].max()]
@@ -79,20 +73,12 @@ class _Artist:
     def tokens(self, trained: pd.DataFrame, untrained: pd.DataFrame) -> Drawn:
         figure, axes = _axes(9, 5)
         known = trained[np.isfinite(trained["test"])]
-        far = FAR * known["test"].median() if len(known) else math.inf
         for method, mine in known.sort_values("tokens", kind="stable").groupby("method", sort=False):
-            if mine["test"].min() > far:
-                values = ", ".join(f"{value:.4g}" for value in mine["test"])
-                axes.plot([], [], **self.styles[method], label=f"{method}: {values} (not drawn)")
-            else:
-                bars = mine["test_deviation"].fillna(0.0)
-                axes.errorbar(mine["tokens"], mine["test"], yerr=bars, capsize=3, label=method, **self.styles[method])
+            bars, label = mine["test_deviation"].fillna(0.0), f"{method}: {mine['test'].min():.4g}"
+            axes.errorbar(mine["tokens"], mine["test"], yerr=bars, capsize=3, label=label, **self.styles[method])
         for line, dashes in zip(untrained.itertuples(), itertools.cycle(["-", "--", ":", "-."]), strict=False):
-            label = f"{line.method}: {line.test:.4g}"
-            if line.test > far:
-                axes.plot([], [], color="grey", linestyle=dashes, label=f"{label} (not drawn)")
-            else:
-                axes.axhline(line.test, color="grey", linestyle=dashes, label=label)
+            axes.axhline(line.test, color="grey", linestyle=dashes, label=f"{line.method}: {line.test:.4g}")
+        _zoom(axes, known["test"], untrained["test"])
         axes.set(xscale="log", xlabel="training tokens", ylabel="test perplexity")
         several = trained["test_deviation"].notna().any()
         caption = "mean over seeds; bars are one sample standard deviation" if several else "one seed"
@@ -101,16 +87,13 @@ class _Artist:
     def bytes(self, trained: pd.DataFrame, untrained: pd.DataFrame) -> Drawn:
         figure, axes = _axes(9, 5)
         known = trained[(trained["steps"] == trained["steps"].max()) & np.isfinite(trained["test"])]
-        far = FAR * known["test"].median() if len(known) else math.inf
+        dense = untrained[untrained["kind"] == "dense"]
         for line in known.itertuples():
             style = {**self.styles[line.method], "linestyle": "", "markersize": 7}
-            drawn = line.test <= far
-            label = line.method if drawn else f"{line.method}: {line.test:.4g} (not drawn)"
-            axes.plot([line.bytes] if drawn else [], [line.test] if drawn else [], **style, label=label)
-        for line in untrained[untrained["kind"] == "dense"].itertuples():
-            axes.plot(
-                [line.bytes], [line.test], color="grey", marker="*", linestyle="", label=f"dense: {line.test:.4g}"
-            )
+            axes.plot([line.bytes], [line.test], **style, label=f"{line.method}: {line.test:.4g}")
+        for line in dense.itertuples():
+            axes.plot([line.bytes], [line.test], "*", color="grey", label=f"dense: {line.test:.4g}")
+        _zoom(axes, known["test"], dense["test"])
         axes.set(xlabel="bytes of a pruned matrix at inference, of the dense one's", ylabel="test perplexity")
         axes.set_xlim(0.0, 1.05)
         caption = "at the largest budget; values of 16 bits, places of what is kept, low-rank branches"
@@ -181,6 +164,12 @@ class _Artist:
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def _zoom(axes: Axes, known: pd.Series, untrained: pd.Series) -> None:
+    shown = pd.concat([known, untrained])
+    if len(known) and shown.max() > (far := FAR * known.median()):
+        axes.set_ylim(0.95 * shown.min(), far)
 
 
 def _density(axes: Axes, values: Mapping[str, Any]) -> Any:

@@ -20,14 +20,7 @@ _MASKS = "mask/"
 
 
 def read_history(folder: Path) -> dict[str, Any]:
-    """The curves of a run as {"steps": [...], "values": [...]} by name; `mask_values` has counts for every step.
-
-    Args:
-        folder: the run folder.
-
-    Raises:
-        ValueError: it has no TensorBoard log.
-    """
+    """The curves of a run as {"steps": [...], "values": [...]} by name; `mask_values` has counts for every step."""
     if not (folder / "tensorboard").is_dir():
         raise ValueError(f"{folder}: has no TensorBoard log")
     # 0: keep all points, not a sample of them.

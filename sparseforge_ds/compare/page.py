@@ -25,15 +25,7 @@ from sparseforge_ds.compare.summary import (
 
 
 def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], notes: list[str], pattern: str) -> str:
-    """Write `table.md`, the figures and `index.html`, and return the first.
-
-    Args:
-        out: folder of the comparison.
-        config: the grid.
-        rows: of `records.write_rows`.
-        notes: sentences about the texts.
-        pattern: for the title.
-    """
+    """Write `table.md`, the figures and `index.html`, and return the first."""
     lines = summarize(rows, config.compared_with)
     table = markdown(lines, rows, config, notes)
     write_text(out / "table.md", table)
@@ -59,16 +51,8 @@ def page(
     config: str,
     commands: Sequence[str],
 ) -> str:
-    """The page.
-
-    Args:
-        title: its heading.
-        tables: `summary.results_tables` and `summary.selection_table`; a cell in ** is bold.
-        words: paragraphs above the tables.
-        figures: PNG files, which are put into the page.
-        config: CONFIG as text.
-        commands: one for each run.
-    """
+    """The page: paragraphs of words, the tables of `compare.summary` (a cell in ** is bold), and the PNG files
+    themselves."""
     template = Environment(loader=PackageLoader("sparseforge_ds", "assets"), autoescape=True).get_template(
         "comparison.html"
     )

@@ -14,26 +14,18 @@ from sparseforge_ds.compare.runs import Setting, at_the_edge, one_shot_runs, res
 from sparseforge_ds.compare.settings import CompareConfig
 
 _FOUND = ("validation_perplexity", "test_perplexity", "diverged", "sparsity", "seconds", "resumed", "agreement")
-"""What a row takes from a record."""
 
 
 class Records:
-    """`OUT/records`: a file for each run with what it was to be and what it came to, beside its history.
-
-    Args:
-        folder: where they lie.
-    """
+    """`OUT/records`: a file for each run with what it was to be and what it came to, beside its history."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def open(self, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The record of a run, begun if there is none.
-
-        Raises:
-            ValueError: a run of this name was made otherwise, so that it does not belong to this comparison.
-        """
+        """The record of a run, begun if there is none. Raises ValueError where a run of this name was made otherwise,
+        so that it does not belong to this comparison."""
         wanted = json.loads(json.dumps(wanted))
         record = self.read(name)
         if record is None:
@@ -50,11 +42,7 @@ class Records:
         return record
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A record, if there is one.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """A record, if there is one."""
         path = self.folder / f"{name}.json"
         try:
             content = json.loads(path.read_text())
@@ -77,15 +65,7 @@ def settled(record: Mapping[str, Any]) -> bool:
 def write_rows(
     out: Path, config: CompareConfig, baselines: Baselines, records: Records, chosen: Mapping[str, Setting]
 ) -> list[dict[str, Any]]:
-    """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done.
-
-    Args:
-        out: folder of the comparison.
-        config: the grid.
-        baselines: the first two rows.
-        records: what is known of the runs.
-        chosen: learning rate and decay of every method; empty before they are chosen.
-    """
+    """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done."""
     values = asdict(baselines)
     rows: list[dict[str, Any]] = []
     row: dict[str, Any]

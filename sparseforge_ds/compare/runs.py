@@ -117,15 +117,8 @@ def result_runs(config: CompareConfig, chosen: Mapping[str, Setting]) -> list[Ru
 
 
 def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[str, Setting]:
-    """Learning rate and decay of every method: the lowest perplexity on the validation text.
-
-    Args:
-        config: the grid.
-        validation: perplexity by the name of a run of `selection_runs`, infinite where it diverged.
-
-    Raises:
-        ValueError: a method diverges at all of its learning rates.
-    """
+    """Learning rate and decay of every method: the lowest perplexity on the validation text, by the name of a run. A
+    run that diverged has an infinite one. Raises ValueError where a method diverges at all of its learning rates."""
     chosen = {
         name: Setting(method.learning_rates[0], method.decays[0] if method.decays else None)
         for name, method in config.methods.items()

@@ -124,11 +124,7 @@ class CompareConfig:
 
 
 def read_config(path: str) -> CompareConfig:
-    """The checked file.
-
-    Raises:
-        ValueError: it is missing, no JSON, has an unknown key, or a value that cannot work.
-    """
+    """The checked file. Raises ValueError where it has an unknown key, or a value that cannot work."""
     if not Path(path).exists():
         raise ValueError(f"CONFIG {path}: no such file; give one like launch/compare_stories.json")
     content = read_json(path, f"CONFIG {path}")
@@ -150,11 +146,8 @@ def read_config(path: str) -> CompareConfig:
 
 
 def one_shot_steps(method: Method) -> int:
-    """Steps of a run that is not to train: what its block says, or none.
-
-    A preset with a fixed mask is a trainer like any other and needs a step; its learning rate is then too small to
-    matter.
-    """
+    """Steps of a run that is not to train: what its block says, or none. A preset with a fixed mask is a trainer
+    like any other and needs a step; its learning rate is then too small to matter."""
     return int(method.block.get("max_steps", int(method_name(method.block) == "sparseforge")))
 
 

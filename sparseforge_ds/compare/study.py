@@ -47,16 +47,7 @@ _BASELINES = "baselines"
 
 
 class Study:
-    """One comparison.
-
-    Args:
-        config: the grid.
-        out: its folder.
-        text: CONFIG as it was given, for the record.
-
-    Raises:
-        ValueError: a text cannot be used, the model cannot be loaded, or the folder is of another comparison.
-    """
+    """One comparison, in its folder; `text` is CONFIG as it was given."""
 
     def __init__(self, config: CompareConfig, out: Path, text: str) -> None:
         self.config = config
@@ -78,13 +69,9 @@ class Study:
             (out / name).mkdir(parents=True, exist_ok=True)
 
     def run(self) -> str:
-        """Do what is missing, and write everything.
+        """Do what is missing, and write everything; returns the table.
 
-        Returns:
-            The table.
-
-        Raises:
-            ValueError: a run failed; the others are saved, and the same command goes on.
+        Raises ValueError where a run failed; the others are saved, and the same command goes on.
         """
         config = self.config
         with _locked(self.out):
@@ -143,11 +130,7 @@ class Study:
                 raise
 
     def _do(self, run: Run, counts: bool, slot: int) -> str:
-        """One run: trained, exported, verified, measured; only what is missing of it.
-
-        Returns:
-            A line to show; empty when nothing was to be done.
-        """
+        """One run: trained, exported, verified, measured; only what is missing of it. Returns a line to show, or ""."""
         record = self.records.open(run.name, self._wanted(run))
         folder, model = self.out / "runs" / run.name, self.out / "models" / run.name
         news = []

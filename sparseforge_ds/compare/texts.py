@@ -27,11 +27,7 @@ class Texts:
 
 
 def read_texts(config: CompareConfig) -> Texts:
-    """Read both.
-
-    Raises:
-        ValueError: one cannot be read, has no such documents, or they have documents in common.
-    """
+    """Read both. Raises ValueError where they have documents in common."""
     validation, test = (_documents(config, where) for where in ("validation_text", "test_text"))
     if common := set(validation) & set(test):
         raise ValueError(

@@ -41,10 +41,7 @@ class RunDivergedError(RuntimeError):
 class Trainer:
     """Runs trainings, several at a time, on devices that are divided among them.
 
-    Args:
-        ranks: processes of a run.
-        threads: threads of a process.
-        data: folder of the token cache that all runs share; None where each reads a stream of its own.
+    `data` is the folder of the token cache that all runs share; None where each reads a stream of its own.
     """
 
     def __init__(self, ranks: int, threads: int, data: Path | None) -> None:
@@ -63,20 +60,12 @@ class Trainer:
         self._stop.set()
 
     def train(self, folder: Path, arguments: list[str], slot: int) -> tuple[dict[str, Any], bool]:
-        """Train in a run folder, from the beginning or from its newest checkpoint.
+        """Train in a run folder, from the beginning or from its newest checkpoint; its log lies beside it.
 
-        Args:
-            folder: the run folder; beside it lies the log, `NAME.log`.
-            arguments: the launcher's command line, without --resume.
-            slot: number of the worker, which decides the GPUs.
+        Raises StoppedError after `stop`, RunDivergedError where the loss is not finite, and ValueError where it failed
+        otherwise.
 
-        Returns:
-            What is in its result.json, and whether an earlier start was continued.
-
-        Raises:
-            StoppedError: `stop` was called.
-            RunDivergedError: the loss is not finite.
-            ValueError: it failed otherwise.
+        The worker's `slot` decides the GPUs. Returns result.json, and whether an earlier start was continued.
         """
         _wait_for(folder / ".lock", _GRACE)
         resumed = has_checkpoint(folder)
@@ -135,14 +124,8 @@ class Trainer:
 
 
 def train_rank(environment: dict[str, str], log: str, threads: int, arguments: list[str]) -> None:
-    """The trainer's own `main` as one rank of a run; ends the process with its exit code.
-
-    Args:
-        environment: RANK and whatever else the launcher of a distributed run sets.
-        log: file that takes what is printed.
-        threads: for operations on the CPU.
-        arguments: the trainer's command line.
-    """
+    """The trainer's own `main` as one rank of a run, in the launcher's environment; ends the process with its exit
+    code."""
     # SIGTERM saves: when the comparison is killed its runs stop, and go on from there the next time.
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

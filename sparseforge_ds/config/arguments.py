@@ -29,6 +29,7 @@ SampleBy = Literal["document", "paragraph", "line"]
 LossOn = Literal["all", "completion"]
 """Which tokens of a record the loss is the mean over."""
 
+_COUNTS = ("max_steps", "save_every", "keep_checkpoints", "eval_sequences", "eval_every")
 NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
 """Flags that change nothing of what a run does."""
 
@@ -90,6 +91,12 @@ class RunArguments:
         "auto",
         "tokens around every document: the tokenizer's BOS in front (bos), its EOS behind (eos), or both, from which a "
         "model also learns to end a text. auto: bos, or eos where there is no BOS, as in all runs measured so far",
+    )
+    document_attention: bool = _flag(
+        False,
+        "attention stays inside documents: a token of a sequence sees those of its own document alone, positions begin "
+        "anew with each document, and nothing predicts its first token. A model that cannot do that is refused. "
+        "Default: a token sees all before it in its sequence",
     )
     max_steps: int | None = _flag(
         None,
@@ -228,17 +235,13 @@ class RunArguments:
             "use a number > 0, without --max_steps; --dry_run reads no text, so give it --max_steps",
         )
         for name, sound, cure in (
-            ("max_steps", steps is None or steps >= 0, "use an integer >= 0"),
+            *((n, getattr(self, n) is None or getattr(self, n) >= 0, "use an integer >= 0") for n in _COUNTS),
             ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),
             ("seq_length", self.seq_length >= 2, "use an integer >= 2"),
             ("learning_rate", rate is None or 0 < rate < float("inf"), "use a value > 0, like 1e-4"),
             ("warmup", 0 <= self.warmup < 1, "use a share of the run, 0 <= share < 1"),
             ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "use a share, 0 <= share <= 1"),
             ("weight_decay", decay is None or decay >= 0, "use >= 0"),
-            ("save_every", self.save_every >= 0, "use an integer >= 0"),
-            ("keep_checkpoints", self.keep_checkpoints >= 0, "use an integer >= 0"),
-            ("eval_sequences", self.eval_sequences >= 0, "use an integer >= 0"),
-            ("eval_every", self.eval_every >= 0, "use an integer >= 0"),
             (
                 "keep_best",
                 not self.keep_best or self.eval_dataset is not None,

@@ -22,13 +22,7 @@ class Batch:
 
 
 def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
-    """The same configuration with another batch; None keeps what it says.
-
-    Args:
-        content: a DeepSpeed configuration; it is not changed.
-        global_batch: sequences of a step on all ranks.
-        micro_batch: sequences of a rank at a time.
-    """
+    """The same configuration with another batch, in sequences of a step and of a rank; None keeps what it says."""
     changed = dict(content)
     if global_batch is not None:
         changed["train_batch_size"] = global_batch
@@ -49,11 +43,8 @@ def batch_line(resolved: dict[str, Any], world_size: int) -> str:
 
 
 def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size: int) -> int:
-    """How many ranks share one sequence: those of the flag, or of the JSON.
-
-    Raises:
-        ValueError: the number is not one, does not divide the number of ranks, or the run evaluates too.
-    """
+    """How many ranks share one sequence: those of the flag, or of the JSON. Raises ValueError where the number is not
+    one, or does not divide the number of ranks."""
     given, flag = content.get(SEQUENCE, 1), arguments.sequence_parallel
     size, who = (given, f"{SEQUENCE} =") if flag is None else (flag, "--sequence_parallel")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -63,11 +54,6 @@ def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size:
             f"{who} {size}: {world_size} ranks cannot be divided into groups of {size}, each of which shares its "
             f"sequences; use a divisor of {world_size}, or change the number of ranks"
         )
-    if size > 1 and arguments.eval_dataset is not None:
-        raise ValueError(
-            f"--eval_dataset {arguments.eval_dataset}: perplexity while training is not measured where ranks share "
-            f"sequences ({who} {size}); leave one of the two out, and evaluate the exported model"
-        )
     return size
 
 
@@ -75,10 +61,7 @@ def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1
     """Divide the batch over the ranks, of which each `sequence` share their sequences.
 
     Given are one, two or all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps;
-    "auto" counts as not given.
-
-    Raises:
-        ValueError: they do not fit each other and the number of ranks.
+    "auto" counts as not given. Raises ValueError where they do not fit each other and the number of ranks.
     """
     names, ranks, world_size = BATCH, world_size, world_size // sequence
     train, micro, accumulation = (None if content.get(name) == "auto" else content.get(name) for name in names)
@@ -109,17 +92,8 @@ def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1
 
 
 def check_probe_batch(filled: dict[str, Any], sequences: int | None, readers: int, sequence: int) -> None:
-    """Whether the sequences of a probe batch can be divided like those of a step.
-
-    Args:
-        filled: a resolved DeepSpeed configuration.
-        sequences: of a probe batch; None for those of a step.
-        readers: ranks, or groups of ranks, that read other sequences.
-        sequence: ranks of such a group.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Refuse a probe batch that `readers` (ranks, or groups of ranks that share sequences) cannot divide like a
+    step's."""
     micro = filled[BATCH[1]]
     at_once, who = micro * readers, "ranks" if sequence == 1 else f"groups of {sequence} ranks"
     if sequences is not None and sequences % at_once:

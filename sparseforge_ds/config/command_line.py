@@ -92,12 +92,8 @@ def argument_parser() -> HfArgumentParser:
 
 
 def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
-    """Parse the command line (default: this process's).
-
-    Raises:
-        ValueError: a flag is unknown, missing, or has a value that cannot work.
-        SystemExit: --help.
-    """
+    """Parse the command line (default: this process's). Raises ValueError where a flag is unknown, missing, or has a
+    value that cannot work."""
     arguments, *unknown = argument_parser().parse_args_into_dataclasses(
         args=None if command_line is None else list(command_line),
         look_for_args_file=False,

@@ -30,11 +30,8 @@ _LOGGERS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """The parsed file, or that of the package which has this name.
-
-    Raises:
-        ValueError: the file is missing or no JSON object, or something in it cannot work, as `check_deepspeed` says.
-    """
+    """The parsed file, or that of the package which has this name. Raises ValueError where something in it cannot work,
+    as `check_deepspeed` says."""
     try:
         file = configuration_file(path)
     except ValueError as error:
@@ -52,14 +49,8 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
 
 
 def check_deepspeed(content: dict[str, Any]) -> None:
-    """Refuse what DeepSpeed would ignore, stumble over after the models are loaded, or do to masks; but no batch size.
-
-    Args:
-        content: a configuration; what is "auto" in it is not looked at.
-
-    Raises:
-        ValueError: the key, its value and the cure, in one line.
-    """
+    """Refuse what DeepSpeed would ignore, stumble over after the models are loaded, or do to masks; but no batch
+    size. What is "auto" is not looked at."""
     if "scheduler" in content:
         raise ValueError(
             'remove the "scheduler" block; --learning_rate, --warmup and --min_lr_ratio set the learning rate'
@@ -103,11 +94,8 @@ def check_deepspeed(content: dict[str, Any]) -> None:
 
 
 def check_machine(content: dict[str, Any]) -> None:
-    """Refuse what DeepSpeed cannot do on this machine: it would try to compile for minutes first.
-
-    Raises:
-        ValueError: weights are to be kept on a disk that is not there, or without the library for it.
-    """
+    """Refuse what DeepSpeed cannot do on this machine: it would try to compile for minutes first. That is weights on a
+    disk that is not there, or without the library for it."""
     offload = content.get("zero_optimization", {}).get("offload_param") or {}
     if offload.get("device") != "nvme":
         return
@@ -150,18 +138,14 @@ def resolve(
 ) -> dict[str, Any]:
     """Fill every "auto", let the run flags win, and check what can be checked.
 
+    Raises as `check_deepspeed`, and where the batch does not fit or an "auto" stays open.
+
     Args:
         content: what `read_deepspeed_json` gave; it is not changed.
-        arguments: the run flags.
         config: the parsed sparseforge block; the result carries it with every value spelled out.
-        world_size: number of ranks.
         hidden_size: width of the model, which decides bucket sizes and the default learning rate.
         supports_bf16: whether the accelerator computes in bf16 faster than in fp32.
-        supports_fp16: the same for fp16.
         fuses_optimizer: whether torch's AdamW is to be one kernel where the JSON leaves that open.
-
-    Raises:
-        ValueError: as `check_deepspeed`; the batch does not fit, or an "auto" stays open.
     """
     filled = copy.deepcopy(content)
     sequence = sequence_ranks(content, arguments, world_size)

@@ -8,15 +8,9 @@ from typing import Any
 
 
 def read_json(path: str | Path, name: str) -> Any:
-    """The parsed file; a byte-order mark is fine.
+    """The parsed file, `name` in messages; a byte-order mark is fine.
 
-    Args:
-        path: the file.
-        name: what messages call it.
-
-    Raises:
-        ValueError: there is no such file, or it is no JSON: also where a key comes twice, of which one would win
-            unsaid, or a number is NaN or infinite.
+    Raises ValueError where a key comes twice too, of which one would win unsaid, or a number is NaN or infinite.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

@@ -258,10 +258,8 @@ METHODS: dict[str, type[MethodConfig]] = {kind.name: kind for kind in get_args(M
 
 
 def logit_keys(n: int, m: int) -> tuple[str, ...]:
-    """Names of maskllm's states: logits of a group's patterns, laid out over its members, and Adam's moments of them.
-
-    Plane p holds at member j the logit of pattern p m + j, so that whatever divides members divides logits.
-    """
+    """Names of maskllm's states: logits of a group's patterns, laid out over its members, and Adam's moments of
+    them. Plane p holds at member j the logit of pattern p m + j, so that whatever divides members divides logits."""
     planes = range(math.ceil(math.comb(m, n) / m))
     return tuple(f"{kind}_{plane}" for kind in ("logit", "logit_avg", "logit_sq") for plane in planes)
 

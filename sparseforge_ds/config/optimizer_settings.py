@@ -27,11 +27,8 @@ _USE = 'use {"type": "AdamW", "params": {"lr": "auto"}}'
 
 
 def check_optimizer(content: Mapping[str, Any]) -> None:
-    """Look at the optimizer of a configuration; a parameter that is "auto" is one that will have a value.
-
-    Raises:
-        ValueError: there is none, it is unknown, has a parameter that it does not take, or cannot work under ZeRO.
-    """
+    """Look at the optimizer of a configuration; a parameter that is "auto" is one that will have a value. Raises
+    ValueError where it is unknown, has a parameter that it does not take, or cannot work under ZeRO."""
     optimizer = content.get("optimizer", {})
     name, given = optimizer.get("type"), optimizer.get("params", {})
     if name is None:

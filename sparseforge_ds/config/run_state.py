@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern
@@ -14,36 +14,20 @@ STATE_VERSION = 1
 """Of what a checkpoint's client state holds under `sparseforge`."""
 
 
-class Weight(Protocol):
-    """Whatever has these attributes, such as `model.families.PrunableWeight`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def input_axis(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class SparseWeight:
     """A weight that is, or is going to be, in the pattern."""
 
     name: str
+    """As in `model.named_parameters()`."""
     shape: tuple[int, ...]
+    """Full shape, also under ZeRO-3; (out, in), (in, out) or (experts, out, in)."""
     input_axis: int
-    """-1 or -2."""
+    """-1 when the input axis is last, -2 when it is the last but one."""
 
     @classmethod
     def parse(cls, entry: object, pattern: Pattern, where: str) -> SparseWeight:
-        """From a JSON object with name, shape and input_axis, and whatever else there is beside them.
-
-        Args:
-            where: begins the message of an error.
-
-        Raises:
-            ValueError: one of them is missing or damaged, or the pattern does not fit the shape.
-        """
+        """From a JSON object with name, shape and input_axis, and whatever else there is beside them."""
         held = entry if isinstance(entry, dict) else {}
         name, shape, axis = held.get("name"), held.get("shape"), held.get("input_axis")
         sizes = shape if isinstance(shape, (list, tuple)) and all(type(n) is int and n > 0 for n in shape) else ()
@@ -66,21 +50,16 @@ class RunState:
     """Measurements of the curvature."""
 
     @classmethod
-    def of(cls, config: SparseForgeConfig, weights: Iterable[Weight], step: int = 0, refreshes: int = 0) -> RunState:
+    def of(
+        cls, config: SparseForgeConfig, weights: Iterable[SparseWeight], step: int = 0, refreshes: int = 0
+    ) -> RunState:
         """Of the run that is here."""
         listed = tuple(SparseWeight(weight.name, tuple(weight.shape), weight.input_axis) for weight in weights)
         return cls(config, listed, step, refreshes)
 
     @classmethod
     def parse(cls, state: object, where: str) -> RunState:
-        """Of a run that was saved, from what `to_dict` made, with whatever else there is beside it.
-
-        Args:
-            where: begins the message of an error.
-
-        Raises:
-            ValueError: something is missing, damaged or of another version.
-        """
+        """Of a run that was saved, from what `to_dict` made, with whatever else there is beside it."""
         if not isinstance(state, dict):
             raise ValueError(
                 f"{where} was not saved by SparseForge: engine.save_checkpoint saves its state once sf.SparseForge is "
@@ -110,10 +89,8 @@ class RunState:
         return {"version": STATE_VERSION, "config": self.config.to_dict(), "weights": weights, **numbers}
 
     def changes(self, now: RunState) -> list[str]:
-        """What was otherwise in this saved run than `now`; empty for the same run, wherever the two stand.
-
-        What is only monitored may differ (`SparseForgeConfig.comparable`).
-        """
+        """What was otherwise in this saved run than `now`; empty for the same run, wherever the two stand. What is
+        only monitored may differ (`SparseForgeConfig.comparable`)."""
         config = differences(self.config.comparable(), now.config.comparable(), "sparseforge")
         return config or differences(self._described(), now._described(), "weights")
 

@@ -17,11 +17,7 @@ def shipped_names() -> list[str]:
 
 
 def configuration_file(path: str | Path) -> Path:
-    """The file that is meant by a path, or by the name of a shipped JSON, such as `zero3`; a file that exists wins.
-
-    Raises:
-        ValueError: there is neither such a file nor such a name.
-    """
+    """The file that is meant by a path, or by the name of a shipped JSON, such as `zero3`; a file that exists wins."""
     given = Path(path)
     shipped = FOLDER / f"{given.name.removesuffix('.json')}.json"
     if not given.exists() or given.is_dir():  # a folder `zero3` is no configuration

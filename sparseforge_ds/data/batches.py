@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparseforge_ds.data.micro_batch import IGNORED, Layout, MicroBatch
 from sparseforge_ds.data.turns import Turns
-from sparseforge_ds.data.windows import Reading, Windows, ids_of, trained_of
+from sparseforge_ds.data.windows import Reading, Windows, first_of, ids_of, trained_of
 from sparseforge_ds.ranks import AgreedError
 
 _SHOWN = 8
@@ -32,7 +32,19 @@ def micro_batch_of(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
     token_BS = label_BS = _ids(row_BS)
     if row_BS.dtype.names is not None:
         label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
-    return MicroBatch(token_BS, label_BS, trained)
+    more = {} if (first_BS := first_of(row_BS)) is None else {"position_ids": torch.from_numpy(positions(first_BS))}
+    return MicroBatch(token_BS, label_BS, trained, more)
+
+
+def positions(first_BS: np.ndarray) -> np.ndarray:
+    """(B, S) of every token in its document, or in the part of it that the sequence has.
+
+    Args:
+        first_BS: which tokens are the first of a document.
+    """
+    place_S = np.arange(first_BS.shape[1])
+    begin_BS: np.ndarray = np.maximum.accumulate(np.where(first_BS, place_S, 0), axis=1)
+    return place_S - begin_BS
 
 
 class Batches:
@@ -146,9 +158,9 @@ class Batches:
         """Raise an AgreedError where nothing of some consecutive sequences is trained on."""
         if self.trained(batch) == 0:
             raise AgreedError(
-                f"--loss_on completion: no token of the run's sequences {batch.start:,} to {batch.stop - 1:,} is "
-                "trained on; raise --global_batch or --seq_length (or curvature.sequences, where that is set), or "
-                "leave the flag out"
+                "--loss_on completion, --document_attention: no token of the run's sequences "
+                f"{batch.start:,} to {batch.stop - 1:,} is trained on; raise --global_batch or --seq_length (or "
+                "curvature.sequences, where that is set), or leave the flag out"
             )
 
     def prepare(self, first: int, count: int) -> None:

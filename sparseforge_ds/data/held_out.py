@@ -42,13 +42,13 @@ def find_held_out(arguments: RunArguments) -> Source | None:
     Raises:
         ValueError: as `find_source`.
     """
-    name, how = arguments.eval_dataset, (arguments.sample_by, arguments.loss_on)
+    name, how = arguments.eval_dataset, (arguments.loss_on, arguments.document_attention)
     if name is None:
         return None
     with _naming_our_flags():
         if name == HELD_OUT_TEXT:
-            return LocalText(name, find_files(stdlib_file("heldout")), "text", loss_on=arguments.loss_on)
-        return find_source(name, arguments.text_field, arguments.eval_split, *how)
+            return LocalText(name, find_files(stdlib_file("heldout")), "text", "document", False, *how)
+        return find_source(name, arguments.text_field, arguments.eval_split, arguments.sample_by, *how)
 
 
 def read_held_out(
@@ -63,7 +63,7 @@ def read_held_out(
     parts: list[np.ndarray] = []
     tokens = skipped = 0
     with _naming_our_flags():
-        for batch in tokenise(source.read(), tokenizer, arguments.document_frame, source.loss_on):
+        for batch in tokenise(source.read(), tokenizer, arguments.document_frame, *source.marks):
             parts.append(batch.token)
             tokens, skipped = tokens + len(batch.token), skipped + batch.skipped
             if limit and tokens >= limit * length:
@@ -79,10 +79,10 @@ def read_held_out(
     token_NS = np.concatenate(parts)[: windows * length].reshape(windows, length)
     if (largest := int(ids_of(token_NS).max())) >= vocabulary:
         raise unsuitable(largest, vocabulary)
-    if source.loss_on == "completion" and not trained_of(token_NS)[:, 1:].any():
+    if token_NS.dtype.names is not None and not trained_of(token_NS)[:, 1:].any():
         raise ValueError(
-            f"--eval_dataset {source.name}: none of its first {windows:,} windows has a token of a completion; raise "
-            "--eval_sequences"
+            f"--eval_dataset {source.name}: none of its first {windows:,} windows has a token that is scored (of a "
+            "completion, or behind the first of a document); raise --eval_sequences"
         )
     return HeldOut(source.name, token_NS)
 

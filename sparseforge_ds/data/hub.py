@@ -29,13 +29,15 @@ class HubText(Source):
     split: str = "train"
     sample_by: SampleBy = "document"
     loss_on: LossOn = "all"
+    document_attention: bool = False
     streamed = True
 
     @property
     def facts(self) -> dict[str, Any]:
         """See `Source`; without the revision, which the reader's state has."""
         how = {"--text_field": self.text_field, "--split": self.split, "--sample_by": self.sample_by}
-        return {"hub dataset": self.name, **how, "--loss_on": self.loss_on}
+        learned = {"--loss_on": self.loss_on, "--document_attention": self.document_attention}
+        return {"hub dataset": self.name, **how, **learned}
 
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
         """See `Source`; reads the state's `revision`, or today's without one."""

@@ -61,9 +61,15 @@ class MicroBatch:
     over the trained tokens of that batch: their number, over that of its micro-batches, parts of sequences counted one
     by one. None where all are trained on, as many in each."""
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other inputs of the forward pass, such as an attention mask; the launcher's batches have none."""
+    """Other inputs of the forward pass, such as an attention mask; the launcher's are position_ids, (B, S), which begin
+    anew with each document where attention stays inside documents, and none elsewhere."""
     shifted: bool = False
     """Whether S is a part of the sequences, whose last token predicts the first of the next."""
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """All of the forward pass."""
+        return {"input_ids": self.token_BS, **self.more}
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """On another device; does not wait for it."""
@@ -78,4 +84,5 @@ class MicroBatch:
         B, S = self.token_BS.shape
         trained = B * (S - 1) if self.trained is None else self.trained
         label_BS = F.pad(self.label_BS[:, 1:], (0, 1), value=IGNORED)[:, part]
-        return MicroBatch(self.token_BS[:, part].contiguous(), label_BS.contiguous(), trained / parts, shifted=True)
+        token_BS, more = self.token_BS[:, part].contiguous(), {key: _BS[:, part] for key, _BS in self.more.items()}
+        return MicroBatch(token_BS, label_BS.contiguous(), trained / parts, more, shifted=True)

@@ -38,6 +38,7 @@ def find_text(
     split: str = "train",
     sample_by: SampleBy = "document",
     loss_on: LossOn = "all",
+    document_attention: bool = False,
 ) -> Mixture:
     """The text of a run.
 
@@ -47,6 +48,7 @@ def find_text(
         split: split of a folder or hub dataset, or several, joined by +.
         sample_by: what is a document of a .txt file.
         loss_on: which tokens are trained on.
+        document_attention: whether attention stays inside documents.
 
     Raises:
         ValueError: a source or file cannot be used or comes twice, a weight is missing or no number above 0, or there
@@ -64,7 +66,7 @@ def find_text(
             "(without any, all have the same)"
         )
     parts = whole_parts(names, [Fraction(1) if weight is None else weight for _, weight in pairs])
-    sources = tuple(find_source(name, text_field, split, sample_by, loss_on) for name in names)
+    sources = tuple(find_source(name, text_field, split, sample_by, loss_on, document_attention) for name in names)
     owners: dict[Path, str] = {}
     for path, name in ((path.resolve(), source.name) for source in sources for path in _paths(source)):
         if owners.setdefault(path, name) != name:
@@ -84,6 +86,7 @@ def find_source(
     split: str = "train",
     sample_by: SampleBy = "document",
     loss_on: LossOn = "all",
+    document_attention: bool = False,
 ) -> Source:
     """One source of `--dataset`.
 
@@ -95,6 +98,7 @@ def find_source(
         split: split of a folder or hub dataset, or several, joined by +.
         sample_by: what is a document of a .txt file.
         loss_on: which tokens are trained on.
+        document_attention: whether attention stays inside documents.
 
     Raises:
         ValueError: no such file, a folder without usable files or that split, an unknown kind of file, a field that is
@@ -103,14 +107,15 @@ def find_source(
     if dataset == EMBEDDED_TEXT:
         if "train" not in split.split("+"):
             raise ValueError(f"--split {split}: --dataset {EMBEDDED_TEXT} has train only; name another text")
-        embedded = LocalText(dataset, find_files(stdlib_file("train")), "text", loss_on=loss_on)
+        files = find_files(stdlib_file("train"))
+        embedded = LocalText(dataset, files, "text", loss_on=loss_on, document_attention=document_attention)
         if loss_on == "completion":
             next(embedded.read())  # for its error
         return embedded
     path = Path(dataset.removeprefix(STREAM))
     if path.exists():
-        streamed = dataset.startswith(STREAM)
-        source = LocalText(dataset, find_files(path, split), text_field, sample_by, streamed, loss_on)
+        files, streamed = find_files(path, split), dataset.startswith(STREAM)
+        source = LocalText(dataset, files, text_field, sample_by, streamed, loss_on, document_attention)
         for number in range(len(source.files.paths)):
             next(source.read({"file": number}), None)
         return source
@@ -120,7 +125,7 @@ def find_source(
             f"--dataset {dataset}: no such file or folder; give a file of {KINDS}, a folder of them, "
             f"{STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}; in a mixture with =WEIGHT"
         )
-    return HubText(dataset, text_field, split, sample_by, loss_on)
+    return HubText(dataset, text_field, split, sample_by, loss_on, document_attention)
 
 
 def file_lines(source: Source) -> list[str]:

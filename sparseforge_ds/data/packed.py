@@ -1,7 +1,8 @@
 """A text that is tokenised whole before training starts: one file of ids, mapped into memory.
 
 A finished cache is two files: `<key>.bin`, the ids as uint16 or uint32, each with a byte that says whether it is
-trained on where not all are, and `<key>.json`, its record, which appears last.
+trained on where not all are, and one that says whether it begins a document where attention stays inside documents; and
+`<key>.json`, its record, which appears last.
 """
 
 from __future__ import annotations
@@ -90,19 +91,19 @@ def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame
     if record.exists():  # the folder may have moved, and the files may have other names now
         return Packed(**{**json.loads(record.read_text()), "path": str(path), "facts": facts})
     folder.mkdir(parents=True, exist_ok=True)
-    completion = source.loss_on == "completion"
+    dtype = token_dtype(tokenizer, *source.marks)
+    marked = "," in dtype
     remove_leftovers(folder)
     tokens = count = largest = skipped = trained = 0
     with whole_file(path) as file:
-        for batch in tokenise(source.read(), tokenizer, frame, source.loss_on):
+        for batch in tokenise(source.read(), tokenizer, frame, *source.marks):
             file.write(batch.token.tobytes())
             tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
-            trained += int(np.count_nonzero(trained_of(batch.token))) if completion else 0
+            trained += int(np.count_nonzero(trained_of(batch.token))) if marked else 0
             largest = max(largest, int(ids_of(batch.token).max(initial=0)))
         if not tokens:
             raise without_text(source.name, skipped)
-    dtype = token_dtype(tokenizer, source.loss_on)
-    packed = Packed(str(path), key, dtype, tokens, count, largest, skipped, trained if completion else None, facts)
+    packed = Packed(str(path), key, dtype, tokens, count, largest, skipped, trained if marked else None, facts)
     with whole_file(record) as file:
         file.write(json.dumps(asdict(packed)).encode())
     return packed

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn
 from sparseforge_ds.data.documents import Conversation, Document, Span, is_blank, trained_spans
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.windows import ids_of, trained_of
+from sparseforge_ds.data.windows import first_of, ids_of, trained_of
 
 _DOCUMENTS_AT_A_TIME = 256
 _CHARACTERS_AT_A_TIME = 2**22
@@ -144,9 +144,13 @@ def tokenise(
     tokenizer: PreTrainedTokenizerBase,
     frame: DocumentFrame = "auto",
     loss_on: LossOn = "all",
+    document_attention: bool = False,
 ) -> Iterator[Batch]:
-    """All documents, some at a time; takes no more from the iterator than it has given; errors as `encode`."""
-    dtype = token_dtype(tokenizer, loss_on)
+    """All documents, some at a time; takes no more from the iterator than it has given; errors as `encode`.
+
+    With `document_attention` the first token of a document is not trained on: no token before it is in its sight.
+    """
+    dtype = token_dtype(tokenizer, loss_on, document_attention)
     while True:
         batch, characters = [], 0
         for document in itertools.islice(documents, _DOCUMENTS_AT_A_TIME):
@@ -157,15 +161,20 @@ def tokenise(
         if not batch:
             return
         used = [document for document in batch if not is_blank(document)]
-        if not used:
-            token = np.empty(0, dtype=dtype)
-        elif loss_on == "completion":
+        ids: Sequence[list[int]] = ()
+        trained: Sequence[np.ndarray] = ()
+        if used and loss_on == "completion":
             ids, trained = zip(*encode_trained(used, tokenizer, frame), strict=True)
-            token = np.empty(sum(map(len, ids)), dtype=dtype)
-            ids_of(token)[:] = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64)
-            trained_of(token)[:] = np.concatenate(trained)
-        else:
-            token = np.fromiter(itertools.chain.from_iterable(encode(used, tokenizer, frame)), dtype=dtype)
+        elif used:
+            ids = encode(used, tokenizer, frame)
+        lengths = [len(each) for each in ids]
+        token = np.zeros(sum(lengths), dtype=dtype)
+        ids_of(token)[:] = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64)
+        if token.dtype.names is not None:
+            trained_of(token)[:] = np.concatenate(trained) if trained else True
+        if (first := first_of(token)) is not None:
+            first[[stop - length for stop, length in zip(np.cumsum(lengths), lengths, strict=True) if length]] = True
+            trained_of(token)[first] = False
         yield Batch(token, len(used), len(batch) - len(used))
 
 
@@ -185,9 +194,13 @@ def unsuitable(largest: int, vocabulary: int) -> ValueError:
     )
 
 
-def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all") -> str:
-    """The smallest of numpy's types that holds every id, and with `completion` beside it whether it is trained on."""
-    return ("uint16" if len(tokenizer) <= 2**16 else "uint32") + (",?" if loss_on == "completion" else "")
+def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all", document_attention: bool = False) -> str:
+    """The smallest of numpy's types that holds every id, and what `windows.trained_of` and `windows.first_of` get.
+
+    Not all tokens are trained on with `completion`, nor with `document_attention`, which has both marks.
+    """
+    marks = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
+    return ("uint16" if len(tokenizer) <= 2**16 else "uint32") + marks
 
 
 def cache_key(

@@ -56,7 +56,7 @@ class Job:
     @property
     def chunks(self) -> Chunks:
         """The folder that the chunks lie in."""
-        return Chunks(self.folder, self.sizes, token_dtype(self.tokenizer, self.source.loss_on))
+        return Chunks(self.folder, self.sizes, token_dtype(self.tokenizer, *self.source.marks))
 
 
 class Maker:
@@ -107,7 +107,7 @@ class Maker:
         self.finished += 1
 
     def _tokenise(self) -> Iterator[Batch]:
-        return tokenise(self._reader, self._job.tokenizer, self._job.frame, self._job.source.loss_on)
+        return tokenise(self._reader, self._job.tokenizer, self._job.frame, *self._job.source.marks)
 
     def _next_batch(self) -> Batch:
         """Documents with text, with those without text before them; the first ones again after the last."""

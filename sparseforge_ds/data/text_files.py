@@ -74,6 +74,8 @@ class Source(ABC):
     """Whether it is tokenised while the run goes on, and not whole before it starts."""
     loss_on: LossOn = "all"
     """Which of its tokens are trained on."""
+    document_attention: bool = False
+    """Whether attention stays inside its documents, so that its tokens say where each begins."""
 
     @property
     @abstractmethod
@@ -87,6 +89,11 @@ class Source(ABC):
         Raises:
             ValueError: they cannot be found or read.
         """
+
+    @property
+    def marks(self) -> tuple[LossOn, bool]:
+        """What its tokens say beside their ids: which are trained on, and which begin a document."""
+        return self.loss_on, self.document_attention
 
     @property
     def identity(self) -> str:
@@ -104,12 +111,13 @@ class LocalText(Source):
     sample_by: SampleBy = "document"
     streamed: bool = False
     loss_on: LossOn = "all"
+    document_attention: bool = False
 
     @property
     def facts(self) -> dict[str, Any]:
         """See `Source`."""
         how = {"--text_field": self.text_field, "--sample_by": self.sample_by, "--loss_on": self.loss_on}
-        return {**how, "files": self.files.contents}
+        return {**how, "--document_attention": self.document_attention, "files": self.files.contents}
 
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
         """See `Source`."""

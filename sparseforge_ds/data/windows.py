@@ -15,9 +15,14 @@ def ids_of(token: np.ndarray) -> np.ndarray:
 
 
 def trained_of(token: np.ndarray) -> np.ndarray:
-    """Which of the tokens are trained on, a view of booleans; only with `--loss_on completion`."""
+    """Which of the tokens are trained on, a view of booleans; only where `packing.token_dtype` has them."""
     trained: np.ndarray = token["f1"]
     return trained
+
+
+def first_of(token: np.ndarray) -> np.ndarray | None:
+    """Which of the tokens are the first of a document, a view of booleans; None without `--document_attention`."""
+    return token["f2"] if "f2" in (token.dtype.names or ()) else None
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Windows(Protocol):
         ...
 
     def window(self, sample: int) -> np.ndarray:
-        """(S,) tokens of a window that is at hand: ids of any type of integer, perhaps with what `trained_of` gets."""
+        """(S,) tokens of a window that is at hand: ids, perhaps with what `trained_of` and `first_of` get."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -1,32 +1,20 @@
-"""Perplexity of a Hugging Face model on a text.
+"""Perplexity of a Hugging Face model on a text: exp(sum of the negative log-likelihoods / number of scored tokens).
 
-    python -m sparseforge_ds.evaluate.perplexity MODEL --text wikitext2 --seq_length 4096
-    torchrun --nproc_per_node 8 -m sparseforge_ds.evaluate.perplexity MODEL --text test.txt --seq_length 4096
-
-Perplexity is exp(sum of the negative log-likelihoods / number of scored tokens), softmax in fp32, one number over the
-whole text (not a mean of perplexities). There are two protocols, which give different numbers:
+Softmax in fp32, one number over the whole text (not a mean of perplexities), by one of two protocols:
 
 `windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
-the special tokens that the tokenizer adds by default (LLaMA: one BOS before the whole text). The tokens are cut into
-windows of `--seq_length` that do not overlap; every token of a window except its first is scored, with the window as
-its only context; the tail that does not fill a window is dropped, unless `--keep_tail` scores it too. With `--stride`
-S < seq_length windows start every S tokens and score only what no earlier window scored. Default for .txt files, the
-standard library and `wikitext2`, the test split whose rows are joined like documents.
+the tokenizer's default special tokens. Windows of `seq_length` do not overlap; every token of one but the first is
+scored. The tail is dropped unless `keep_tail`; with `stride` a window scores only what no earlier one scored.
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
-the document are scored, cut where the model's positions (or `--seq_length`) end. Default for files of records.
-
-Under torchrun or deepspeed every rank scores its share of the batches, with a whole copy of the model. The number does
-not depend on how many there are. To compare two models give both the same `--dtype`.
+the document are scored, cut where the model's positions (or `seq_length`) end.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -39,19 +27,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.formats import is_plain_text
-from sparseforge_ds.evaluate.flags import add_model_flags, add_text_flags
-from sparseforge_ds.evaluate.passages import Passage, whole_documents, windows
 from sparseforge_ds.evaluate.pretrained import (
     adapter_of,
     load_model,
     load_tokenizer,
     prune_by_magnitude,
-    write_result,
 )
-from sparseforge_ds.evaluate.text import STDLIB, read_documents
-from sparseforge_ds.evaluate.wikitext import NAME, is_wikitext2, read_wikitext2
+from sparseforge_ds.evaluate.text import STDLIB, WIKITEXT, is_wikitext2, read_documents, read_wikitext2
 from sparseforge_ds.mask.pattern import parse_pattern
-from sparseforge_ds.ranks import Ranks, launched_ranks
+from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
 LONGEST_DEFAULT = 4096
@@ -66,12 +50,20 @@ class Perplexity:
     nll: float
     """Mean negative log-likelihood of a scored token, in nats."""
     tokens: int
-    """Tokens scored."""
     unscored: int
     """Tokens of the text that were not scored: first of a window, tail, cut."""
     protocol: Protocol
     seq_length: int
     documents: int
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A run of tokens that goes through the model at once."""
+
+    tokens: list[int]
+    skip: int
+    """Tokens at the beginning that are context only (at least the first)."""
 
 
 def measure(
@@ -88,17 +80,12 @@ def measure(
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
+    Raises ValueError for a length that the model or the text does not allow, and a loss that is not finite.
+
     Args:
         seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
             for windows.
-        stride: distance of window starts; by default `seq_length`.
-        batch_size: passages of one forward.
-        progress: show a bar.
-        keep_tail: windows: also score what is left after the last full window, as a shorter one.
         ranks: those that work on this together; collective then, and every rank gets the whole result.
-
-    Raises:
-        ValueError: a length that the model or the text does not allow, or a loss that is not finite.
     """
     positions = _positions(model)
     if seq_length is None:
@@ -128,6 +115,45 @@ def measure(
     return Perplexity(perplexity, mean, tokens, total - tokens, protocol, seq_length, len(documents))
 
 
+def windows(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int, keep_tail: bool
+) -> tuple[list[Passage], int]:
+    """The windows of the joined documents, and the tokens that these have. Raises ValueError where the text is shorter
+    than a window, or the stride is longer."""
+    if not 1 <= stride <= seq_length:
+        raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
+    ids = _tokenize(tokenizer, "\n\n".join(documents), special=True)
+    if len(ids) < seq_length:
+        raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
+    starts = range(0, len(ids) - seq_length + 1, stride)
+    overlap = max(1, seq_length - stride)
+    passages = [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts]
+    tail = ids[starts[-1] + stride :]
+    if keep_tail and len(tail) > overlap:
+        passages.append(Passage(tail, overlap))
+    return passages, len(ids)
+
+
+def whole_documents(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int
+) -> tuple[list[Passage], int]:
+    """Every document by itself, and the tokens of all. Raises ValueError where there is no token to begin a document
+    with, or none in any document."""
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")
+    tokens = [_tokenize(tokenizer, document, special=False) for document in documents]
+    passages = [Passage([first, *ids][:seq_length], 1) for ids in tokens if ids]
+    if not passages:
+        raise ValueError("no document has a token in it")
+    return passages, sum(map(len, tokens))
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids
+
+
 @torch.no_grad()
 def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
     """Summed negative log-likelihood and number of the scored tokens of a batch, padded on the right."""
@@ -155,42 +181,8 @@ def _positions(model: PreTrainedModel) -> int:
     return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m sparseforge_ds.evaluate.perplexity",
-        description=(__doc__ or "").split("\n\n", 2)[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_flags(result)
-    add_text_flags(result, required=True)
-    return result
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 with one line on stderr."""
-    args = parser().parse_args(arguments)
-    try:
-        with launched_ranks() as ranks:
-            result = run(args, ranks)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    if result is not None:
-        print(json.dumps(result))
-    return 0
-
-
 def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
-    """Measure as the flags say, print it for people, and write `--json`.
-
-    Returns:
-        The result, on the first rank; None on the others.
-
-    Raises:
-        ValueError: as `measure`, or model or text cannot be read.
-    """
+    """Measure as the flags of `sparseforge evaluate` say, and print it for people; returns it on the first rank."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     adapter = adapter_of(args.model, args.adapter)
 
@@ -233,17 +225,12 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
     result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
     result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
     result |= {"dtype": dtype, "seconds": seconds, "ranks": ranks.world_size}
-    write_result("json", args.json, json.dumps(result, indent=2))
     return result
 
 
 def _read(args: argparse.Namespace) -> list[str]:
     if is_wikitext2(args.text):
         if args.limit is not None:
-            raise ValueError(f"--limit {args.limit}: {NAME} is scored whole; leave the flag out")
+            raise ValueError(f"--limit {args.limit}: {WIKITEXT} is scored whole; leave the flag out")
         return [read_wikitext2(args.text)]
     return read_documents(args.text, args.text_field, args.limit)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.evaluate.flags import DTYPES, NO_ADAPTER
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
@@ -20,15 +19,14 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_model_classes
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+NO_ADAPTER = "none"
+"""In place of an adapter's folder: without any."""
 _CONFIG = "adapter_config.json"
 
 
 def write_result(flag: str, path: str | None, text: str) -> None:
-    """Write what a flag asks for, where it was given.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write what a flag asks for, where it was given."""
     if path is None:
         return
     try:
@@ -40,12 +38,7 @@ def write_result(flag: str, path: str | None, text: str) -> None:
 def adapter_of(name: str, given: str | None) -> str | None:
     """The adapter to measure a model with: what was given, else the one in the model's own folder, as export writes it.
 
-    Args:
-        name: folder or hub id of the model.
-        given: a folder, `NO_ADAPTER`, or None without the flag.
-
-    Raises:
-        ValueError: the flag is missing, and the model was exported with an adapter that is not there.
+    Raises ValueError where the flag is missing, and the model was exported with an adapter that is not there.
     """
     if given is not None:
         return None if given == NO_ADAPTER else given
@@ -61,15 +54,9 @@ def adapter_of(name: str, given: str | None) -> str | None:
 
 
 def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> PreTrainedModel:
-    """Load a causal language model for inference, on the GPU where there is one.
+    """Load a causal language model for inference, on the GPU where there is one, with no adapter but the given one.
 
-    Args:
-        name: folder or hub id.
-        dtype: one of `DTYPES`; auto is what the model was saved in.
-        adapter: folder of a PEFT adapter to put on it, from `adapter_of`; none else is, even from the model's folder.
-
-    Raises:
-        ValueError: there is no such model, its files cannot be read or do not fit together, or peft is missing.
+    Raises ValueError where there is no such model, its files cannot be read or do not fit together, or peft is missing.
     """
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
@@ -104,19 +91,13 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
 
 def _without_adapter(name: str) -> dict[str, Any]:
     """What makes `from_pretrained` leave an adapter in the model's folder alone: it is to look for one elsewhere.
-
-    Otherwise its report would be of the adapter, and say nothing of weights that are missing.
-    """
+    Otherwise its report would be of the adapter, and say nothing of weights that are missing."""
     whole = all((Path(name) / file).is_file() for file in ("config.json", _CONFIG))
     return {"adapter_kwargs": {"subfolder": "no adapter"}} if whole else {}
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
+    """The tokenizer beside a model."""
     register_model_classes()
     try:
         return tokenizer_of(name)
@@ -126,19 +107,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @torch.no_grad()
 def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseForgeConfig | None = None) -> int:
-    """One-shot pruning in memory: every prunable weight keeps the largest members of each group.
-
-    Args:
-        model: a dense model of a family in `model.families`.
-        pattern: which pattern to project to.
-        config: names the weights to prune (include, exclude); by default all that are prunable.
-
-    Returns:
-        Number of weights pruned.
-
-    Raises:
-        ValueError: unknown family, or a weight that the pattern does not fit.
-    """
+    """One-shot pruning in memory: every prunable weight keeps the largest members of each group. Returns how many."""
     weights = prunable_weights(model, config or SparseForgeConfig(pattern=str(pattern)))
     parameters = dict(model.named_parameters())
     for weight in weights:

@@ -28,11 +28,10 @@ PAPER = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What is measured."""
 
     batches: Sequence[int] = (1, 4)
-    """Sequences at once."""
     prompt: int = 512
     """Tokens of each sequence that prefill reads."""
     generated: int = 16
@@ -55,11 +54,8 @@ class Speed:
 
 
 def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing.
-
-    Raises:
-        ValueError: one cannot be loaded, the first is not packed, or they are not of one size.
-    """
+    """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing. Raises ValueError
+    where one cannot be loaded, the first is not packed, or they are not of one size."""
     packed = load_model(name, dtype, adapter_of(name, NO_ADAPTER))
     if not any(key.endswith(POSITIONS) for key, _ in packed.named_buffers()):
         raise ValueError(
@@ -82,17 +78,20 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
 
 @torch.no_grad()
 def measure(
-    packed: PreTrainedModel, dense: PreTrainedModel, plan: Plan, progress: Callable[[str], None] = lambda line: None
+    packed: PreTrainedModel,
+    dense: PreTrainedModel,
+    workload: Workload,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> list[Speed]:
     """Prefill and decode of both models at each batch size, in turns."""
     found = []
     for work, run in (("prefill", _prefill), ("decode", _decode)):
-        for batch in plan.batches:
+        for batch in workload.batches:
             progress(f"{work}, batch {batch}")
             rates: dict[str, list[float]] = {"dense": [], "packed": []}
-            for turn in range(plan.repeats + 1):
+            for turn in range(workload.repeats + 1):
                 for name, model in (("dense", dense), ("packed", packed)):
-                    rate = run(model, batch, plan)
+                    rate = run(model, batch, workload)
                     if turn:
                         rates[name].append(rate)
             quotients = [mine / theirs for mine, theirs in zip(rates["packed"], rates["dense"], strict=True)]
@@ -101,7 +100,7 @@ def measure(
 
 
 def report(
-    packed: PreTrainedModel, dense: PreTrainedModel, names: tuple[str, str], plan: Plan, speeds: list[Speed]
+    packed: PreTrainedModel, dense: PreTrainedModel, names: tuple[str, str], workload: Workload, speeds: list[Speed]
 ) -> dict[str, Any]:
     """Everything that was measured, for a JSON file."""
     device = packed.device
@@ -113,7 +112,7 @@ def report(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "plan": asdict(plan),
+        "workload": asdict(workload),
         "speeds": [asdict(speed) for speed in speeds],
         "paper": PAPER,
     }
@@ -141,20 +140,43 @@ def table(measured: dict[str, Any]) -> str:
     return "\n".join([*lines, "", measured["paper"]])
 
 
-def _prefill(model: PreTrainedModel, batch: int, plan: Plan) -> float:
-    ids = _tokens(model, batch, plan.prompt)
+def draw(measured: dict[str, Any], path: Path) -> None:
+    """Tokens per second of both models, a panel for prefill and one for decode, with quartiles, as a PNG."""
+    from matplotlib.figure import Figure  # an extra
+
+    speeds = measured["speeds"]
+    works = list(dict.fromkeys(speed["work"] for speed in speeds))
+    figure = Figure(figsize=(4.5 * len(works), 3.6), layout="constrained")
+    for axes, work in zip(figure.subplots(1, len(works), squeeze=False)[0], works, strict=True):
+        rows = [speed for speed in speeds if speed["work"] == work]
+        for offset, name in ((-0.2, "dense"), (0.2, "packed")):
+            low, middle, high = zip(*(row[name] for row in rows), strict=True)
+            below = [m - lo for m, lo in zip(middle, low, strict=True)]
+            above = [hi - m for m, hi in zip(middle, high, strict=True)]
+            at = [place + offset for place in range(len(rows))]
+            axes.bar(at, middle, 0.4, yerr=(below, above), capsize=3, label=name)
+        for place, row in enumerate(rows):
+            axes.annotate(f"{row['speedup'][1]:.2f}x", (place + 0.2, 0), ha="center", va="bottom", color="white")
+        axes.set(title=work, xlabel="sequences at once", ylabel="tokens per second")
+        axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
+        axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def _prefill(model: PreTrainedModel, batch: int, workload: Workload) -> float:
+    ids = _tokens(model, batch, workload.prompt)
     began = _now(model)
     model(ids, use_cache=True, logits_to_keep=1)
-    return batch * plan.prompt / (_now(model) - began)
+    return batch * workload.prompt / (_now(model) - began)
 
 
-def _decode(model: PreTrainedModel, batch: int, plan: Plan) -> float:
+def _decode(model: PreTrainedModel, batch: int, workload: Workload) -> float:
     output = model(_tokens(model, batch, 16), use_cache=True)
     began = _now(model)
-    for _ in range(plan.generated):
+    for _ in range(workload.generated):
         ids = output.logits[:, -1:].argmax(-1)
         output = model(ids, past_key_values=output.past_key_values, use_cache=True)
-    return batch * plan.generated / (_now(model) - began)
+    return batch * workload.generated / (_now(model) - began)
 
 
 def _tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -1,27 +1,26 @@
-"""Text to score: a file of any kind that training reads, or a split of the embedded text, as a list of documents."""
+"""Text to score: a file of any kind that training reads, a split of the embedded text, or WikiText-2."""
 
 from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict, load_dataset, load_from_disk
 
 from sparseforge_ds.data.formats import KINDS, documents_of, is_readable
+from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.stdlib_text import Split, stdlib_file
 
 STDLIB: dict[str, Split] = {"stdlib:heldout": "heldout", "stdlib:train": "train"}
+WIKITEXT = "wikitext2"
+"""`--text` of the split on the hub; `wikitext2:PATH` is a copy of its rows on this machine."""
+_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+_BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def read_documents(source: str, text_field: str = "text", limit: int | None = None) -> list[str]:
-    """The documents of `source` that have text.
-
-    Args:
-        source: a file (a .txt file is one document), `stdlib:heldout` or `stdlib:train`.
-        text_field: the field of a record that holds the text.
-        limit: the most documents that are read.
-
-    Raises:
-        ValueError: no such file, an unknown kind of file, a record without text, or nothing in it.
-    """
+    """The documents that have text of a file (a .txt file is one), `stdlib:heldout` or `stdlib:train`."""
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: use an integer >= 1")
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
@@ -36,3 +35,31 @@ def read_documents(source: str, text_field: str = "text", limit: int | None = No
     if not documents:
         raise ValueError(f"--text {source}: there is no text in it")
     return documents
+
+
+def is_wikitext2(source: str) -> bool:
+    """Whether a `--text` names this set."""
+    return source == WIKITEXT or source.startswith(f"{WIKITEXT}:")
+
+
+def read_wikitext2(source: str) -> str:
+    """The test split as the papers score it: all rows, blank ones too, joined by two newlines. From the hub, a
+    folder of `save_to_disk` or a file of rows."""
+    path = source.removeprefix(WIKITEXT).removeprefix(":")
+    try:
+        rows = _local(Path(path)) if path else load_dataset(*_HUB, split="test")
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+        raise ValueError(f"--text {source}: cannot be read ({reason})") from None
+    if "text" not in rows.column_names:
+        raise ValueError(f"--text {source}: its rows have no column 'text' ({', '.join(rows.column_names)})")
+    return "\n\n".join(rows["text"])
+
+
+def _local(path: Path) -> Any:
+    if path.is_dir():
+        found = load_from_disk(str(path))
+        return found["test"] if isinstance(found, DatasetDict) else found
+    if path.suffix not in _BUILDERS:
+        raise ValueError(f"give a folder of save_to_disk, or a file of {', '.join(_BUILDERS)}")
+    return load_rows(_BUILDERS[path.suffix], data_files=[str(path.absolute())], split="train")

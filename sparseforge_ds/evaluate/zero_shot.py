@@ -1,33 +1,18 @@
-"""Zero-shot accuracy by lm-evaluation-harness, with its own prompts, on data that lies on this machine if need be.
+"""Zero-shot accuracy by lm-evaluation-harness, with its own prompts, beside the paper's numbers.
 
-    python -m sparseforge_ds.evaluate.zero_shot MODEL --suite paper --paper llama2-7b --dense DENSE
-    python -m sparseforge_ds.evaluate.zero_shot MODEL --tasks arc_easy --data arc_easy=arc/validation --limit 200
-
-Needs the extra `zero_shot` (lm-eval). Without `--data` the harness downloads a task's data. `--data DIR` looks for
-DIR/TASK.jsonl (or .parquet, .arrow, or a folder DIR/TASK of them, also as `save_to_disk` of datasets writes it, also
-where the hub has it, like DIR/glue/rte/validation); `--data TASK=PATH` names one file or folder. The rows must have
-the columns that the harness reads, or those of another form that is known: BoolQ's own rows (`answer`, with or without
-`title`), HellaSwag as the harness prepares it. Others are refused, and so are rows whose answer is secret. The metric
-to compare with papers is `acc`, unless they say `acc_norm`; both are shown, with the standard errors of the harness.
-
-`--suite paper` is ARC-challenge, ARC-easy, BoolQ, HellaSwag, OpenBookQA, RTE, WinoGrande, RACE and PIQA, with the two
-means of seven that the paper (arXiv 2605.06402) has; `--paper` puts its dense and 2:4 numbers beside ours, as far as
-they are known. Text of these benchmarks in the training data makes the comparison worthless: some mixtures have it.
+The metric to compare with papers is `acc`, unless they say `acc_norm`; both are shown, with the standard errors of the
+harness. Text of these benchmarks in the training data makes the comparison worthless: some mixtures have it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
-from sparseforge_ds.evaluate.flags import add_model_flags, add_task_flags
 from sparseforge_ds.evaluate.harness import LoadedTasks, load_tasks
 from sparseforge_ds.evaluate.pretrained import (
     adapter_of,
@@ -36,8 +21,7 @@ from sparseforge_ds.evaluate.pretrained import (
     prune_by_magnitude,
     write_result,
 )
-from sparseforge_ds.evaluate.published import MEANS, SUITES
-from sparseforge_ds.evaluate.task_data import find_data
+from sparseforge_ds.evaluate.published import MEANS, SUITES, accuracy_table, mean_accuracy
 from sparseforge_ds.mask.pattern import parse_pattern
 
 
@@ -49,16 +33,7 @@ def measure(
     batch_size: int = 8,
     max_length: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Run the tasks without examples in the prompt.
-
-    Args:
-        tasks: from `load_tasks`, which refuses rows that do not fit.
-        limit: the most items that are asked of each task.
-        max_length: tokens of a prompt at most; by default what the model's positions allow.
-
-    Returns:
-        Metrics by task: `acc`, `acc_stderr`, ..., and `items`.
-    """
+    """Run the tasks without examples in the prompt; metrics by task: `acc`, `acc_stderr`, ..., and `items`."""
     from lm_eval import simple_evaluate  # an extra, which load_tasks has found
     from lm_eval.models.huggingface import HFLM
 
@@ -87,35 +62,8 @@ def measure(
     return results
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m sparseforge_ds.evaluate.zero_shot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_model_flags(result)
-    add_task_flags(result, required=True)
-    return result
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or 2 with one line on stderr."""
-    args = parser().parse_args(arguments)
-    try:
-        print(json.dumps(run(args)))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure as the flags say, print the table, write `--json` and `--markdown`, and return the result.
-
-    Raises:
-        ValueError: a flag, the model or a task's data is wrong.
-    """
+    """Measure as the flags of `sparseforge evaluate` say, print the table, write `--markdown`, return the result."""
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     tasks = list(SUITES[args.suite]) if args.suite else list(dict.fromkeys(t for t in args.tasks.split(",") if t))
     if not tasks:
@@ -128,9 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(args.model)
     dense_tokenizer = None if args.dense is None else load_tokenizer(args.dense)
     adapter = adapter_of(args.model, args.adapter)
-    loaded = load_tasks(tasks, find_data(tasks, args.data), args.limit)
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+    loaded = load_tasks(tasks, args.include_path, args.limit)
     model = load_model(args.model, args.dtype, adapter)
     dtype = str(model.dtype).removeprefix("torch.")
     if pattern is not None:
@@ -144,10 +90,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if "dense" in found:
         result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}
     result |= {"one_shot": args.one_shot, "adapter": adapter, "dtype": dtype, "limit": args.limit}
-    result["notes"] = list(loaded.notes)
     table = accuracy_table(found, args.paper)
     print(table)
-    write_result("json", args.json, json.dumps(result, indent=2))
     write_result("markdown", args.markdown, table)
     return result
 
@@ -155,7 +99,3 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _means(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     means = {suite: mean_accuracy(results, suite) for suite in MEANS}
     return {suite: mean for suite, mean in means.items() if mean is not None}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

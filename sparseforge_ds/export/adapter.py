@@ -1,69 +1,26 @@
-"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter, and the cards of models with branches.
+"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter.
 
 Ours is y = x (w^T + P^T B^T) with P (in/k, in) a fixed sum over runs of k inputs; LoRA's is y = x w^T + s x A^T B^T. So
-lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1. P is then stored
-and multiplied, which costs about as much as B; `packed24` stores B alone.
-
-Its files lie beside the weights, in the model's own folder: there `from_pretrained` of transformers finds the adapter
-by itself, wherever the folder is moved to, if peft is installed.
+lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1. The files lie
+beside the weights, where `from_pretrained` of transformers finds the adapter by itself if peft is installed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.stored import ADAPTER
 from sparseforge_ds.export.writer import write_json, write_tensors
 
 TENSORS = f"{ADAPTER}.safetensors"
 CONFIG = "adapter_config.json"
-
-_PACKED_CARD = """\
-## A model with low-rank branches
-
-Every pruned layer computes `y = x (w^T + P^T B^T)`: packed weights w, and a learned matrix B (`*.low_rank_b`) for the
-sums of runs of inputs. {why} transformers loads both:
-
-```python
-import sparseforge_ds  # knows the format; without it transformers raises
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
-```
-
-`sparsity.json` says which weights are sparse and where they come from; `sparseforge verify` checks them and the
-branches. `sparseforge export THIS_FOLDER OUT --format hf` writes the same model for tools that know PEFT adapters.
-"""
-_CARD = """\
-## A model in two parts
-
-This model is the weights in `model*.safetensors` **and** the low-rank branch (SLoRB, a PEFT LoRA adapter) in
-`adapter_model.safetensors`. {why} Nothing else warns whoever loads the weights alone.
-
-With peft installed, transformers loads both:
-
-```python
-import peft  # fails where it is missing; transformers itself would leave the adapter out and say nothing
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")
-```
-
-An inference engine that is not told of the adapter computes with the weights alone: give it the adapter as its LoRA
-(rank {rank}), or do not use it for this model. Merging the adapter into the weights would fill what was pruned."""
-_SHIFTED = (
-    "Before training, every run of weights gave up a part of itself to the branch: alone, the weights are useless."
-)
-_LEARNED = "Both were trained together: alone, the weights are a worse model."
 
 
 def require_adapter(folder: Path) -> None:
@@ -118,17 +75,8 @@ def write_adapter(source: Source, folder: Path) -> None:
     write_json(folder / CONFIG, config)
 
 
-def card_section(folder: Path, config: dict[str, Any], packed: bool) -> str:
-    """What the card of a model with low-rank branches says of them: without, the weights compute nonsense.
-
-    Args:
-        folder: has an adapter, or packed weights with branches.
-        config: of its run.
-        packed: which of the two.
-    """
-    why = _SHIFTED if config and SparseForgeConfig.from_dict(config).shifts else _LEARNED
-    if packed:
-        return _PACKED_CARD.format(why=why)
+def adapter_rank(folder: Path) -> int:
+    """The largest rank in the adapter of a folder: what an inference engine must be told of."""
     adapter = read_json(folder / CONFIG)
     ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
-    return _CARD.format(why=why, rank=max((rank for rank in ranks if isinstance(rank, int)), default=0))
+    return max((rank for rank in ranks if isinstance(rank, int)), default=0)

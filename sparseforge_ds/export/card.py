@@ -1,6 +1,6 @@
 """The model card of an exported folder: what `sparsity.json` knows of it, its run and its scores, as README.md.
 
-Results that are measured later come from the JSON files of the two evaluations; see `read_results`.
+Results that are measured later come from the JSON files of `sparseforge evaluate`.
 """
 
 from __future__ import annotations
@@ -16,56 +16,44 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
-from sparseforge_ds.export.adapter import card_section
+from sparseforge_ds.export.adapter import adapter_rank
 from sparseforge_ds.export.source import HUB_ID, published_name
 from sparseforge_ds.export.stored import is_packed, listed_weights
 
 NAME = "README.md"
+_TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
 _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->"
 
 
 def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
-    """Scores in files that `python -m sparseforge_ds.evaluate.perplexity` or `zero_shot` wrote by `--json`.
-
-    Raises:
-        ValueError: one is no such file.
-    """
+    """Scores in files that `sparseforge evaluate` wrote by `--json`."""
     found = []
     for path in paths:
         content = read_json(Path(path))
-        tasks, text, perplexity = content.get("tasks"), content.get("text"), content.get("perplexity")
-        if isinstance(text, str) and isinstance(perplexity, (int, float)):
-            how = {key: content.get(key) for key in ("protocol", "seq_length", "stride", "dtype") if content.get(key)}
-            found.append(_result("text-generation", published_name(text), "perplexity", perplexity, how))
-        elif isinstance(tasks, dict) and all(isinstance(row, dict) for row in tasks.values()):
-            limit = {"limit": content["limit"]} if content.get("limit") else {}
-            for task, row in tasks.items():
-                for metric in ("acc", "acc_norm"):
-                    if isinstance(row.get(metric), (int, float)):
-                        found.append(_result("multiple-choice", str(task), metric, row[metric], limit))
-        else:
-            raise ValueError(
-                f"--results {path}: is no result of python -m sparseforge_ds.evaluate.perplexity or zero_shot; give "
-                "what they write by --json"
-            )
+        try:
+            if (scored := content.get("perplexity")) is not None:
+                how = {key: scored[key] for key in ("protocol", "seq_length", "stride", "dtype") if scored.get(key)}
+                text = published_name(scored["text"])
+                found.append(_result("text-generation", text, "perplexity", scored["perplexity"], how))
+            answered = content.get("zero_shot") or {"tasks": {}}
+            limit = {"limit": answered["limit"]} if answered.get("limit") else {}
+            for task, row in answered["tasks"].items():
+                scores = {metric: row[metric] for metric in ("acc", "acc_norm") if metric in row}
+                found += [_result("multiple-choice", task, metric, score, limit) for metric, score in scores.items()]
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"--results {path}: damaged ({error!r:.200}); measure again") from None
+        if not {"perplexity", "zero_shot"} & content.keys():
+            raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")
     return found
 
 
 def make_card(
     folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
 ) -> ModelCard:
-    """The card of a folder that `consolidate` or `export` wrote.
-
-    Args:
-        folder: has `sparsity.json`.
-        results: scores beside that of the run.
-        license: of the model, as the hub names it.
-        name: by which it is loaded, owner/name.
-
-    Raises:
-        ValueError: it is no such folder, or its `sparsity.json` is damaged.
-    """
+    """The card of a folder that `consolidate` or `export` wrote, with scores beside that of the run; `name` is
+    owner/name."""
     if not (folder / "sparsity.json").is_file():
         raise ValueError(
             f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
@@ -90,31 +78,31 @@ def make_card(
     )
     packed = is_packed(config)
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
-    body = [
-        f"# {title}",
-        _summary(record, sections, len(weights)),
-        card_section(folder, sections["config"], packed) if branched else _usage(packed),
-        *_table("Training", _training(record, sections)),
-        *_table("Evaluation", [_line(each) for each in scored]),
-        "`sparsity.json` has every key of the configuration and the sha256 of every weight; `sparseforge verify` "
-        "checks the weights against both pattern and hashes.",
-        _OURS,
-    ]
-    text = "\n\n".join(body).replace("THIS_FOLDER", name or "THIS_FOLDER")
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+    return ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        title=title,
+        pattern=record.get("pattern"),
+        model=run["model"] if isinstance(run.get("model"), str) else None,
+        finished=record.get("finished"),
+        weights=len(weights),
+        packed=packed,
+        branched=branched,
+        shifted=bool(sections["config"]) and SparseForgeConfig.from_dict(sections["config"]).shifts,
+        rank=adapter_rank(folder) if branched and not packed else 0,
+        training=_training(record, sections),
+        evaluation=[_line(each) for each in scored],
+        folder=name or "THIS_FOLDER",
+        link=_link,
+        ours=_OURS,
+    )
 
 
 def write_card(
     folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
 ) -> bool:
-    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`.
-
-    Returns:
-        Whether it was written.
-
-    Raises:
-        ValueError: as `make_card`.
-    """
+    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`. Returns whether it
+    did."""
     path = folder / NAME
     if path.is_file() and _OURS not in path.read_text(errors="replace"):
         return False
@@ -123,14 +111,7 @@ def write_card(
 
 
 def push(folder: Path, name: str, private: bool = False) -> str:
-    """Upload a folder to the hub as a model, which is made if it is not there yet.
-
-    Returns:
-        Its address.
-
-    Raises:
-        ValueError: the name is not owner/name, or the hub refuses or cannot be reached.
-    """
+    """Upload a folder to the hub as a model, which is made if it is not there yet; returns its address."""
     if not HUB_ID.fullmatch(name) or ":" in name:
         raise ValueError(f"--push {name}: give owner/name")
     try:
@@ -167,24 +148,6 @@ def _of_run(score: Any) -> list[EvalResult]:
     return [_result("text-generation", published_name(str(score.get("text"))), "perplexity", perplexity, how)]
 
 
-def _summary(record: dict[str, Any], sections: dict[str, dict[str, Any]], weights: int) -> str:
-    model, pattern = sections["run"].get("model"), record.get("pattern")
-    of = f" of {_link(model)}" if isinstance(model, str) else ""
-    exact = "exactly and in every group" if record.get("finished") else "projected before its run was finished"
-    return (
-        f"A {pattern} sparse model{of}: {weights} weight matrices are {pattern}, {exact}, and all other weights are "
-        "dense. sparseforge_ds made it; SparseForge is [arXiv 2605.06402](https://arxiv.org/abs/2605.06402)."
-    )
-
-
-def _usage(packed: bool) -> str:
-    first = "import sparseforge_ds  # knows the packed24 format\n" if packed else ""
-    return (
-        f"```python\n{first}from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")\n```'
-    )
-
-
 def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, object]]:
     run, config = sections["run"], sections["config"]
     method = config.get("method")
@@ -208,11 +171,6 @@ def _line(result: EvalResult) -> tuple[str, object]:
         f"{result.metric_name or result.metric_type}, {result.dataset_name}",
         f"{result.metric_value:g} {f'({how})' if how else ''}",
     )
-
-
-def _table(title: str, rows: Sequence[tuple[str, object]]) -> list[str]:
-    lines = [f"| {name} | {str(value).replace('|', ' ').strip()} |" for name, value in rows]
-    return [f"## {title}", "\n".join(["| | |", "|---|---|", *lines])] if lines else []
 
 
 def _link(name: str) -> str:

@@ -28,11 +28,8 @@ def is_quantized(config: dict[str, Any]) -> bool:
 
 
 class QuantizedWeights:
-    """The quantized weights of a folder, each by the name that it has in the dense model.
-
-    Raises:
-        ValueError: the library is missing, or the folder is not what its config.json says.
-    """
+    """The quantized weights of a folder, each by the name that it has in the dense model. Raises ValueError where the
+    library is missing, or the folder is not what its config.json says."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: TensorFolder) -> None:
         if importlib.util.find_spec("compressed_tensors") is None:

@@ -17,7 +17,6 @@ from sparseforge_ds.export.source import (
     Source,
     check_config,
     choose_dtype,
-    kept,
     read_model_config,
     require_finite,
 )
@@ -30,20 +29,10 @@ _KEYS = ("format", "dtype", *HEAD)
 
 
 class FolderSource(Source):
-    """Final weights of an exported model, every one checked against its sha256 as it is read.
-
-    Args:
-        path: a folder with safetensors, config.json and sparsity.json.
-        model: where config.json and the tokenizer are; by default `path`.
-        dtype: one of `DTYPES`, or auto: as stored.
-
-    Raises:
-        ValueError: something is missing, damaged, or does not fit together.
-    """
+    """Final weights of an exported model, each checked against its sha256 as it is read; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)
-        self.opened = (self.folder, None if model is None else Path(model), dtype)
         self._sparsity = read_json(self.folder / "sparsity.json")
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
@@ -95,10 +84,6 @@ class FolderSource(Source):
                 value += 0.0
         require_finite(value, name, self.folder)
         return value
-
-    @override
-    def read_mask(self, name: str) -> Tensor:
-        return kept(self.read(name), self.prunable[name], self.pattern, self.folder)
 
     @override
     def read_branch(self, name: str) -> Tensor:

@@ -1,14 +1,4 @@
-"""What a source can be exported as: written under a temporary name, proved, and renamed.
-
-| format | OUT is | proof |
-|---|---|---|
-| `hf` | an ordinary Hugging Face folder | plain transformers loads it, logits bit-equal |
-| `packed24` | the same, 2:4 weights in 0.5625 of their bf16 bytes | transformers with our package, logits bit-equal |
-| `mask` | the mask alone | it unpacks to the source's |
-
-A low-rank branch is a PEFT adapter in `hf`, with its fixed matrix; `packed24` stores B alone: with k = 4 0.8125 of the
-bytes.
-"""
+"""What a source can be exported as (`FORMATS`): written under a temporary name, proved, and renamed."""
 
 from __future__ import annotations
 
@@ -37,34 +27,25 @@ def export(
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
 
-    Args:
-        out: a folder that does not exist yet, or is empty.
-        format: one of `FORMATS`.
-        max_shard_size: largest safetensors file of `hf` and `packed24`.
-        workers: threads that read and write. Memory grows with them, the bytes that are written are always the same.
-        progress: show bars on stderr.
-        skip_proof: for a machine that cannot hold the model; `proof` is then null in what is written.
+    Raises ValueError, and leaves nothing behind, where the source has no such export, `out` is in use, the machine
+    cannot do the proof, or the proof fails.
 
-    Returns:
-        What `sparsity.json` (of a mask, `mask.json`) holds, with `proof`.
-
-    Raises:
-        ValueError: the source has no such export, `out` is in use or cannot be written, the machine cannot do the
-            proof, or the proof fails; nothing is left behind.
+    Returns what `sparsity.json` (of a mask, `mask.json`) holds; after `skip_proof`, for a machine that cannot hold the
+    model, its `proof` is null.
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r}: use one of {', '.join(FORMATS)}")
     if format == "mask" and source.shifted:
         # A mask that was chosen after a shift fits no weights of the dense model.
         raise ValueError(
-            f"{source.opened[0]}: its mask was made for weights that had given up a shift to their low-rank branches "
+            f"{source.folder}: its mask was made for weights that had given up a shift to their low-rank branches "
             "(low_rank.shift), and no mask of the dense model's own weights; use --format hf, or train with "
             '"shift": false'
         )
     permuted = isinstance(config := source.record.get("config"), dict) and config.get("permute")
     if format == "mask" and permuted and source.permutation is None:
         raise ValueError(
-            f"{source.opened[0]}: its channels were permuted before the run, and without the folder `permutation` of "
+            f"{source.folder}: its channels were permuted before the run, and without the folder `permutation` of "
             "the run its mask fits no dense model; export from the run's own folder, or use --format hf"
         )
     packed = format == "packed24"

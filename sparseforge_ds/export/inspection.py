@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, newest_of_trainer, read_json
 from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
 from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest
@@ -39,7 +39,6 @@ class MaskReport:
     name: str
     elements: int
     binary: float
-    """Exactly 0 or exactly 1."""
     undecided: float
     """Inside of `UNDECIDED`."""
     density: float
@@ -70,7 +69,6 @@ class RunStatus:
     masked_weights: int = 0
     masked_parameters: int = 0
     branch_parameters: int = 0
-    """Numbers in all B of low-rank branches."""
     masks: list[MaskReport] = field(default_factory=list)
     """The most undecided first."""
 
@@ -83,11 +81,9 @@ class Inspection:
     run: dict[str, Any] | None
     """`sparseforge.json`: coverage, flags, versions."""
     result: dict[str, Any] | None
-    """`result.json` of a finished run."""
     inventory: Inventory | None
     """All checkpoints, unless the path is a single one."""
     current: SavedCheckpoint | None
-    """The checkpoint that is looked into."""
     status: RunStatus | None
     problems: list[str]
     """Why the checkpoint cannot be resumed or exported, or what else is not in order."""
@@ -120,17 +116,8 @@ def inspect(
     checksums: bool = False,
     progress: bool = False,
 ) -> Inspection:
-    """Collect what can be known without a process group.
-
-    Args:
-        path: a run's folder, its `checkpoints` folder, or one checkpoint.
-        quick: read no masks.
-        checksums: read every byte of the checkpoint.
-        progress: show a bar on stderr.
-
-    Raises:
-        ValueError: the path is none of these, or cannot be read.
-    """
+    """What can be known, without a process group, of a run's folder, its `checkpoints`, one checkpoint, or the output
+    folder of transformers' Trainer. `quick` reads no masks, `checksums` reads every byte of the checkpoint."""
     path = Path(path)
     checkpoints, single = _locate(path)
     run = path if checkpoints is not None and checkpoints.parent == path else find_run(path)
@@ -176,12 +163,7 @@ def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
 
 
 def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) -> MaskReport:
-    """How decided a mask is.
-
-    Args:
-        mask_GM: (G, M) fp32, by groups.
-        dense_GM: (G, M) the dense weight of the same groups.
-    """
+    """How decided a mask is, (G, M) fp32 by groups, beside the dense weight of the same groups."""
     hard_GM = top_n(mask_GM, pattern.kept)
     largest_GM = top_n(dense_GM.abs(), pattern.kept)
     low, high = UNDECIDED
@@ -220,6 +202,8 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return None, path
     if (path / "latest").is_file():  # also a folder of transformers' Trainer, which has the model beside it
         return path, None
+    if (of_trainer := newest_of_trainer(path)) is not None:
+        return of_trainer, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
         what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
@@ -236,11 +220,7 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStatus:
-    """Look into one checkpoint.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Look into one checkpoint."""
     checkpoint = Checkpoint(folder)
     if checksums:
         checkpoint.check_bytes()

@@ -1,8 +1,7 @@
 """The logits of an exported folder, as whoever gets it computes them: from_pretrained and nothing else.
 
-Not imported: `proof` hands this text to a fresh interpreter, so that nothing of ours is there, unless the format needs
-`import sparseforge_ds`, which then is the first line that `proof` puts before it. The tokens are those of
-reference.safetensors in the working folder, into which loaded.safetensors and loaded.json go.
+Not imported: `proof` hands this text to a fresh interpreter, so that nothing of ours is there, unless it puts an import
+of ours before the first line. Tokens are those of tokens.safetensors in the working folder.
 """
 
 import json
@@ -19,7 +18,7 @@ if getattr(model, "hf_quantizer", None) is not None:
     model.hf_quantizer.make_dense(model)  # packed: their own product sums in another order
 for parameter in model.parameters():
     parameter.data = parameter.data.clone()  # kernels may sum in another order where a mapped file is not aligned
-ids = load_file("reference.safetensors")["ids"]
+ids = load_file("tokens.safetensors")["ids"]
 answers = {}
 with torch.no_grad():
     adapter = bool(getattr(model, "_hf_peft_config_loaded", False))  # which transformers found in the folder

@@ -1,10 +1,8 @@
-"""`mask`: only the mask, one bit a weight, and the dense original that it turns into the sparse model.
+"""`mask`: only the mask, one bit a weight (the first in the lowest bit of a byte), for its dense model.
 
-OUT holds `mask.safetensors`, whose bytes begin with the first element in the lowest bit, and `mask.json`. `apply` gives
-a Hugging Face folder back: mask * dense with exact +0.0, which for a run that only learned its mask is the model.
-From a run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N
-non-zeros the first zeros count as kept. Where channels were permuted before the run, the permutation lies beside the
-mask, and `apply` permutes the dense model as it reads it.
+`apply` gives mask * dense with exact +0.0, which for a run that only learned its mask is the model. From a run, the
+mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N non-zeros the first
+zeros count as kept. A permutation before the run lies beside the mask, and is applied to the dense model as it is read.
 """
 
 from __future__ import annotations
@@ -31,15 +29,10 @@ from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.permutation.record import Permutation, Reordering
 
 FORMAT = 1
-"""Version of mask.json and of the bytes."""
 
 
 def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> dict[str, Any]:
-    """Write mask.safetensors and mask.json.
-
-    Returns:
-        What mask.json holds; its `proof` is null.
-    """
+    """Write mask.safetensors and mask.json, and return what mask.json holds; its `proof` is null."""
     specs, rows = {}, {}
     for name, weight in source.prunable.items():
         rows[name] = {"shape": list(weight.shape), "input_axis": weight.input_axis, "sha256": ""}
@@ -67,11 +60,7 @@ def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> d
 
 
 class MaskFolder:
-    """The masks of a folder that `write_masks` wrote.
-
-    Raises:
-        ValueError: (constructor, read) something is missing, damaged, or does not fit together.
-    """
+    """The masks of a folder that `write_masks` wrote."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -112,23 +101,14 @@ class MaskFolder:
 
 
 class MaskedSource(Source):
-    """A mask on the dense model that it was learned for.
-
-    Args:
-        path: a folder with mask.json.
-        model: the dense model: any Hugging Face folder of safetensors, in any floating-point type.
-        dtype: one of `DTYPES`, or auto: every tensor as it is stored.
-
-    Raises:
-        ValueError: something is missing or damaged, or the dense model is another one.
-    """
+    """A mask on the dense model that it was learned for, a folder of safetensors; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None, dtype: str = "auto") -> None:
         if model is None:
             raise ValueError(f"{path}: is a mask; give the folder of the dense model that it belongs to")
         self._masks = masks = MaskFolder(path)
         self.model_folder = Path(model)
-        self.opened = (masks.folder, self.model_folder, dtype)
+        self.folder = masks.folder
         self.model_config = read_model_config(self.model_folder)
         expected, held = masks.content.get("model_type"), self.model_config.get("model_type")
         if held != expected:
@@ -202,14 +182,7 @@ def masked(dense: Tensor, mask: Tensor) -> Tensor:
 
 
 def prove_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
-    """Read every mask back and compare it with the source's.
-
-    Returns:
-        What mask.json says of it.
-
-    Raises:
-        ValueError: a mask differs.
-    """
+    """Read every mask back and compare it with the source's; returns what mask.json says of it."""
     written = MaskFolder(folder)
     for name in tqdm(source.prunable, unit=" masks checked", disable=not progress, file=sys.stderr):
         if not torch.equal(written.read(name), source.read_mask(name)):

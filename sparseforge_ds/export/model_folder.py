@@ -1,14 +1,8 @@
 """A model as a Hugging Face folder, one weight at a time in each worker, in one of two storages.
 
-- `hf`: safetensors, config and tokenizer that `AutoModelForCausalLM.from_pretrained` loads without this package.
-- `packed24`: a 2:4 weight is its kept values, under its own name with half its inputs, and `<name>_positions`, two bits
-  for each (see `mask.packing.pack24`): 0.5625 of its bf16 bytes. Everything else is stored as it is. `import
-  sparseforge_ds` makes transformers load it; transformers alone raises, as the shapes are not the model's. Of a
-  low-rank branch it has B, `<layer>.low_rank_b`.
-
-Beside the weights lies `sparsity.json` (pattern, groups, non-zeros and sha256 of every weight, source step, resolved
-config). The low-rank branch of a run is in `hf` a PEFT LoRA adapter, which `from_pretrained` loads with the weights
-where peft is installed. `card` says so in README.md.
+`hf` is what plain transformers loads. In `packed24` a 2:4 weight is its kept values, under its own name with half its
+inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. Beside the weights
+lies `sparsity.json`: pattern, groups, non-zeros and sha256 of every weight, source step, resolved config.
 """
 
 from __future__ import annotations
@@ -44,17 +38,10 @@ def write_model(
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
     Masks, masters and finiteness are checked as a weight is read; its hash is of the very bytes that are written, and
-    its groups are counted in what is read back.
+    its groups are counted in what is read back. Raises ValueError where the source is damaged, a weight is not finite
+    in its dtype, or the folder does not verify.
 
-    Args:
-        folder: is there already.
-        packed: store 2:4 weights as `packed24`.
-
-    Returns:
-        What `sparsity.json` is to hold; its `proof` is null. The hashes are those of the weights in their dense shapes.
-
-    Raises:
-        ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
+    Returns what `sparsity.json` is to hold, whose `proof` is null. Hashes are of the weights in their dense shapes.
     """
     rows: dict[str, dict[str, Any]] = {}
     branches = {f"{name}.{LOW_RANK}": name for name in source.branches} if packed else {}

@@ -20,9 +20,6 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
         model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself. For a mask,
             the dense model that it belongs to.
         dtype: one of `DTYPES`, or auto: what config.json says.
-
-    Raises:
-        ValueError: something is missing, damaged, or does not fit together.
     """
     path = Path(path)
     if (path / "mask.json").is_file():

@@ -25,11 +25,7 @@ from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
 
 
 def read_text_config(folder: Path) -> Any:
-    """transformers' config of the text model of a folder.
-
-    Raises:
-        ValueError: it cannot be used.
-    """
+    """transformers' config of the text model of a folder."""
     register_model_classes()
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
@@ -38,11 +34,8 @@ def read_text_config(folder: Path) -> Any:
 
 
 class DenseFolder:
-    """The weights of a dense model in files, whose channels have the order that they were trained in.
-
-    Raises:
-        ValueError: it cannot be read, is sparse or permuted already, or has an adapter.
-    """
+    """The weights of a dense model in files, whose channels have the order that they were trained in. Raises ValueError
+    where it cannot be read, is sparse or permuted already, or has an adapter."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -57,9 +50,7 @@ class DenseFolder:
     def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]] | None) -> list[PrunableWeight]:
         """Those that will be in the pattern, under their names in the files.
 
-        Args:
-            config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
-            shapes: of the model in memory, whose names the globs mean; None where files and memory agree.
+        `shapes` are of the model in memory, whose names the globs mean; None where files and memory agree.
         """
         names = {name: part.of for name, part in published_tensors(self.model_type, shapes or {}).items()}
         names |= {name.partition(".")[2]: of for name, of in names.items()}
@@ -98,15 +89,7 @@ class DenseFolder:
         workers: int = 1,
         progress: bool = False,
     ) -> None:
-        """Write the model with its channels in their new order, and the permutation beside it, one tensor at a time.
-
-        Args:
-            permutation: of this model.
-            folder: is there already, and empty.
-            max_shard_size: largest safetensors file.
-            workers: threads.
-            progress: show a bar on stderr.
-        """
+        """Write the model with its channels in their new order, and the permutation beside it, one tensor at a time."""
         reorder = Reordering(permutation, self.model_type, self.config, self.tensors.shapes)
 
         def make(name: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.adapter import CONFIG
-from sparseforge_ds.export.source import Source, choose_dtype, kept, read_model_config, require_finite
+from sparseforge_ds.export.source import Source, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.workers import default_workers
 from sparseforge_ds.mask.pattern import NM
@@ -23,19 +23,10 @@ from sparseforge_ds.mask.pattern import NM
 
 class PlainSource(Source):
     """Final weights as they lie in a folder without sparsity.json; -0.0 becomes +0.0 in those that are 2:4.
-
-    Args:
-        path: a folder with safetensors and config.json.
-        model: where config.json and the tokenizer are; by default `path`.
-        dtype: one of `DTYPES`, or auto: every tensor as it is stored.
-
-    Raises:
-        ValueError: the folder cannot be read, holds quantized weights, or is not 2:4.
-    """
+    Arguments of `open_source`. Raises ValueError where the folder holds quantized weights, or is not 2:4."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)
-        self.opened = (self.folder, None if model is None else Path(model), dtype)
         self.model_folder = self.folder if model is None else Path(model)
         self.model_config = read_model_config(self.model_folder)
         if (self.folder / CONFIG).is_file():
@@ -61,9 +52,7 @@ class PlainSource(Source):
             name: TensorSpec(spec.shape, chosen if chosen and spec.dtype.is_floating_point else spec.dtype)
             for name, spec in self._tensors.specs.items()
         }
-        self.prunable = {
-            row.name: SparseWeight(row.name, row.shape, report.input_axis[row.name]) for row in report.rows
-        }
+        self.prunable = {row.name: SparseWeight(row.name, row.shape, row.input_axis) for row in report.rows}
         self.branches = {}
         self.dtype = self.specs[next(iter(self.prunable))].dtype
         self.record = {
@@ -86,7 +75,3 @@ class PlainSource(Source):
             value += 0.0
         require_finite(value, name, self.folder)
         return value
-
-    @override
-    def read_mask(self, name: str) -> Tensor:
-        return kept(self.read(name), self.prunable[name], self.pattern, self.folder)

@@ -1,10 +1,9 @@
-"""Is an exported folder the model that it must be? Asked in fresh processes, before an export reports success.
+"""Is an exported folder the model that it must be? Asked before an export reports success.
 
-One process fills a model from the source (`reference`), another loads the folder by `from_pretrained`, for `hf` without
-our package (`loaded`), both without network and without a GPU. The logits of the same tokens must be equal bit by bit,
-and the loader must report nothing missing, unexpected or mismatched; where the source has a low-rank branch,
-that holds with it for `packed24`. An `hf` folder must give the logits of the weights alone bit by bit, and, with the
-adapter that `from_pretrained` loads too, those of the branch up to the order of sums. One model is in memory at a time.
+A model is filled from the source (`reference`); then a fresh process loads the folder by `from_pretrained` (`loaded`),
+for `hf` without our package, without network and without a GPU. The logits of the same tokens must be equal bit by bit,
+and the loader must report nothing missing, unexpected or mismatched. With a low-rank branch that holds for `packed24`;
+an `hf` folder's adapter is held against the branch up to the order of sums. One model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
+from sparseforge_ds.export.reference import reference_logits
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.registration import OWN_FAMILIES
 
 TOKENS = 16
-"""Length of the text whose logits are compared."""
 
 TOLERANCE = 1e-5
 """Of the largest logit, in fp32: how far peft's way of adding the branch may be from ours."""
@@ -54,32 +55,29 @@ def require(source: Source, packed: bool) -> None:
 def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
     """Load `folder` and compare its logits with those of the source: bit by bit, with an adapter within `TOLERANCE`.
 
-    Args:
-        source: what `folder` was made from; it is opened again by the other process.
-        plain: load it without our package, if transformers has the family's classes.
-
-    Returns:
-        What `sparsity.json` says of it.
-
-    Raises:
-        ValueError: they differ, or the folder does not load cleanly.
+    It is loaded without our package where `plain` asks for that and transformers has the family's classes. Raises
+    ValueError where the logits differ, or the folder does not load cleanly. Returns what `sparsity.json` says of it.
     """
     with tempfile.TemporaryDirectory(prefix="sparseforge-proof-") as scratch:
-        _reference(source, Path(scratch))
+        try:
+            reference = reference_logits(source, TOKENS)
+        except ValueError as error:
+            raise _failed(source.model_folder, str(error)) from None
+        save_file({"ids": reference["ids"]}, Path(scratch, "tokens.safetensors"))
         own = source.model_config.get("model_type") in OWN_FAMILIES
         by_peft, plain = plain and bool(source.branches), plain and not own
         first = "" if plain else "import sparseforge_ds\n"
         first += "sparseforge_ds.register_model_classes()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
-        _run(["-c", text, str(folder.absolute())], scratch, folder, ours=not plain)
+        _run(text, folder, scratch, ours=not plain)
         told = read_json(Path(scratch) / "loaded.json")
         for kind, names in told["report"].items():
             if names:
                 raise _failed(folder, f"transformers reports {kind} {names[0]} as it loads it")
         if plain and told["imported"]:
             raise _failed(folder, f"{told['imported'][0]} was imported to load it")
-        reference, loaded = TensorFolder(scratch, "reference"), TensorFolder(scratch, "loaded")
-        expected = reference.read("branched" if source.branches and not by_peft else "logits")
+        loaded = TensorFolder(scratch, "loaded")
+        expected = reference["branched" if source.branches and not by_peft else "logits"]
         found = loaded.read("logits")
         if found.dtype != expected.dtype or tensor_bytes(found) != tensor_bytes(expected):
             worst = (found.float() - expected.float()).abs().max().item() if found.shape == expected.shape else "shapes"
@@ -100,9 +98,9 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
     return proof
 
 
-def _compare_adapted(reference: TensorFolder, loaded: TensorFolder, folder: Path) -> dict[str, Any]:
+def _compare_adapted(reference: dict[str, Tensor], loaded: TensorFolder, folder: Path) -> dict[str, Any]:
     """Logits with the adapter against those of the source's own branch."""
-    ours, without, found = reference.read("ours"), reference.read("without"), loaded.read("adapted")
+    ours, without, found = reference["ours"], reference["without"], loaded.read("adapted")
     scale = ours.abs().max().item()
     error, effect = (found - ours).abs().max().item() / scale, (ours - without).abs().max().item() / scale
     if not error <= TOLERANCE:
@@ -115,16 +113,8 @@ def _compare_adapted(reference: TensorFolder, loaded: TensorFolder, folder: Path
     }
 
 
-def _reference(source: Source, scratch: Path) -> None:
-    """reference.safetensors in `scratch`."""
-    path, model, dtype = source.opened
-    more = [] if model is None else [str(model.absolute())]
-    arguments = ["-m", "sparseforge_ds.export.reference", str(TOKENS), str(path.absolute()), dtype, *more]
-    _run(arguments, str(scratch), path, ours=True)
-
-
-def _run(arguments: list[str], cwd: str, about: Path, ours: bool) -> None:
-    """A fresh interpreter without network and GPU, in an empty folder."""
+def _run(text: str, folder: Path, scratch: str, ours: bool) -> None:
+    """Run `text` on a folder in a fresh interpreter without network and GPU."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -135,13 +125,14 @@ def _run(arguments: list[str], cwd: str, about: Path, ours: bool) -> None:
     if ours:
         package = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, environment.get("PYTHONPATH"))))
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
+    command = [sys.executable, "-c", text, str(folder.absolute())]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=scratch, env=environment)
     if done.returncode < 0:
-        raise _failed(about, f"killed by signal {-done.returncode} (9 is what a machine out of memory sends)")
+        raise _failed(folder, f"killed by signal {-done.returncode} (9 is what a machine out of memory sends)")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         last = lines[-1].removeprefix("error: ") if lines else f"exit code {done.returncode}"
-        raise _failed(about, last[:1000])
+        raise _failed(folder, last[:1000])
 
 
 def _failed(about: Path, why: str) -> ValueError:

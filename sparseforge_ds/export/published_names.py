@@ -30,12 +30,7 @@ class PublishedTensor:
 
 
 def published_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, PublishedTensor]:
-    """The published tensors of a model, in its order, by their names.
-
-    Args:
-        model_type: of config.json; names of an unknown family are what they are.
-        shapes: of the model's tensors, by name. Those that have a published name already keep it.
-    """
+    """The published tensors of a model by name, in its order; those of an unknown family are what they are."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     found: dict[str, PublishedTensor] = {}
     for name, shape in shapes.items():

@@ -1,24 +1,15 @@
-"""The logits that an export must have, from a model that is filled from the source and never saw the exported files.
-
-    python -m sparseforge_ds.export.reference TOKENS PATH DTYPE [MODEL]
-
-`proof` runs it. PATH, DTYPE and MODEL are arguments of `open_source`. The model is made from its config, and every one
-of its tensors is copied from the source, one at a time; the logits go to reference.safetensors in the working folder.
-"""
+"""The logits that an export must have, from a model that is filled from the source and never saw the exported files."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.loading_error import reason
@@ -26,12 +17,8 @@ from sparseforge_ds.model.registration import register_model_classes
 
 
 def filled_model(source: Source) -> Any:
-    """The source's model, in evaluation mode, on the CPU.
-
-    Raises:
-        ValueError: transformers has no class for its config.json, or the tensors of the source are not exactly those
-            of the model that config.json describes.
-    """
+    """The source's model, in evaluation mode, on the CPU. Raises ValueError where transformers has no class for its
+    config.json, or the tensors of the source are not exactly those of the model that config.json describes."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -90,10 +77,11 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
 
 
 @torch.no_grad()
-def _main(tokens: str, path: str, dtype: str, folder: str | None = None) -> None:
-    source = open_source(path, folder, dtype)
+def reference_logits(source: Source, tokens: int) -> dict[str, Tensor]:
+    """`logits` of the weights alone for `ids`, (1, tokens); with low-rank branches also `branched`, the model's own.
+    Then `without` and `ours` are the same two in fp32."""
     model = filled_model(source)
-    answer = {"ids": token_ids(model, int(tokens))}
+    answer = {"ids": token_ids(model, tokens)}
     answer["logits"] = model(answer["ids"]).logits
     if source.branches:
         hooks = add_branches(model, source)
@@ -104,11 +92,4 @@ def _main(tokens: str, path: str, dtype: str, folder: str | None = None) -> None
         answer["without"] = model(answer["ids"]).logits
         add_branches(model, source)
         answer["ours"] = model(answer["ids"]).logits
-    save_file({name: tensor.contiguous() for name, tensor in answer.items()}, "reference.safetensors")
-
-
-if __name__ == "__main__":
-    try:
-        _main(*sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    return answer

@@ -1,8 +1,7 @@
-"""A run, or one checkpoint of it, as the source of an export.
+"""A run, or one checkpoint of it, as the source of an export: mask * dense with exact +0.0.
 
-A prunable weight becomes mask * dense with exact +0.0. Once the mask is frozen, the master is that already. The mask
-of an unfinished run is projected as training would do it at that moment: the N largest of each group stay, ties going
-to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
+The mask of an unfinished run is projected as training would do it at that moment: the N largest of each group stay,
+ties going to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sparseforge_ds.checkpoint.folder import find_run, read_json
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config.run_state import RunState, SparseWeight
-from sparseforge_ds.export.bits import chunks, members_left
+from sparseforge_ds.export.counting import chunks, members_left
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import (
     Source,
@@ -38,11 +37,8 @@ from sparseforge_ds.permutation.record import Permutation
 
 
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,).
-
-    Args:
-        released: masks are not stored any more; what is not zero is kept.
-    """
+    """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,). Once
+    `released`, masks are not stored any more: what is not zero is kept."""
     states = checkpoint.states(name)
     if released:
         dense = checkpoint.slice(name, "dense" if "dense" in states else None, start, stop).float()
@@ -54,17 +50,7 @@ def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, s
 
 
 class RunSource(Source):
-    """Final weights of a checkpoint with masks in it.
-
-    Args:
-        path: a run's folder, or one of its checkpoints.
-        model: where config.json and the tokenizer are; by default the run's `model`, or `path` where config.json is in
-            it, as in a checkpoint of transformers' Trainer.
-        dtype: one of `DTYPES`, or auto.
-
-    Raises:
-        ValueError: something is missing, damaged, or does not fit together.
-    """
+    """Final weights of a checkpoint with masks in it; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.checkpoint = checkpoint = Checkpoint(path)
@@ -85,15 +71,16 @@ class RunSource(Source):
             )
         run = find_run(path)
         if model is None and run is None:
-            if not (Path(path) / "config.json").is_file():  # transformers' Trainer saves it beside the checkpoint
+            beside = (checkpoint.folder.parent, Path(path))  # where transformers' Trainer saves it
+            model = next((folder for folder in beside if (folder / "config.json").is_file()), None)
+            if model is None:
                 raise ValueError(
                     f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model"
                 )
-            model = path
         self.model_folder = Path(model) if model is not None else Path(run or path) / "model"
         self.model_config = read_model_config(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
-        self.opened = (checkpoint.folder, self.model_folder, dtype)
+        self.folder = checkpoint.folder
         shapes = checkpoint.shapes
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (LOW_RANK, SCALE)}
         if not self.model_config.get("tie_word_embeddings", False):

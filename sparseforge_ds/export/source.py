@@ -1,13 +1,7 @@
 """What an export starts from: the tensors of the final model, one at a time, and all that belongs to them.
 
-    source = open_source("runs/qwen3")                       # a run or a checkpoint: masks are applied as it is read
-    source = open_source("models/qwen3_2to4")                # or a folder that consolidate wrote
-    source = open_source("models/qwen3_mask", "Qwen3-14B")   # or a mask, and the dense model that it is for
-    for name in source.specs:
-        value = source.read(name)
-
-Each kind checks what it gives out: a run's mask and masters against each other, the bytes of a folder or a mask
-against the hashes beside them.
+`open_source` says which kind it is. Each checks what it gives out: a run's mask and masters against each other, the
+bytes of a folder or a mask against the hashes beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.bits import count_not_finite
+from sparseforge_ds.export.counting import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 
@@ -64,8 +58,8 @@ class Source(abc.ABC):
     """SLoRB: name of the module -> shape of its B, (out, in/k). Empty without."""
     permutation: Permutation | None = None
     """The order of its channels, where it is not the one that the dense model was trained in."""
-    opened: tuple[Path, Path | None, str]
-    """With these arguments `open_source` opens the same source again, in another process."""
+    folder: Path
+    """What was opened: a checkpoint or a folder, for messages."""
 
     @property
     def shifted(self) -> bool:
@@ -88,21 +82,21 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> Tensor:
-        """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own.
+        """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own. Several
+        threads may read at once. Raises ValueError where it is damaged, inconsistent, or not finite in its dtype."""
 
-        Several threads may read at once.
-
-        Raises:
-            ValueError: it is damaged, inconsistent, or not finite in its dtype.
-        """
-
-    @abc.abstractmethod
     def read_mask(self, name: str) -> Tensor:
         """The mask of a weight of `prunable`: bool in its shape, with exactly N members True in every group.
 
-        Raises:
-            ValueError: it is damaged or inconsistent.
+        Where fewer than N are not zero, the first zeros count as kept; a group with more raises ValueError.
         """
+        weight, pattern = self.prunable[name], self.pattern
+        there_GM = pattern.to_groups(
+            (self.read(name) != 0).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis
+        )
+        if bool((there_GM.sum(1) > pattern.kept).any()):
+            raise ValueError(f"{self.folder}: {name} is not {pattern}; run `sparseforge verify` on the folder")
+        return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)
 
     def read_branch(self, name: str) -> Tensor:
         """B of a module of `branches`, (out, in/k), in `dtype`."""
@@ -119,11 +113,7 @@ def published_name(name: str) -> str:
 
 
 def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -> torch.dtype:
-    """One of `DTYPES`, or what config.json says for auto.
-
-    Raises:
-        ValueError: neither.
-    """
+    """One of `DTYPES`, or what config.json says for auto."""
     if dtype == "auto":
         where = f"{model_folder / 'config.json'}: dtype"
         dtype = str(model_config.get("dtype", model_config.get("torch_dtype", "float32")))
@@ -135,11 +125,7 @@ def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a dense model.
-
-    Raises:
-        ValueError: it cannot be read, or it describes quantized weights.
-    """
+    """config.json of a dense model. Raises ValueError where it describes quantized weights."""
     config = read_json(folder / "config.json")
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
@@ -148,19 +134,15 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 def config_sha256(config: dict[str, Any]) -> str:
     """sha256 of what a config.json says, apart from how the weights are stored and which remote code there once was.
-
-    Equal for a run and all its exports.
-    """
+    Equal for a run and all its exports."""
     left_out = ("dtype", "torch_dtype", "quantization_config", "auto_map")
     content = {key: value for key, value in config.items() if key not in left_out}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_config(folder: Path, config: dict[str, Any], expected: object) -> None:
-    """Raise where config.json is not the one that `expected`, the sha256 beside the weights, was taken of.
-
-    A value that was changed there makes another model of the same weights, and nothing else would tell.
-    """
+    """Raise where config.json is not the one that `expected`, the sha256 beside the weights, was taken of. A value
+    that was changed there makes another model of the same weights, and nothing else would tell."""
     if expected is not None and config_sha256(config) != expected:
         raise ValueError(f"{folder / 'config.json'}: was changed or damaged since the model was written; restore it")
 
@@ -169,15 +151,3 @@ def require_finite(value: Tensor, name: str, where: Path) -> None:
     """Raise unless every element is finite."""
     if count_not_finite(value):
         raise ValueError(f"{where}: {name} is not finite in {value.dtype}; try --dtype float32")
-
-
-def kept(value: Tensor, weight: SparseWeight, pattern: Pattern, where: Path) -> Tensor:
-    """The mask of a final weight: bool in its shape. Where fewer than N are not zero, the first zeros count as kept.
-
-    Raises:
-        ValueError: a group has more than N.
-    """
-    there_GM = pattern.to_groups((value != 0).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis)
-    if bool((there_GM.sum(1) > pattern.kept).any()):
-        raise ValueError(f"{where}: {weight.name} is not {pattern}; run `sparseforge verify` on the folder")
-    return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)

@@ -25,13 +25,8 @@ def is_packed(config: dict[str, Any]) -> bool:
 
 
 class StoredWeights:
-    """A Hugging Face folder of ordinary safetensors, a packed24 one, or one that llm-compressor quantized.
-
-    Several threads may read.
-
-    Raises:
-        ValueError: (constructor, methods) it is damaged; the message names the weight.
-    """
+    """A Hugging Face folder of ordinary safetensors, a packed24 one, or one that llm-compressor quantized. Several
+    threads may read."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.folder = folder
@@ -110,11 +105,8 @@ class Size:
 
 
 def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The entries of `weights`, `dense` and `branches` in a sparsity.json, by name; none where it has none.
-
-    Raises:
-        ValueError: one is not a JSON object of objects, or a sparse weight has no input axis.
-    """
+    """The entries of `weights`, `dense` and `branches` in a sparsity.json, by name; none where it has none. Raises
+    ValueError where one is not a JSON object of objects, or a sparse weight has no input axis."""
     keys = ("weights", "dense", "branches")
     weights, dense, branches = sections = [sparsity.get(key, {}) for key in keys]
     for key, section in zip(keys, sections, strict=True):

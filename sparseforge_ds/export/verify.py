@@ -1,25 +1,15 @@
 """Is every group of every prunable weight of a model folder in its pattern? The last line of every recipe.
 
-    sparseforge verify OUT
-
-Reads the safetensors of a Hugging Face folder and nothing else: no model is built. Quantized weights in a format of
-the compressed-tensors library are turned back by it first. Prunable weights are those that
-`sparsity.json` lists and those that the family table names (without what the run excluded); in a model of another
-family, all matrices of numbered layers. A group is in order when at most N of its members are not zero. Also reported:
--0.0, values that are not finite, missing weights, a missing adapter, bytes that are not the exported ones, and a
-quantization_config that makes other tools misread the folder. Every weight is read once, for its hash and its counts.
-
-Where nothing says what the pattern is, all of `PATTERNS` are counted along both axes in the same reading, and the
-report is of the strictest that all weights are in; of the one with the fewest violations, where there is none.
+No model is built. Prunable weights are those that `sparsity.json` lists and those that the family table names (without
+what the run excluded); in a model of another family, all matrices of numbered layers, along their last axis. A group is
+in order when at most N of its members are not zero. Every weight is read once, for its hash and its counts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,16 +21,13 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
-from sparseforge_ds.export.bits import WeightReport, chunk_size
+from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
-from sparseforge_ds.mask.pattern import NM, Block, Pattern, parse_pattern
+from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
 from sparseforge_ds.permutation.record import Permutation
-
-PATTERNS: tuple[Pattern, ...] = (NM(1, 8), NM(1, 4), NM(2, 8), NM(1, 2), NM(2, 4), NM(4, 8), Block(16))
-"""The strictest first."""
 
 _LAYER = re.compile(r"\.\d+\.")
 
@@ -58,8 +45,6 @@ class FolderReport:
     notes: list[str] = field(default_factory=list)
     """Anything else that is wrong with the folder."""
     size: Size = Size(0, 0, 0)
-    input_axis: dict[str, int] = field(default_factory=dict)
-    """Along which the groups of every row were counted."""
     quantized: int = 0
     """How many weights were stored quantized, and turned back by the compressed-tensors library."""
 
@@ -91,54 +76,42 @@ def check_folder(
     progress: bool = False,
     workers: int = 1,
 ) -> FolderReport:
-    """Check a Hugging Face folder, one weight at a time in each worker.
-
-    Args:
-        pattern: by default the one in `sparsity.json`, and without that file one of `PATTERNS`.
-        progress: show a bar on stderr.
-        workers: threads.
-
-    Raises:
-        ValueError: the folder cannot be read.
-    """
+    """Check a Hugging Face folder, one weight at a time in each worker; without a pattern for that of sparsity.json, or
+    2:4."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a model")
     config = read_json(folder / "config.json")
     sparsity = read_json(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
     tensors = StoredWeights(folder, config)
-    if pattern is None and sparsity:
-        if not isinstance(sparsity.get("pattern"), str):
+    if pattern is None:
+        if sparsity and not isinstance(sparsity.get("pattern"), str):
             raise ValueError(f"{folder / 'sparsity.json'}: has no pattern; give one, like --pattern 2:4")
-        pattern = parse_pattern(sparsity["pattern"])
+        pattern = parse_pattern(sparsity.get("pattern", "2:4"))
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
     sparse, dense, branches = listed_weights(folder, sparsity)
     listed = sparse | dense | branches
-    weights, misfits = _prunable(folder, config, sparsity, shapes, PATTERNS if pattern is None else (pattern,))
-    names = [name for name in tensors.specs if name in weights or name in listed]
+    axes, misfits = _prunable(folder, config, sparsity, shapes, pattern)
+    names = [name for name in tensors.specs if name in axes or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
 
-    def check(name: str) -> tuple[list[WeightReport], bool]:
-        """The counts of every choice of pattern and axis, and whether the bytes are the listed ones."""
+    def check(name: str) -> tuple[WeightReport | None, bool]:
+        """The counts of a prunable weight, and whether the bytes are the listed ones."""
         shape, digest, entry = shapes[name], hashlib.sha256(), listed.get(name, {})
-        reports = [(choice, WeightReport(name, shape)) for choice in weights.get(name, ())]
-        span = math.lcm(1, *(one.span(shape, axis) for (one, axis), _ in reports))
-        for chunk in tensors.stream(name, chunk_size(span)):
+        report = WeightReport(name, shape, axes[name]) if name in axes else None
+        for chunk in tensors.stream(name, chunk_size(pattern.span(shape, axes[name]) if report else 1)):
             if name in listed:
                 digest.update(tensor_bytes(chunk))
-            for (one, axis), report in reports:
-                report.add(chunk, one, axis)
+            if report is not None:
+                report.add(chunk, pattern)
         bar.update(tensors.specs[name].nbytes)
         as_listed = name not in listed or digest.hexdigest() == entry.get("sha256")
-        return [report for _, report in reports], as_listed and reads_as(tensors.specs[name], entry)
+        return report, as_listed and reads_as(tensors.specs[name], entry)
 
     with bar:
         results = dict(zip(names, each(check, names, workers), strict=True))
-    # Where there is a choice it is one for the whole model.
-    choices = [list(rows) for rows in zip(*(results[name][0] for name in weights), strict=True)]
-    best = min(range(len(choices)), key=lambda i: sum(row.violations for row in choices[i]), default=0)
-    chosen = next((held[best][0] for held in weights.values()), pattern)
+    rows = [report for name in axes if (report := results[name][0]) is not None]
     missing = [name for name in listed if name not in tensors.specs]
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     notes = []
@@ -161,10 +134,7 @@ def check_folder(
         else:
             if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
                 changed.append(str(folder / TENSORS))
-    rows = choices[best] if choices else []
-    axes = {row.name: weights[row.name][best][1] for row in rows}
-    found = str(chosen or "no pattern")
-    return FolderReport(found, rows, missing + misfits, changed, notes, tensors.size, axes, tensors.quantized)
+    return FolderReport(str(pattern), rows, missing + misfits, changed, notes, tensors.size, tensors.quantized)
 
 
 def _prunable(
@@ -172,41 +142,30 @@ def _prunable(
     config: dict[str, Any],
     sparsity: dict[str, Any],
     shapes: dict[str, tuple[int, ...]],
-    patterns: Sequence[Pattern],
-) -> tuple[dict[str, list[tuple[Pattern, int]]], list[str]]:
-    """The weights to check, with the patterns and axes of groups that they may have; and those that none fits."""
-    found: dict[str, list[tuple[Pattern, int]]] = {}
+    pattern: Pattern,
+) -> tuple[dict[str, int], list[str]]:
+    """The weights to check, with the axis of their groups; and those that the pattern does not fit."""
     sparse, dense, _ = listed_weights(folder, sparsity)
-    misfits: list[str] = []
+    found, candidates = dict[str, int](), {name: entry["input_axis"] for name, entry in sparse.items()}
     if config.get("model_type") in FAMILIES:
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
         block = {key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}
         fused_name = {name: str(row["fused_name"]) for name, row in (sparse | dense).items() if "fused_name" in row}
-        problem = None
-        for pattern in patterns:
-            try:
-                chosen = SparseForgeConfig.from_dict({**block, "pattern": str(pattern)})
-                for weight in prunable_names(config["model_type"], shapes, chosen, fused_name):
-                    found.setdefault(weight.name, []).append((pattern, weight.input_axis))
-            except ValueError as error:  # it does not fit the shapes, as others may
-                problem = error
-        if problem is not None and not found:
-            raise ValueError(f"{folder}: {problem}")
+        try:
+            chosen = SparseForgeConfig.from_dict({**block, "pattern": str(pattern)})
+            weights = prunable_names(config["model_type"], shapes, chosen, fused_name)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
+        found = {weight.name: weight.input_axis for weight in weights}
     elif not sparsity:
-        matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3) and _LAYER.search(name)]
-        choices = [(pattern, axis) for pattern in patterns for axis in (-1, -2)]
-        fitting = [c for c in choices if not any(c[0].misfit(shapes[name], c[1]) for name in matrices)]
-        found = dict.fromkeys(matrices, fitting) if fitting else {}
-        if not fitting:
-            last = patterns[-1]
-            misfits = [f"{name} ({why})" for name in matrices if (why := last.misfit(shapes[name], -1)) is not None]
-    for name, entry in sparse.items():
-        if name not in shapes or name in found:
-            continue
-        if (why := patterns[0].misfit(shapes[name], entry["input_axis"])) is not None:
-            misfits.append(f"{name} ({why})")
-        else:
-            found[name] = [(patterns[0], entry["input_axis"])]
+        candidates = {name: -1 for name, shape in shapes.items() if len(shape) in (2, 3) and _LAYER.search(name)}
+    misfits = []
+    for name, axis in candidates.items():
+        if name in shapes and name not in found:
+            if (why := pattern.misfit(shapes[name], axis)) is not None:
+                misfits.append(f"{name} ({why})")
+            else:
+                found[name] = axis
     return found, misfits

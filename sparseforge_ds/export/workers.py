@@ -19,13 +19,8 @@ def default_workers() -> int:
 
 
 def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> list[Result]:
-    """`[function(item) for item in items]`, begun in this order by `workers` threads.
-
-    An error ends it: what is under way is finished, nothing else is begun, and the error is raised.
-
-    Raises:
-        ValueError: `workers` is not positive.
-    """
+    """`[function(item) for item in items]`, begun in this order by `workers` threads. An error ends it: what is
+    under way is finished, nothing else is begun, and the error is raised."""
     if workers < 1:
         raise ValueError(f"workers {workers}: use 1 or more")
     threads = torch.get_num_threads()

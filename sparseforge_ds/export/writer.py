@@ -1,8 +1,7 @@
 """The one way in which exports are written: into a folder without its final name, by several threads, then renamed.
 
-`write_tensors` says at which byte of which file every tensor is going to be before there is any data. So tensors are
-written in any order and by several threads, and memory does not depend on the size of a file.
-(`safetensors.torch.save_file` wants all tensors of a file at once.)
+`write_tensors` knows at which byte of which file every tensor is going to be before there is any data. So memory does
+not depend on the size of a file, as with `safetensors.torch.save_file`, which wants all its tensors at once.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ NO_LIMIT = 1 << 62
 def unfinished_folder(out: str | Path) -> Iterator[Path]:
     """A new folder beside `out` that becomes `out` at the end of the block, or is gone after an error.
 
-    A process that is killed leaves it behind; the next one that writes `out` on this machine removes it.
-
-    Raises:
-        ValueError: `out` is in use, or cannot be written.
+    A process that is killed leaves it behind; the next one that writes `out` on this machine removes it. Raises
+    ValueError where `out` is in use, or cannot be written.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -73,12 +70,8 @@ def write_tensors(
 ) -> None:
     """Write `stem.safetensors`, or numbered files and their index when there is more than `max_shard_bytes`.
 
-    Args:
-        specs: every tensor by name, in the order of the files.
-        make: an item's tensors, by name; several threads may call it.
-        items: what `make` is asked for, in this order; by default every name of `specs`.
-        workers: threads. Memory grows with them; the bytes that are written are always the same.
-        progress: show a bar on stderr.
+    `make` gives the tensors of each of `items`, by default the names of `specs`, which are in the order of the files;
+    several threads may call it.
     """
     split = split_state_dict_into_shards_factory(
         dict(specs),
@@ -117,11 +110,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def parse_size(text: str) -> int:
-    """'5GB', '200MB', '1000' -> bytes (powers of ten).
-
-    Raises:
-        ValueError: something else.
-    """
+    """'5GB', '200MB', '1000' -> bytes (powers of ten)."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     unit = next((unit for unit in units if text.upper().endswith(unit)), "")
     number = text[: len(text) - len(unit)]

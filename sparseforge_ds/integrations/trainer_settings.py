@@ -7,6 +7,7 @@ from typing import Any
 
 from sparseforge_ds.config import SparseForgeConfig
 
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
 _ADAPTER = (
     "PEFT adapters train small matrices beside frozen weights, while a mask is found by training the weights that it "
     "prunes; leave the adapter out, or train it on the sparse model afterwards"
@@ -59,12 +60,6 @@ def refuse_settings(trainer: Any, teacher: bool) -> None:
         )
     if not teacher:
         return
-    if trainer.get_sp_size() > 1:
-        raise ValueError(
-            f"parallelism_config.sp_size = {trainer.get_sp_size()} with a teacher: accelerate lets ranks share the "
-            "sequences of models in training mode alone, and a teacher never is; leave one of them out, or train by "
-            "`sparseforge train --sequence_parallel`"
-        )
     own = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": bool(args.label_smoothing_factor),
@@ -75,6 +70,34 @@ def refuse_settings(trainer: Any, teacher: bool) -> None:
         raise ValueError(
             f"{named} is another loss than the teacher's, and only one can be trained on; leave it out, or teacher"
         )
+
+
+def share_sequences(teacher: Any, student: Any) -> None:
+    """Put a teacher into training mode, in which alone accelerate lets ranks share the sequences of a model.
+
+    Args:
+        teacher: a causal language model.
+        student: another, whose attention accelerate has divided.
+
+    Raises:
+        ValueError: it would be another model there, or its heads are not those that tokens are exchanged for.
+    """
+    ours, theirs = (
+        {name: getattr(model.config.get_text_config(), name, None) for name in _HEADS} for model in (student, teacher)
+    )
+    if ours != theirs:
+        raise ValueError(
+            f"parallelism_config.sp_size with a teacher of {theirs}, while the model has {ours}: DeepSpeed exchanges "
+            "tokens for heads of one kind; take a teacher with the same, leave one of the two out, or train by "
+            "`sparseforge train --sequence_parallel`"
+        )
+    said = teacher.config.get_text_config().to_dict().items()
+    if dropped := {name: value for name, value in said if "drop" in name and isinstance(value, float) and value > 0}:
+        raise ValueError(
+            f"parallelism_config.sp_size with a teacher whose config.json has {dropped}: accelerate lets ranks share "
+            "sequences in training mode alone, where it would drop them; set them to 0.0"
+        )
+    teacher.train()
 
 
 def block_of(trainer: Any, given: SparseForgeConfig | dict[str, Any] | None, teacher: bool) -> SparseForgeConfig:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Trainer
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.forge import SparseForge
-from sparseforge_ds.integrations.trainer_settings import block_of, refuse_arguments, refuse_settings
+from sparseforge_ds.integrations.trainer_settings import block_of, refuse_arguments, refuse_settings, share_sequences
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.groups import param_groups
@@ -37,6 +37,8 @@ from sparseforge_ds.train.teacher import Teacher
 from sparseforge_ds.zero.probe import Closure
 
 _LOG = logging.getLogger(__name__)
+_NOT_MORE = ("input_ids", "labels", "shift_labels", "use_cache")
+"""Inputs that are not `MicroBatch.more`."""
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
@@ -71,6 +73,7 @@ class SparseForgeMixin(_Trainer):
     ) -> None:
         self.forge = None
         self._objective: Objective | None = None
+        self._of_parts: Objective | None = None
         self._step_inputs: Sequence[dict[str, Any]] = ()
         self._updated = False
         refuse_arguments(kwargs)
@@ -144,10 +147,8 @@ class SparseForgeMixin(_Trainer):
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
         if self.get_sp_size() > 1 and self.forge.needs_probe:
-            raise ValueError(
-                f"parallelism_config.sp_size = {self.get_sp_size()}: passes that measure the curvature would be of "
-                'parts of sequences; leave importance at "fisher" and curvature.source at "training", which take none'
-            )
+            self._of_parts = Objective(engine, None, config)
+            self._of_parts.decide(torch.zeros(1, 1, dtype=torch.long, device=self.args.device))
         self._parts = self._parts.to(self.args.device)
         if self._teacher is None or config.distillation is None:
             return
@@ -155,8 +156,11 @@ class SparseForgeMixin(_Trainer):
             teacher = Teacher(self._teacher, config.distillation, engine.config)
         else:
             teacher = Teacher.from_pretrained(self._teacher, config.distillation, engine.config)
+        if self.get_sp_size() > 1:
+            share_sequences(teacher.model, self.model)
         self._objective = Objective(engine, teacher, config)
-        if whole := self._objective.decide(torch.zeros(1, 1, dtype=torch.long, device=self.args.device)):
+        few = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)
+        if whole := self._objective.decide(few):
             _LOG.info("whole logits of both models, which take more memory than blocks of them: %s", whole)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -185,14 +189,20 @@ class SparseForgeMixin(_Trainer):
         self._tell_divisor(inputs, num_items_in_batch)
         if self._objective is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.get_sp_size() > 1:
+            return self._taught(self._part(inputs), return_outputs)
         if "labels" not in inputs:
             raise ValueError("a teacher's loss needs labels in every batch, -100 where nothing is to be learned")
-        more = {key: value for key, value in inputs.items() if key not in ("input_ids", "labels", "use_cache")}
+        more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
         trained = self._trained(num_items_in_batch)
         if trained is not None:
             trained /= self.current_gradient_accumulation_steps
-        batch = MicroBatch(inputs["input_ids"], inputs["labels"], trained, more)
-        with self._objective.targets([batch.token_BS], **more) as (target,):
+        return self._taught(MicroBatch(inputs["input_ids"], inputs["labels"], trained, more), return_outputs)
+
+    def _taught(self, batch: MicroBatch, return_outputs: bool) -> Any:
+        """The teacher's loss."""
+        assert self._objective is not None and self.forge is not None
+        with self._objective.targets([batch]) as (target,):
             total, parts = self._objective.loss(batch, target, self.forge.step_count / self._config.max_steps)
         self._parts += torch.cat([parts, parts.new_ones(1)])
         return (total, None) if return_outputs else total
@@ -207,17 +217,31 @@ class SparseForgeMixin(_Trainer):
     def _tell_divisor(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """The trainer forms the sum of losses that an engine's mean over micro-batches would be."""
         assert self.forge is not None
-        if not self._config.hears(self.forge.step_count + 1) or "labels" not in inputs:
+        if not self._config.hears(self.forge.step_count + 1) or not {"labels", "shift_labels"} & inputs.keys():
             return
         trained = self._trained(num_items_in_batch)
-        if trained is None:  # the mean over the micro-batch, which the trainer divides by how many there are
+        if self.get_sp_size() > 1:
+            trained = float(self._part(inputs).trained or 1) * self.current_gradient_accumulation_steps
+        elif trained is None:  # the mean over the micro-batch, which the trainer divides by how many there are
             trained = float((next_labels(inputs["labels"]) != -100).sum()) * self.current_gradient_accumulation_steps
         self.forge.loss_divided_by(trained / self.deepspeed.gradient_accumulation_steps())
 
     def task_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """What probes of the curvature take: the model's own loss."""
-        loss: Tensor = self.deepspeed(**self._prepare_inputs(inputs)).loss
-        return loss
+        """What probes of the curvature take: the model's own loss, or this rank's part of it in shared sequences."""
+        inputs = self._prepare_inputs(inputs)
+        if self._of_parts is None:
+            loss: Tensor = self.deepspeed(**inputs).loss
+            return loss
+        return self._of_parts.cross_entropy(self._part(inputs))
+
+    def _part(self, inputs: dict[str, Any]) -> MicroBatch:
+        """What a rank has of sequences that ranks share; the mean of their losses is that of the micro-batch."""
+        label_BS = inputs["shift_labels"]
+        trained = (label_BS != -100).sum()
+        torch.distributed.all_reduce(trained, group=self.deepspeed.seq_parallel_group)
+        share = max(1, int(trained)) / self.get_sp_size()
+        more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
+        return MicroBatch(inputs["input_ids"], label_BS, share, more, shifted=True)
 
     # -- what is logged, and which checkpoint is the best -------------------------------------------------------------
 

@@ -76,11 +76,8 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
 
     Segments lie along the inputs as groups do, so that shards are completed to segments as to groups: only what a
     boundary cuts travels, and B, as in `switch_on_branches`. The masters of W are not written here: publish them, and
-    push, afterwards. W gives up what the forward will see B add, in its precision, also when B was not 0 before.
-
-    Args:
-        model: the engine's module.
-        on: its shards; the pattern is n:m, and m divides k.
+    push, afterwards. W gives up what the forward will see B add, in its precision, also when B was not 0 before. The
+    pattern is n:m, and m divides k.
     """
     added, layout = branches(model), on.layout
     assert isinstance(on.pattern, NM)

@@ -39,11 +39,7 @@ class CurvatureMean:
     none."""
 
     def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
-        """Build the estimator that the config names.
-
-        Raises:
-            ValueError: it cannot work on some prunable weight.
-        """
+        """Build the estimator that the config names. Raises ValueError where it cannot work on some prunable weight."""
         self.on = weights
         self.probe = probe
         self.lost_refreshes = 0
@@ -95,10 +91,8 @@ class CurvatureMean:
     # -- in the training step -----------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Hear the passes of the next training step if its mask update reads them, else none.
-
-        What was heard and not taken, as of a step that overflowed, is forgotten.
-        """
+        """Hear the passes of the next training step if its mask update reads them, else none. What was heard and not
+        taken, as of a step that overflowed, is forgotten."""
         self._hearing.close()
         self._hears = self.on.config.hears(self.on.step + 1)
         if self._hears:
@@ -123,15 +117,8 @@ class CurvatureMean:
 
     @torch.no_grad()
     def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
-        """Take a new sample into the running mean, unless training steps have given it. Collective.
-
-        Args:
-            probe: what passes of its own read.
-            write_masters: undoes what an estimator did to the masters.
-
-        Raises:
-            ValueError: there is no probe.
-        """
+        """Take a new sample into the running mean, unless training steps have given it. Collective. `write_masters`
+        undoes what an estimator did to the masters."""
         on, part = self.on, self.on.config.curvature
         if not self.measures or on.config.listens:
             return
@@ -210,11 +197,7 @@ class CurvatureMean:
         return experts if self.running is None else {**experts, "curvature_sums": self.running.state_dict()}
 
     def check(self, state: dict[str, Any]) -> None:
-        """Whether a saved state is of these weights.
-
-        Raises:
-            ValueError: it is not, or it is damaged.
-        """
+        """Whether a saved state is of these weights."""
         if self.on.load.names:
             self.on.load.check(state.get("experts"))
         if self.running is not None:

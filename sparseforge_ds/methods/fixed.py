@@ -31,11 +31,8 @@ class FixedMask(MaskMethod):
 
     @torch.no_grad()
     def choose(self, probe: Closure | ProbeBatches | None) -> dict[str, float]:
-        """Take the N best of every group as the mask; metrics of it. Collective.
-
-        Raises:
-            ForgeError: there is no usable curvature.
-        """
+        """Take the N best of every group as the mask; metrics of it. Collective. Raises ForgeError where there is no
+        usable curvature."""
         on = self.on
         if self._sparsegpt is not None:
             if probe is None:

@@ -72,12 +72,8 @@ class Health:
     ) -> None:
         """Account for the new mask of a shard or a chunk of one.
 
-        Args:
-            shard: the chunk.
-            mask: (numel,) new mask, fp32, codes or bool.
-            target: (numel,) bool.
-            kept: (numel,) bool, see `Chosen`.
-            kept_bits: (ceil(numel / 8),) where to pack `kept`, if anywhere.
+        (numel,) each: mask in fp32, codes or bool; target and `kept` (see `Chosen`) bool. `kept` is packed into
+        `kept_bits`, (ceil(numel / 8),), if that is given.
         """
         place = (shard.name, shard.start)
         before = self._targets.get(place)

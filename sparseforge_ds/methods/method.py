@@ -51,11 +51,8 @@ class MaskMethod:
         """Before the first step of a fresh run. Collective."""
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """After optimizer step `step`: whatever is due. Collective.
-
-        Returns:
-            Metrics of the masks where they were updated, None where they were not.
-        """
+        """After optimizer step `step`: whatever is due. Collective. Returns metrics of the masks if they were
+        updated."""
         return None
 
     def resume(self) -> None:
@@ -64,12 +61,8 @@ class MaskMethod:
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
         """Write m_eff W of a master partition after optimizer step `step`.
 
-        Args:
-            index: of the partition.
-            dense: W, laid out like it.
-            before: W before the step, if the method `remembers` it and a step was made; may be the memory of `out`.
-            out: the master.
-            step: optimizer steps applied.
+        `dense` is W, laid out like the master `out`; `before` is W before the step, if the method `remembers` it and a
+        step was made, and may be the memory of `out`.
         """
         state = self.on.state
         if state.released:
@@ -86,10 +79,7 @@ class MaskMethod:
     @torch.no_grad()
     def write_masters(self, hard: bool = False) -> None:
         """master = m_eff W for every prunable partition, outside an optimizer step; `Layout.push` makes it visible.
-
-        Args:
-            hard: as if masks were frozen now.
-        """
+        `hard` is as if masks were frozen now."""
         state, layout = self.on.state, self.on.layout
         for index in state.flats:
             if (dense := state.beside(index)) is None:
@@ -102,13 +92,8 @@ class MaskMethod:
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
         """The gradient that the optimizer is to step the weights of a master partition with.
 
-        Args:
-            index: of the partition.
-            gradient: averaged, unscaled and clipped, laid out like it; may be changed in place.
-            group: the optimizer's param group, with its learning rate.
-
-        Returns:
-            None when the optimizer is to leave them alone.
+        It is averaged, unscaled and clipped, laid out like the master, and may be changed in place; `group` is the
+        optimizer's. None when the optimizer is to leave them alone.
         """
         return gradient
 

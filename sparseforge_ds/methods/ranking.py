@@ -40,9 +40,7 @@ class Scoring:
 
     def of(self, chunk: Chunk | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
         """(elements of the run, their H, scaling) for every matrix that a run of a weight's elements touches.
-
-        `elements`: H of the run where it is not a product.
-        """
+        `elements`: H of the run where it is not a product."""
         rows = self.matrices.rows[chunk.name]
         size = self.matrices.size(chunk.name)
         for row in rows[chunk.start // size : -(-chunk.stop // size)]:
@@ -65,11 +63,8 @@ class Ranking:
         """Of the sums that the newest scores are made of."""
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
-        """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first.
-
-        Raises:
-            ForgeError: some matrix has no usable curvature.
-        """
+        """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first. Raises
+        ForgeError where some matrix has no usable curvature."""
         on, scoring = self.on, self.scoring()
 
         def score(chunk: Chunk | Shard) -> Tensor:
@@ -85,11 +80,8 @@ class Ranking:
             yield chunk, on.to_groups(chunk, score(chunk), halo)
 
     def scoring(self) -> Scoring:
-        """What the scores of all elements are made of. Collective.
-
-        Raises:
-            ForgeError: some matrix has no usable curvature.
-        """
+        """What the scores of all elements are made of. Collective. Raises ForgeError where some matrix has no usable
+        curvature."""
         on, sums = self.on, self.mean.whole()
         home = on.layout.flats[0].device  # with optimizer offload the host: one copy for all matrices, not one each
         scoring = Scoring(on.matrices)

@@ -47,10 +47,8 @@ class RefreshedMask(FixedMask):
         return self.part.decay * progress(self.on.step, self._ramp)
 
     def pruned_runs(self, index: int) -> Iterator[tuple[slice, Tensor]]:
-        """Runs of a master partition's elements, and the fp32 1 - mask of each; 1 where it is padded.
-
-        Nothing of a frozen mask is pulled any more: what it pruned is 0.
-        """
+        """Runs of a master partition's elements, and the fp32 1 - mask of each; 1 where it is padded. Nothing of a
+        frozen mask is pulled any more: what it pruned is 0."""
         state = self.on.state
         if state.released:
             yield from ((chunk, (~kept).float()) for chunk, kept in state.kept_chunks(index))

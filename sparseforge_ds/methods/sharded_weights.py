@@ -36,18 +36,14 @@ class ShardedWeights:
     """One engine's shards, and how far its run has come."""
 
     def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig) -> None:
-        """Read the layout of an engine. Collective.
-
-        Raises:
-            ValueError: the model or the optimizer's param groups do not fit the config.
-        """
+        """Read the layout of an engine. Collective. Raises ValueError where the model or the optimizer's param groups
+        do not fit the config."""
         self.engine = engine
         self.config = config
         self.schedule = config.resolved_schedule
         self.pattern = config.parsed_pattern
         self.weights: dict[str, PrunableWeight] = {w.name: w for w in prunable_weights(engine.module, config)}
         self.step = 0
-        """Optimizer steps that were applied."""
         self.refreshes = 0
         """Curvature refreshes so far, for the bias correction."""
         self.layout = layout_of(engine)
@@ -65,11 +61,7 @@ class ShardedWeights:
         self.health = Health(self.matrices, self.pattern)
 
     def require_adam(self, method: str) -> None:
-        """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses.
-
-        Raises:
-            ValueError: it is another one.
-        """
+        """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses."""
         inner = self.layout.inner
         for group in inner.param_groups:
             if not {"betas", "eps", "weight_decay"} <= set(group) or group.get("amsgrad"):
@@ -132,10 +124,7 @@ class ShardedWeights:
     @torch.no_grad()
     def check_frozen(self) -> None:
         """Whether every group of a frozen mask that was read has as many members as the pattern keeps. Collective.
-
-        Raises:
-            ValueError: some have not: the weights are not of a frozen run.
-        """
+        Raises ValueError where some have not: the weights are not of a frozen run."""
         halo = self.exchange("mask")
         strange = torch.zeros((), dtype=torch.int64, device=self.layout.device)
         for chunk in self.chunks():

@@ -19,10 +19,8 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class SoftMask(MaskMethod):
-    """Gates and masks every T_update steps, hardening, projection.
-
-    Between two updates masks stand still, and so does their top N: steps read it from `ShardState.kept`.
-    """
+    """Gates and masks every T_update steps, hardening, projection. Between two updates masks stand still, and so
+    does their top N: steps read it from `ShardState.kept`."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)

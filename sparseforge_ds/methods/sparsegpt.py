@@ -26,11 +26,8 @@ class SparseGPT:
     """Prunes a whole model, block by block."""
 
     def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
-        """Find the layers.
-
-        Raises:
-            ValueError: a prunable weight belongs to no linear layer, as those of fused experts.
-        """
+        """Find the layers. Raises ValueError where a prunable weight belongs to no linear layer, as those of fused
+        experts."""
         self.on = weights
         self.probe = probe
         self.part = weights.config.reconstruction or ReconstructionConfig()
@@ -48,13 +45,7 @@ class SparseGPT:
 
     @torch.no_grad()
     def choose(self, batches: ProbeBatches, count: int, write_masters: Callable[[], None]) -> None:
-        """Set mask and dense weights of everything. Collective.
-
-        Args:
-            batches: of calibration text; the same ones are run for every block.
-            count: how many.
-            write_masters: publishes what was decided, for the blocks that follow.
-        """
+        """Set mask and dense weights of everything, by calibration batches that are run for every block. Collective."""
         on = self.on
         passes = [closure for batch in range(count) for closure in batches.passes(batch)]
         for names in self.blocks.values():

@@ -44,13 +44,8 @@ class LowRankConv1D(Branch, Conv1D):  # type: ignore[misc]  # transformers is un
 
 
 def add_branch(layer: nn.Linear | Conv1D, k: int, b_OK: nn.Parameter | None = None) -> Branch:
-    """Give a layer a branch that is off, in place; `k` must divide its inputs.
-
-    Args:
-        layer: has its final class already; one that is neither `nn.Linear` nor `Conv1D` keeps its own forward too.
-        k: inputs of a run.
-        b_OK: B, of a layer that this one takes the place of; None: zeros.
-    """
+    """Give a layer a branch that is off, in place; `k` must divide its inputs. A layer that is neither `nn.Linear`
+    nor `Conv1D` keeps its own forward too. B is given of a layer that this one takes the place of; else it is 0."""
     outputs, inputs = (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
     if b_OK is None:
         b_OK = nn.Parameter(layer.weight.new_zeros(outputs, inputs // k))

@@ -17,13 +17,10 @@ class Coverage:
     """
 
     masked: int
-    """Elements of the weights under a mask."""
     linear: int
-    """Elements of all linear weights."""
     total: int
     """Elements of all parameters; tied ones count once."""
     weights: int
-    """Number of weights under a mask."""
     dense: dict[str, int] = field(hash=False)
     """Elements of the linear weights that stay dense, by pattern of their names, the most first."""
 

@@ -1,12 +1,8 @@
 """DeepSeek-MoE v1 (`model_type: deepseek`, arXiv 2401.06066), which transformers 5 has no class for.
 
-Llama's attention and norms; from layer `first_k_dense_replace` on, the MLP is a mixture: `n_shared_experts` that every
-token passes through, and `num_experts_per_tok` of `n_routed_experts`, weighted by their softmax scores as they are
-(equations 9 to 11). The routed experts are transformers' fused ones, `gate_up_proj` (experts, 2 * out, in) and
-`down_proj` (experts, out, in), so that eager, batched_mm and grouped_mm compute them. Published checkpoints, one file
-entry per expert, are fused on loading and taken apart again on saving.
-
-`register()` makes AutoConfig, AutoModel and AutoModelForCausalLM know it; no code of a checkpoint is ever executed.
+Llama's attention and norms; from layer `first_k_dense_replace` on, the MLP is a mixture of shared and routed experts
+(equations 9 to 11), which are transformers' fused ones. Published checkpoints, one file entry per expert, are fused on
+loading and taken apart again on saving. No code of a checkpoint is ever executed.
 
 Legend of shape suffixes: B sequences, S tokens of a sequence, T = B * S, E experts, K experts of a token.
 """
@@ -253,12 +249,8 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
 
 def balance_loss(logits_BSE: Tensor, K: int) -> Tensor:
     """() fp32 expert-level balance loss of one layer (equations 12 to 14), before its factor: mean over sequences of
-    the sum over experts of f P, with P the mean score of an expert and f its share of the chosen, times E.
-
-    Args:
-        logits_BSE: (B, S, E) of the router.
-        K: experts of a token.
-    """
+    the sum over experts of f P, with P the mean score of an expert and f its share of the chosen, times E. The router's
+    logits are (B, S, E)."""
     score_BSE = logits_BSE.float().softmax(dim=-1)
     B, S, E = score_BSE.shape
     chosen = score_BSE.topk(K, dim=-1).indices.view(B, S * K)

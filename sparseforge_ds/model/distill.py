@@ -98,15 +98,8 @@ def task_loss(
     trained: float | None = None,
     shifted: bool = False,
 ) -> Tensor:
-    """() fp32 next-token cross-entropy without a teacher, a block of tokens at a time like `distillation_loss`.
-
-    Args:
-        logits_BSV: (B, S, V) in any floating dtype.
-        labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
-        chunk_tokens: most tokens whose fp32 log-probabilities exist at a time.
-        trained: see `distillation_loss`.
-        shifted: see `distillation_loss`.
-    """
+    """() fp32 next-token cross-entropy without a teacher, of logits (B, S, V) and labels (B, S) as in
+    `distillation_loss`."""
     losses: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         logits_BSV.flatten(0, 1), None, next_labels(labels_BS, shifted), task_only(chunk_tokens), trained
     )
@@ -120,11 +113,7 @@ def task_only(chunk_tokens: int = 1024) -> DistillationConfig:
 
 def next_labels(labels_BS: Tensor, shifted: bool = False) -> Tensor:
     """(B * S,) what each position predicts. Labels are shifted, not logits, so that blocks of logits are views.
-
-    Args:
-        labels_BS: (B, S) token ids, at the places of the inputs or, with `shifted`, at those that predict them.
-        shifted: which of the two.
-    """
+    Labels are at the places of the inputs or, if `shifted`, at those that predict them."""
     return labels_BS.reshape(-1) if shifted else F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED).reshape(-1)
 
 
@@ -197,13 +186,8 @@ def first_derivative_only() -> None:
 class TokenLosses:
     """Both terms of every token, and what a block of the gradient needs of its rows: their log-normalizers.
 
-    Numbers of a token whose label is ignored are meaningless, and go nowhere.
-
-    Args:
-        next_T: what each token predicts.
-        config: weights and temperature.
-        dtype: of the logits; sums are in fp32, or in fp64 where the logits are.
-        trained: what sums are divided by, see `distillation_loss`.
+    Numbers of a token whose label is ignored are meaningless, and go nowhere. Sums are in fp32, or in fp64 where the
+    logits are, and are divided by `trained` as in `distillation_loss`.
     """
 
     def __init__(
@@ -267,17 +251,8 @@ class TokenLosses:
         rows: slice = slice(None),
         columns: slice | None = None,
     ) -> Tensor:
-        """d total / d student for a block of rows and columns, in `exact`, after every row has been taken in.
-
-        d KL / d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T.
-
-        Args:
-            student_TV: the block's logits.
-            teacher_TV: the same block of the teacher's, None without one.
-            of_total: gradient of the total.
-            rows: of the block.
-            columns: of the block; None for all.
-        """
+        """d total / d student for a block of rows and columns, in `exact`, after every row has been taken in. d KL /
+        d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T."""
         temperature, task_weight = self.config.temperature, self.config.task_weight
         kl_weight = self.config.weight * temperature
         gradient_TV = self._softmax(student_TV, self.tempered_T1[rows], temperature)

@@ -12,16 +12,7 @@ from sparseforge_ds.model.families import PrunableWeight
 
 
 def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], config: SparseForgeConfig) -> None:
-    """Refuse weights without a layer where the importance is measured at layers.
-
-    Args:
-        model: may have no weights.
-        weights: of it, under a mask.
-        config: its `importance` and `curvature` are used.
-
-    Raises:
-        ValueError: there is such a weight.
-    """
+    """Refuse weights without a layer where the importance is measured at layers. The model may have no weights."""
     linear = (nn.Linear, Conv1D)
     if not config.keeps_sums:
         squared = config.importance in ("fisher", "gauss_newton") and config.curvature.per_token

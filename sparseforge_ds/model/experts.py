@@ -1,9 +1,8 @@
 """Where the experts of a mixture are, and what lists of them need: a rank calls only those that it has tokens for.
 
-DeepSpeed's ZeRO-1 and ZeRO-2 add up gradients by their place in a bucket, which is filled in the order in which they
-come. Ranks that call different experts would add those of different weights, without an error where the sizes agree.
-So every expert gets a gradient, zero where it was not called, and all of them when a backward leaves their block.
-Under ZeRO-3 the block is a leaf module, for which DeepSpeed does that itself.
+DeepSpeed's ZeRO-1 and ZeRO-2 add up gradients by their place in a bucket, in the order in which they come: ranks that
+call different experts would add those of different weights. So every expert gets a gradient, zero where it was not
+called, when a backward leaves their block. Under ZeRO-3 the block is a leaf module, for which DeepSpeed does that.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.rules import is_row, model_type_of
 
 _JOINS = "joins_expert_gradients"
-"""Attribute of a block that says so."""
 
 
 def leaf_modules(model: nn.Module) -> list[str]:
@@ -56,12 +54,8 @@ class _Join(torch.autograd.Function):
 
 
 def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
-    """Let all experts of a list have gradients at the same moment of a backward pass, called or not.
-
-    Args:
-        model: before `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions.
-        lists: names of the module lists -> names of the blocks around them.
-    """
+    """Let all experts of a list have gradients at the same moment of a backward pass, called or not. Before
+    `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions. `lists` as of `expert_lists`."""
     for name, block in lists.items():
         experts = [*model.get_submodule(name).parameters()]
 
@@ -86,15 +80,7 @@ def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
 
 
 def refuse_unprepared(model: nn.Module, lists: dict[str, str]) -> None:
-    """Refuse a model whose gradients would be mixed up.
-
-    Args:
-        model: of an engine.
-        lists: as for `join_gradients`.
-
-    Raises:
-        ValueError: `join_gradients` was not called for one of them.
-    """
+    """Refuse a model whose gradients would be mixed up, since `join_gradients` was not called for one of the lists."""
     for name, block in lists.items():
         if not hasattr(model.get_submodule(block), _JOINS):
             raise ValueError(

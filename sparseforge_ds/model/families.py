@@ -1,12 +1,8 @@
 """What is prunable in a model, by the table of families.
 
-A matrix that no row names is never skipped in silence: half of a model that is quietly left dense is the most expensive
-kind of bug here. `model.uncovered` refuses a model with more than a little of that. In a family that the table does not
-have, nothing is taken for granted: linear layers and fused experts are pruned where `include` names them, along the
-axis that their class contracts, and stay dense where it does not. Of anything else `include` decides nothing.
-
-Nothing in this file needs weights: names and full shapes are enough, so the offline tools use the same table. Under
-ZeRO-3 a partitioned parameter has an empty tensor; DeepSpeed keeps its full shape in `ds_shape`.
+A matrix that no row names is never skipped in silence: `model.uncovered` refuses a model with more than a little of
+that. In a family that the table does not have, linear layers and fused experts are pruned where `include` names them,
+along the axis that their class contracts. Names and full shapes are enough here, so offline tools use the same table.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.mask.packing import POSITIONS
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Row
@@ -37,15 +34,9 @@ from sparseforge_ds.model.uncovered import Uncovered
 
 
 @dataclass(frozen=True)
-class PrunableWeight:
-    """One weight under a mask."""
+class PrunableWeight(SparseWeight):
+    """One weight under a mask, and where it is in its model."""
 
-    name: str
-    """As in `model.named_parameters()`."""
-    shape: tuple[int, ...]
-    """Full shape, also under ZeRO-3; (out, in), (in, out) or (experts, out, in)."""
-    input_axis: int
-    """Negative: -1 when the input axis is last, -2 when it is the last but one."""
     module: str
     """Name of the module that holds the parameter, as in `model.get_submodule`."""
     experts: int = 0
@@ -180,9 +171,6 @@ class _Matrices:
         """Sort them out.
 
         Args:
-            model_type: of the model.
-            shapes: full shape of every parameter by name.
-            rule: what is known of a matrix.
             linear: in a family without rows, the weights that `include` decides about, and the axis of each.
             fused_name: the name that a user's globs mean where it is another one.
         """

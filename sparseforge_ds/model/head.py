@@ -1,10 +1,9 @@
 """The loss where the logits would be made: in the head of a causal language model, so that they never exist whole.
 
-While a model runs, its head's forward is replaced: it gets the final hidden states and returns the losses in place of
-logits. The head is still called as the module that it is, so whatever gathers, reduces or watches its weight (ZeRO-3,
-for one) sees one call and one gradient of a micro-batch, tied to the embedding or not. Logits are made a block at a
-time: rows (tokens) in the forward pass, which needs whole rows, and columns (entries of the vocabulary) in the
-backward pass, where the log-normalizers are known: a block of columns gives its rows of the weight's gradient at once.
+While a model runs, its head's forward gets the final hidden states and returns the losses in place of logits. The head
+is still called as the module that it is, so whatever gathers, reduces or watches its weight (ZeRO-3, for one) sees one
+call and one gradient, tied or not. Logits are made a block at a time: rows (tokens) in the forward pass, and columns
+(entries of the vocabulary) in the backward pass, where a block gives its rows of the weight's gradient at once.
 
 Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden, V entries of the vocabulary.
 """
@@ -74,11 +73,8 @@ def micro_batches_at_once(tokens: int) -> int:
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """The layer that makes a causal language model's logits.
-
-    Raises:
-        WholeLogits: it names none, or one that is no plain nn.Linear.
-    """
+    """The layer that makes a causal language model's logits. Raises WholeLogits where it names none, or one that is no
+    plain nn.Linear."""
     named: Any = model
     head = named.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -87,15 +83,10 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 def computed_in_head(model: nn.Module, run: Callable[[], Any], function: Callable[[Tensor], Tensor]) -> Any:
-    """What `run()` returns, with `function(hidden)` for its logits.
+    """What `run()`, which calls the model once, returns, with `function(hidden)` for its logits.
 
-    Args:
-        model: a causal language model of transformers.
-        run: calls it, or an engine around it, once and with the whole of its head.
-        function: gets the head's input, (B, S, H), inside the head's call.
-
-    Raises:
-        WholeLogits: the model does something to logits after its head made them, or never calls it.
+    `function` gets the head's input, (B, S, H), inside the head's call. Raises WholeLogits where the model does
+    something to logits after its head made them, or never calls it.
     """
     head: Any = head_of(model)
     returned: list[tuple[Tensor, int]] = []

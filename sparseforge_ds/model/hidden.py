@@ -3,10 +3,8 @@
     d_l = mean over tokens of  |h_student - h_teacher|^2 / |h_teacher|^2     behind layer l
     L   = (eq. 12)  +  hidden.weight * mean over the chosen layers of d_l
 
-Each token counts by its own length, so that the few that are a hundred times longer than the others do not drown them,
-and so that the loss of a batch does not depend on how it is divided. The distance is formed where the layer returns, by
-an identity in the graph that saves nothing but the two states: a layer's gradient exists when the backward pass gets
-there and not before, and its fp32 differences exist a block of tokens at a time.
+Each token counts by its own length, so that the few very long ones do not drown the others. The distance is formed
+where the layer returns, by an identity in the graph that saves nothing but the two states.
 
 Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden.
 """
@@ -28,11 +26,8 @@ from sparseforge_ds.model.distill import IGNORED, DistillationLoss, blocks, firs
 
 
 def chosen_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
-    """The transformer layers behind which states are compared, in the order in which they run.
-
-    Raises:
-        ValueError: the model has no layers that transformers can checkpoint, which is how they are known.
-    """
+    """The transformer layers behind which states are compared, in the order in which they run. Raises ValueError where
+    the model has no layers that transformers can checkpoint, which is how they are known."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -48,12 +43,7 @@ def chosen_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
 
 
 def same_states(student: Any, teacher: Any) -> None:
-    """Raise a ValueError where the states of two models cannot be compared layer by layer.
-
-    Args:
-        student: its configuration.
-        teacher: the teacher's.
-    """
+    """Raise a ValueError where the states of models of these configs cannot be compared layer by layer."""
     for key, what in (("hidden_size", "wide"), ("num_hidden_layers", "layers deep")):
         mine, other = (getattr(config.get_text_config(), key, None) for config in (student, teacher))
         if mine != other:
@@ -103,17 +93,13 @@ def compared(
 ) -> Iterator[Distance]:
     """While active, a forward pass of the student is compared with its teacher's; nothing is without states.
 
-    A student's layers get a forward hook for good at the first time, which does nothing in other passes.
+    A student's layers get a forward hook for good at the first time, which does nothing in other passes. Raises
+    ValueError for states of different shapes, and for anything but one pass of every layer.
 
     Args:
-        student: the model itself.
         states: (B, S, H) of `captured_states`, which are let go of in the backward pass.
         next_T: (T,) what each token predicts; those that predict nothing do not count.
-        config: which layers, what they count for and the tokens of a block.
         trained: what sums over the tokens that count are divided by, see `distillation_loss`.
-
-    Raises:
-        ValueError: states of different shapes, or not one pass of every layer.
     """
     if config.hidden is None or states is None:
         if config.hidden is not None:

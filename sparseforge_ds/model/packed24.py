@@ -3,21 +3,13 @@
     import sparseforge_ds
     model = AutoModelForCausalLM.from_pretrained("models/qwen3_14b_packed24")
 
-Linear layers stay packed in memory: they become `runtime.packed_linear.Packed24Linear` (GPT-2's, `Packed24Conv1D`), and
+Linear layers stay packed in memory (`runtime.packed_linear.Packed24Linear`, GPT-2's `Packed24Conv1D`), and
 `save_pretrained` writes a packed folder again. Experts in one tensor are unpacked on load. `model.dequantize()` makes
-all of it dense: an ordinary model, of which `save_pretrained` writes an ordinary folder.
+all of it dense. `"semi_structured": true` in the `quantization_config` makes torch's semi-structured tensors instead on
+CUDA (8.0 or more, 16 bits), which are faster from about a thousand rows on; they are not saved, nor are branches.
 
-On CUDA (compute capability 8.0 or more, fp16 or bf16), `"semi_structured": true` in the `quantization_config` of
-config.json turns the weights of linear layers into torch's semi-structured tensors instead, which are faster from about
-a thousand rows on and slower when text is generated; then `save_pretrained` refuses.
-
-Low-rank branches (`low_rank` of the quantization_config) are B alone, beside the weights: their layers get the class of
-`model.branch`, which computes the sums of inputs. Such a model is not saved by `save_pretrained`, whose folder would
-not say that there are branches.
-
-A packed weight lies under its own name, with half its inputs, beside `<name>_positions`. That is what makes
-transformers without this package fail: it ignores a quant_method that it does not know with a mere warning, but raises
-on a shape that is not the model's.
+A packed weight lies under its own name, with half its inputs, beside `<name>_positions`: transformers without this
+package raises on the shape, where an unknown quant_method alone would be a mere warning.
 """
 
 from __future__ import annotations
@@ -41,9 +33,6 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         semi_structured: on CUDA, unpack weights into torch's semi-structured sparse tensors where it has a kernel for
             them, and into dense ones elsewhere.
         low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
-
-    Raises:
-        ValueError: a format that this version does not know.
     """
 
     def __init__(

@@ -38,11 +38,8 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Take every entry that has a sibling with positions as a packed weight.
-
-        Raises:
-            ValueError: positions without values, or damaged ones.
-        """
+        """Take every entry that has a sibling with positions as a packed weight. Raises ValueError for positions
+        without values, or damaged ones."""
         if model is not None and full_layer_name is not None and len(input_dict) == 2 and _is_own(source_patterns):
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
             if type(layer) in _KEPT and not self.semi_structured:

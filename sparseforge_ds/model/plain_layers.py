@@ -15,18 +15,8 @@ from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 def plain_layers(
     model: nn.Module, config: SparseForgeConfig, attribute: str, words: str, cure: str
 ) -> dict[PrunableWeight, nn.Linear | Conv1D]:
-    """The layer of every prunable weight.
-
-    Args:
-        model: to be prepared.
-        config: decides what is prunable.
-        attribute: what the layers are to get.
-        words: for it.
-        cure: what to set in the block to do without.
-
-    Raises:
-        ValueError: a layer has it already, or is no plain linear layer.
-    """
+    """The layer of every prunable weight. Raises ValueError where a layer has the attribute already, or is not
+    plain. `words` name what the layers are to get, and `cure` is what to set in the block to do without."""
     layers = {weight: model.get_submodule(weight.module) for weight in prunable_weights(model, config)}
     for weight, layer in layers.items():
         if hasattr(layer, attribute):

@@ -1,8 +1,7 @@
 """Registers our storage format and our model classes with transformers.
 
-`import sparseforge_ds` must make `from_pretrained` know the packed format, and importing transformers costs seconds
-that `sparseforge --help` does not have. So: registered at once where transformers' quantizers are imported already,
-else right after their import, by a finder that steps aside once it has seen it. Both orders of import work.
+`import sparseforge_ds` must make `from_pretrained` know the packed format, without importing transformers for seconds.
+So: at once where transformers' quantizers are imported already, else right after their import, by a finder.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ OWN_FAMILIES = ("deepseek",)
 
 
 def register_model_classes() -> None:
-    """Make transformers' Auto classes know `OWN_FAMILIES`; a second call does nothing.
-
-    Not at `import sparseforge_ds`: our classes are made of Llama's, whose files import the Auto classes themselves.
-    """
+    """Make transformers' Auto classes know `OWN_FAMILIES`; a second call does nothing. Not at `import
+    sparseforge_ds`: our classes are made of Llama's, whose files import the Auto classes themselves."""
     import_module("sparseforge_ds.model.deepseek_moe").register()
 
 

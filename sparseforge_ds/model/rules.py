@@ -93,17 +93,10 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 def check_globs(
     key: str, globs: Iterable[str], names: Collection[str], others: Iterable[str], why: Callable[[str], str]
 ) -> None:
-    """Refuse a glob that matches nothing that it can decide about.
+    """Refuse a glob of `include` or `exclude` that matches none of the names that it can decide about.
 
-    Args:
-        key: of the `sparseforge` block, `include` or `exclude`.
-        globs: what it has.
-        names: the weights that it can decide about.
-        others: all other parameters.
-        why: of one of the others, why it cannot be chosen.
-
-    Raises:
-        ValueError: what the glob does match and why that does not count, or a glob that does match.
+    The ValueError says which of the others the glob does match and `why` that does not count, or names a glob that does
+    match.
     """
     for glob in globs:
         if fnmatch.filter(names, glob):
@@ -146,11 +139,7 @@ def _head(model: Any) -> nn.Module | None:
 
 
 def model_type_of(model: nn.Module) -> str:
-    """Key of the family table.
-
-    Raises:
-        ValueError: the model does not say.
-    """
+    """Key of the family table."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise ValueError(

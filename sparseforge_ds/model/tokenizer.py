@@ -26,13 +26,9 @@ _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E 
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
+    """The tokenizer beside a model, in a folder or on the hub.
 
-    Args:
-        name: a folder, or a hub id.
-
-    Raises:
-        ValueError: there is none, it cannot be read, or it gives other tokens than its own sentencepiece model.
+    Raises ValueError where there is none, it cannot be read, or it gives other tokens than its own sentencepiece model.
     """
     folder = Path(name)
     try:
@@ -56,11 +52,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """Refuse a tokenizer that has tokens without an embedding.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Refuse a tokenizer that has tokens without an embedding."""
     size, ids = int(config.get_text_config().vocab_size), tokenizer.get_vocab()
     beyond = sorted((number, token) for token, number in ids.items() if number >= size)
     if beyond:

@@ -24,13 +24,11 @@ class Uncovered:
 
     model_type: str
     shapes: dict[str, tuple[int, ...]]
-    """Full shape of each, by name."""
     linear: int
     """Elements of all linear weights that the table does not keep dense, these included."""
     layers: Collection[str] | None = None
     """Of a family that the table does not have, what `include` can prune, as far as the pattern fits it."""
     include: tuple[str, ...] = ()
-    """What the block includes already."""
     allow_dense: tuple[str, ...] = ()
     """What it, or `--allow_dense`, allows already, as far as that names something undecided."""
     unneeded: tuple[str, ...] = ()
@@ -54,11 +52,7 @@ class Uncovered:
         ]
 
     def check(self) -> None:
-        """Raise where it is too much.
-
-        Raises:
-            ValueError: more than `TOLERANCE`.
-        """
+        """Raise where it is too much. More than `TOLERANCE` is."""
         if self.share <= TOLERANCE:
             return
         raise ValueError(

@@ -49,11 +49,8 @@ class ScaledConv1D(Scaled, Conv1D):  # type: ignore[misc]  # transformers is unt
 
 
 def add_scales(model: nn.Module, config: SparseForgeConfig) -> None:
-    """Give every prunable layer its factors, in place, all 1.
-
-    Raises:
-        ValueError: a prunable weight belongs to no plain linear layer.
-    """
+    """Give every prunable layer its factors, in place, all 1. Raises ValueError where a prunable weight belongs to no
+    plain linear layer."""
     layers = plain_layers(model, config, SCALE, "weight scaling", '"method": {"name": "cast", "scaling": false}')
     for weight, layer in layers.items():
         layer.__class__ = ScaledLinear if isinstance(layer, nn.Linear) else ScaledConv1D

@@ -23,15 +23,8 @@ def input_squares(
 ) -> dict[str, Tensor]:
     """Mean square of every input of every weight, fp32 on the CPU: (in,), or (experts, in) of fused experts.
 
-    Of an expert that no token goes to, the mean square of its layer's other inputs.
-
-    Args:
-        model: whole, in memory.
-        weights: of it.
-        batches: token ids, (B, S) each.
-
-    Raises:
-        ValueError: the inputs of a weight cannot be seen.
+    Of an expert that no token goes to, the mean square of its layer's other inputs. Batches are (B, S) token ids.
+    Raises ValueError where the inputs of a weight cannot be seen.
     """
     device = model.device
     modules, fused, sums = {}, {}, {}
@@ -79,13 +72,7 @@ def find_by_activations(
     rows: int,
     progress: bool = False,
 ) -> Permutation:
-    """`find_permutation` of a whole model in memory, by Wanda's score.
-
-    Args:
-        model, weights, batches: as of `input_squares`.
-        config: its `pattern` and `seed` are used.
-        which, rows, progress: as of `find_permutation`.
-    """
+    """`find_permutation` of a whole model in memory, by Wanda's score."""
     weights = list(weights)
     squares = input_squares(model, weights, batches)
     parameters = dict(model.named_parameters())

@@ -13,15 +13,7 @@ from sparseforge_ds.permutation.record import Permutation, Reordering
 
 @torch.no_grad()
 def permute_model(model: PreTrainedModel, permutation: Permutation) -> None:
-    """Reorder the channels of a model in place; before `prepare`. Collective where ZeRO-3 has partitioned it.
-
-    Args:
-        model: with its pretrained weights.
-        permutation: of it, the same on every rank.
-
-    Raises:
-        ValueError: it is the permutation of another model.
-    """
+    """Reorder the channels of a model in place; before `prepare`. Collective where ZeRO-3 has partitioned it."""
     parameters = dict(model.named_parameters())
     shapes = {name: full_shape(parameter) for name, parameter in parameters.items()}
     reorder = Reordering(permutation, model.config.model_type, model.config.get_text_config(), shapes)

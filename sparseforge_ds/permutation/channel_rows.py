@@ -71,6 +71,11 @@ def plain(first: str, second: str, layout: Layout = whole) -> Channels:
     return Channels(at, "mlp", (*outputs(first, layout), inputs(f"{at}.{second}")))
 
 
+def heads(at: str, first: str, layout: Layout, second: str, read: Layout) -> Channels:
+    """The values of attention heads, between the layer that computes them and the one that reads them."""
+    return Channels(f"{at}.values", "heads", (*outputs(f"{at}.{first}", layout), inputs(f"{at}.{second}", read)))
+
+
 def experts(where: str, gate: str, up: str, down: str) -> Channels:
     """Routed experts: fused, as transformers has them, and one by one, as files have them."""
     fused, one = "layers.*.mlp.experts", f"layers.*.{where}.*"
@@ -95,15 +100,7 @@ def residual(
     head: Layout = whole,
     embeddings: tuple[str, ...] = ("embed_tokens", "lm_head"),
 ) -> Channels:
-    """The residual stream of a decoder with linear layers.
-
-    Args:
-        reads: the layers that it goes into.
-        writes: the layers whose output is added to it.
-        more: its norms, and whatever else has its channels.
-        head: of the embedding and the head.
-        embeddings: their names.
-    """
+    """The residual stream of a decoder: the layers that read it, those whose output is added to it, and its norms."""
     return Channels(
         "residual",
         "residual",

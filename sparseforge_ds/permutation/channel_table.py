@@ -13,6 +13,7 @@ from sparseforge_ds.permutation.channel_rows import (
     FamilyChannels,
     experts,
     gated,
+    heads,
     inputs,
     norm,
     outputs,
@@ -34,13 +35,9 @@ from sparseforge_ds.permutation.layouts import (
 
 _AT = "layers.*.self_attn"
 _LISTED = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
-_HEADS = Channels(f"{_AT}.values", "heads", (*outputs(f"{_AT}.v_proj", values), inputs(f"{_AT}.o_proj", attended)))
+_HEADS = heads(_AT, "v_proj", values, "o_proj", attended)
 _LATENT_HEADS = (
-    Channels(
-        f"{_AT}.values",
-        "heads",
-        (*outputs(f"{_AT}.kv_b_proj", values_of_latent), inputs(f"{_AT}.o_proj", each_head)),
-    ),
+    heads(_AT, "kv_b_proj", values_of_latent, "o_proj", each_head),
     Channels(
         f"{_AT}.key_value_latent",
         "heads",
@@ -94,11 +91,7 @@ def _decoder(
 ) -> FamilyChannels:
     """A family of Llama's kind.
 
-    Args:
-        mlps: its gated MLPs, in a layer.
-        listed: where files have its routed experts, and their layers: gate, up, down.
-        routers: what chooses or weighs experts, in a layer.
-        latent: whether it has latent attention.
+    `listed` is where files have its routed experts, and their layers: gate, up, down.
     """
     reads = [*(_LATENT_QKV if latent else _QKV), *(f"layers.*.{router}" for router in routers)]
     reads += [f"layers.*.{mlp}.{name}" for mlp in mlps for name in ("gate_proj", "up_proj")]
@@ -124,9 +117,7 @@ _MIXTRAL = _decoder(
 _OPT = FamilyChannels(
     (
         Channels("layers.*.mlp", "mlp", (*outputs("layers.*.fc1"), inputs("layers.*.fc2"))),
-        Channels(
-            f"{_AT}.values", "heads", (*outputs(f"{_AT}.v_proj", each_head), inputs(f"{_AT}.out_proj", each_head))
-        ),
+        heads(_AT, "v_proj", each_head, "out_proj", each_head),
         residual(
             (*_QKV, "layers.*.fc1", "project_out"),
             (f"{_AT}.out_proj", "layers.*.fc2", "project_in"),
@@ -197,11 +188,7 @@ _GLM4 = FamilyChannels(
 _PHI3 = FamilyChannels(
     (
         _GATE_UP,
-        Channels(
-            f"{_AT}.values",
-            "heads",
-            (*outputs(f"{_AT}.qkv_proj", values_of_fused), inputs(f"{_AT}.o_proj", attended)),
-        ),
+        heads(_AT, "qkv_proj", values_of_fused, "o_proj", attended),
         residual((f"{_AT}.qkv_proj", f"{_MLP}.gate_up_proj"), (f"{_AT}.o_proj", f"{_MLP}.down_proj"), _NORMS),
     ),
     _OTHERS,
@@ -209,21 +196,13 @@ _PHI3 = FamilyChannels(
 
 
 def _query_key_value(layer: str, attention: str, names: tuple[str, ...], norms: tuple[str, ...]) -> FamilyChannels:
-    """GPT-NeoX and Falcon.
-
-    Args:
-        layer: glob over a layer's name.
-        attention: its attention.
-        names: of the embedding and the head.
-        norms: in the layer and behind the last.
-    """
+    """GPT-NeoX and Falcon."""
     at, up, down = f"{layer}.{attention}", f"{layer}.mlp.dense_h_to_4h", f"{layer}.mlp.dense_4h_to_h"
-    heads = (*outputs(f"{at}.query_key_value", values_of_groups), inputs(f"{at}.dense", attended))
     more = tuple(along for name in norms for along in norm(name))
     return FamilyChannels(
         (
             plain(up, "dense_4h_to_h"),
-            Channels(f"{at}.values", "heads", heads),
+            heads(at, "query_key_value", values_of_groups, "dense", attended),
             residual((f"{at}.query_key_value", up), (f"{at}.dense", down), more, embeddings=names),
         ),
         (f"{at}.bias", f"{at}.masked_bias", f"{at}.rotary_emb.inv_freq"),
@@ -247,11 +226,7 @@ _NEO = "h.*.attn.attention"
 _GPT_NEO = FamilyChannels(
     (
         plain("h.*.mlp.c_fc", "c_proj"),
-        Channels(
-            f"{_NEO}.values",
-            "heads",
-            (*outputs(f"{_NEO}.v_proj", each_head), inputs(f"{_NEO}.out_proj", each_head)),
-        ),
+        heads(_NEO, "v_proj", each_head, "out_proj", each_head),
         residual(
             (*(f"{_NEO}.{name}_proj" for name in "qkv"), "h.*.mlp.c_fc"),
             (f"{_NEO}.out_proj", "h.*.mlp.c_proj"),

@@ -40,11 +40,7 @@ class Axis:
         return self.shape[self.axis] * (self.shape[0] if len(self.shape) == 3 else 1)
 
     def order(self, index_BC: Tensor) -> Tensor:
-        """For every position along the axis the one that comes there.
-
-        Args:
-            index_BC: (blocks, channels), for every channel of a block the one that takes its place.
-        """
+        """For every position along the axis the one that comes there, by (blocks, channels) as in `Permutation`."""
         index_BC = index_BC if self.block is None else index_BC[self.block][None]
         order = torch.arange(self.length)
         order[self.positions] = self.positions.gather(-1, index_BC.expand_as(self.positions))
@@ -83,14 +79,11 @@ def check_family(model_type: str) -> None:
 def dimensions(model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]], which: str) -> dict[str, Dimension]:
     """The dimensions of a model that can be reordered, by name.
 
+    Raises ValueError where the table does not know the family, or one of the tensors; or shapes do not belong together.
+
     Args:
-        model_type: key of the table.
         config: of the text model (`get_text_config`): numbers and sizes of heads.
         shapes: full shape of every tensor, by its name in files or in memory.
-        which: key of `PARTS`.
-
-    Raises:
-        ValueError: the table does not know the family, or one of the tensors; or shapes do not belong together.
     """
     check_family(model_type)
     family, found = CHANNELS[model_type], dict[str, Dimension]()

@@ -10,28 +10,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.permutation.channels import Axis, Dimension, dimensions
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.permutation.search import best_order, kept_score
 
 
-class Prunable(Protocol):
-    """Like `model.families.PrunableWeight`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def input_axis(self) -> int: ...
-
-
-def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Iterable[Prunable]) -> None:
+def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
     """Raise ValueError where groups are not those of neighbouring channels of one block."""
     if not isinstance(pattern, NM):
         raise ValueError(f"permute: channels share groups in n:m patterns only, not in {pattern}; set permute to null")
@@ -48,7 +40,7 @@ def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Ite
 def find_permutation(
     read: Callable[[str], Tensor],
     shapes: Mapping[str, tuple[int, ...]],
-    weights: Iterable[Prunable],
+    weights: Iterable[SparseWeight],
     model_type: str,
     config: Any,
     pattern: Pattern,
@@ -61,23 +53,17 @@ def find_permutation(
 ) -> Permutation:
     """The order of every dimension in which the weights that read it keep the most score.
 
+    Raises as `dimensions` and `check_pattern`.
+
     Args:
-        read: gives a tensor of `shapes` by its name.
         shapes, model_type, config, which: as in `dimensions`.
         weights: those that will be in the pattern, under the names of `shapes`.
-        pattern: an N:M pattern.
         rows: the most outputs scored a dimension; where there are more, this many are sampled.
-        seed: of the sample and of the search.
         squares: mean square of every input of a weight, (in,) or (experts, in); the score is then Wanda's,
             |W| sqrt(mean x^2), else W^2 (which measured better than |W|).
-        device: where orders are searched.
-        progress: show a bar on stderr.
 
     Returns:
         The permutation; its facts say what share of the score the pattern keeps before and after, of the sampled rows.
-
-    Raises:
-        ValueError: as `dimensions` and `check_pattern`.
     """
     started = time.monotonic()
     weights = list(weights)

@@ -1,8 +1,7 @@
 """A permutation as it is kept beside what it was applied to, and applied to one tensor at a time.
 
-FOLDER/permutation/ holds `permutation.json` (what was asked for, what it gained, a sha256) and
-`permutation.safetensors`: (blocks, channels) int32 a dimension, for every channel the one that takes its place. It is a
-folder of its own so that no loader takes it for weights.
+FOLDER/permutation/ has `permutation.json` (what was asked for and gained, a sha256) and `permutation.safetensors`. It
+is a folder of its own so that no loader takes it for weights.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.permutation.channels import Axis, dimensions
 
 FOLDER = "permutation"
-"""Name of the folder."""
 FORMAT = 1
 _STEM = "permutation"
 
@@ -64,11 +62,7 @@ class Permutation:
 
     @classmethod
     def load(cls, parent: Path) -> Permutation | None:
-        """Of a folder that may have one.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Of a folder that may have one."""
         folder = parent / FOLDER
         if not folder.is_dir():
             return None
@@ -87,15 +81,7 @@ class Permutation:
 
 
 class Reordering:
-    """A permutation on the tensors of one model.
-
-    Args:
-        permutation: what `find_permutation` found for the model, under whatever names of its tensors.
-        model_type, config, shapes: as in `dimensions`.
-
-    Raises:
-        ValueError: it is the permutation of another model.
-    """
+    """A permutation on the tensors of one model, under whatever names of them; arguments as of `dimensions`."""
 
     def __init__(
         self, permutation: Permutation, model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]]

@@ -1,11 +1,9 @@
-"""The search for orders of channels in which N of every M keep the most score.
+"""The search for orders of channels in which N of every M keep the most score (after Pool and Yu, NeurIPS 2021).
 
-The goal is that of channel permutations for N:M sparsity (Pool and Yu, NeurIPS 2021). Instead of looking at two groups
-at a time, one channel is taken out of every group at once. What channel c adds to the rest of group g in a row is
-relu(score of c - N-th largest of the rest), summed over rows: up to terms that no assignment changes, half of an L1
-distance, so that one `torch.cdist` values all G * G places. On that table pairs of groups exchange their channels as
-long as any two of them gain, all pairs that are each other's best at once; then other channels are taken out. No
-exchange ever loses, and no loop goes over groups.
+One channel is taken out of every group at once. What channel c adds to the rest of group g in a row is relu(score of c
+- N-th largest of the rest), summed over rows: up to terms that no assignment changes, half of an L1 distance, so that a
+`torch.cdist` values all G * G places. On that table pairs of groups exchange their channels as long as any two of them
+gain; then other channels are taken out. No exchange ever loses, and no loop goes over groups.
 
 Legend of shape suffixes: B blocks with an order of their own, C channels, R rows that read them, G groups of M members.
 """
@@ -31,11 +29,8 @@ def kept_score(score_BCR: Tensor, index_BC: Tensor, pattern: NM) -> Tensor:
 def best_order(score_BCR: Tensor, pattern: NM, seed: int, sweeps: int = 8) -> Tensor:
     """(B, C) for every channel the one that takes its place; groups are in order of their first channel.
 
-    Args:
-        score_BCR: what every channel counts in every row, >= 0; C is a multiple of M.
-        pattern: N of M neighbouring channels are kept.
-        seed: of which channel is taken out of a group, and when.
-        sweeps: the most rounds in which each of a group's M channels is taken out once; fewer where nothing is gained.
+    Scores are >= 0, and C is a multiple of M. In a sweep each of a group's M channels is taken out once; fewer
+    where nothing is gained.
     """
     B, C, R = score_BCR.shape
     at_once = max(1, _ELEMENTS // max(1, (C // pattern.members) ** 2 + C * R))

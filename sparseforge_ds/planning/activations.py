@@ -60,18 +60,13 @@ def trace(
 ) -> Activations:
     """Run one micro-batch forward and backward without numbers.
 
+    Raises ValueError where the forward pass of this model looks at numbers, so that it cannot be run without.
+
     Args:
-        config: of the model.
         forge: its `distillation` and `low_rank` are used.
-        dtype: in which the model computes.
-        micro_batch: sequences.
-        seq_length: tokens of a sequence, of which a rank has one of the parts.
+        seq_length: tokens of a sequence, of which a rank has one of the `parts`.
         checkpointing: whether the activations of every block are recomputed in the backward pass.
         teacher: of the model whose logits the loss compares with; None for the task loss alone.
-        parts: ranks that share a sequence.
-
-    Raises:
-        ValueError: the forward pass of this model looks at numbers, so it cannot be run without.
     """
     model = empty_model(config, forge, dtype)
     model.train()

@@ -29,7 +29,6 @@ class Parameter:
     name: str
     numel: int
     masked: bool
-    """Whether it goes under a mask."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,7 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A causal language model on the meta device, which a forward pass can be run through where its family lets it.
-
-    Args:
-        config: from `read_model_config`, or one that `require_causal` accepts.
-        dtype: None for the config's.
-    """
+    """A causal language model on the meta device, which a forward pass can be run through where its family lets it."""
     chosen = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         try:  # transformers writes the chosen attention into the config, so it gets a copy
@@ -118,11 +112,7 @@ def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> Pr
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that a run would train, low-rank branches included, on the meta device.
-
-    Raises:
-        ValueError: the family table does not know it.
-    """
+    """The model that a run would train, low-rank branches included, on the meta device."""
     model = bare_model(config, dtype)
     prepare(model, forge)
     for branch in branches(model).values():
@@ -132,11 +122,7 @@ def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch
 
 @contextmanager
 def without_numbers(config: PretrainedConfig) -> Iterator[None]:
-    """Where a model of this config runs on the meta device.
-
-    Raises:
-        ValueError: its forward pass looks at numbers.
-    """
+    """A model of this config runs on the meta device here. Raises ValueError where its pass looks at numbers."""
     try:
         yield
     except (RuntimeError, AttributeError, LookupError, TypeError) as error:
@@ -150,12 +136,9 @@ def without_numbers(config: PretrainedConfig) -> Iterator[None]:
 def describe(
     model: PreTrainedModel, weights: Collection[PrunableWeight], leaf_suffixes: Collection[str] = ()
 ) -> Architecture:
-    """Take the sizes of a model, which may have no weights.
+    """The sizes of a model, which may have no weights: a student with its branches, or a teacher.
 
-    Args:
-        model: the student as it is trained, low-rank branches included, or a teacher.
-        weights: those under a mask.
-        leaf_suffixes: names of modules that ZeRO-3 gathers as a whole (`leaf_module.name_suffixes`).
+    Modules with `leaf_suffixes` (`leaf_module.name_suffixes`) are gathered as a whole.
     """
     config = model.config.get_text_config()
     masked = {weight.name for weight in weights}

@@ -38,9 +38,6 @@ def duration(
     """Steps and hours of a run.
 
     Args:
-        model: the student.
-        settings: how it is laid out.
-        teacher: the teacher, when it is another model than the student.
         tokens: training tokens of the whole run.
         tflops: peak of one GPU in the dtype of the run, in 10^12 operations a second.
         mfu: share of the peak that a run reaches, counted over all operations named here, recomputed ones included.

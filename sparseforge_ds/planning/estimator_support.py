@@ -1,8 +1,7 @@
 """Whether the importance that is asked for can be measured in a model: known from its config, before any weight is.
 
-A few tokens are sent through the model on the meta device, which takes no memory and a moment, to see which layers they
-pass. A layer whose weight the model takes by itself (Mamba's `dt_proj`), or that no text reaches (a vision tower), gets
-no importance, which a run would find out hours later.
+A few tokens are sent through the model on the meta device, to see which layers they pass. A layer whose weight the
+model takes by itself (Mamba's `dt_proj`), or that no text reaches (a vision tower), gets no importance.
 """
 
 from __future__ import annotations
@@ -27,13 +26,8 @@ from sparseforge_ds.planning.live import Live
 def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
     """`prunable_weights`, all of which the importance can be measured for.
 
-    Args:
-        model: without weights, from `planning.architecture.bare_model`, so that a forward pass of it looks at no
-            numbers. Of one that cannot be run all the same, no layer is refused.
-        config: the `sparseforge` block.
-
-    Raises:
-        ValueError: as `prunable_weights`; or some weight cannot be measured, with what to paste into the block.
+    Raises as `prunable_weights`, and where some weight cannot be measured, with what to paste into the block. The model
+    is of `planning.architecture.bare_model`; where it cannot be run without numbers, no layer is refused.
     """
     weights = prunable_weights(model, config)
     refuse_unmeasurable(model, weights, config)

@@ -13,11 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Follows the bytes of all storages that operations create while it is active.
-
-    Args:
-        before: tensors that exist already, and do not count.
-    """
+    """Follows the bytes of all storages that operations create while it is active; what is there `before` does not
+    count."""
 
     def __init__(self, before: Iterable[Tensor] = ()) -> None:
         super().__init__()

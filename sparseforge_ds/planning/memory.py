@@ -22,7 +22,6 @@ from sparseforge_ds.planning.states import Kinds, kept_gradients, local, model_s
 _MASK_SCRATCH = 32
 """Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
 _WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
-"""What is offloaded with the optimizer."""
 
 Trace = Callable[[int, bool], Activations]
 """`trace(micro_batch, checkpointing)` of the model at hand."""
@@ -67,15 +66,8 @@ def memory(
     teacher: Architecture | None = None,
     reserve: int = 0,
 ) -> Memory:
-    """Add up a rank.
-
-    Args:
-        model: the student.
-        settings: how it is laid out.
-        trace: gives the activations of a micro-batch.
-        teacher: the teacher, when it is another model than the student; ignored without distillation.
-        reserve: bytes that are not to be planned with.
-    """
+    """Add up a rank. The teacher is given when it is another model than the student; `reserve` is not to be planned
+    with."""
     frozen = _memory(model, settings, trace, teacher or model, reserve, frozen=True)
     found = frozen if settings.always_frozen else _memory(model, settings, trace, teacher or model, reserve, False)
     return dataclasses.replace(found, frozen_peak=frozen.peak)

@@ -19,18 +19,10 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
-    """The transformers config of a causal language model; weights are not looked for.
+    """The config of a model folder, a config.json, a hub id, or the embedded model; weights are not looked for.
 
     Configs of the models in the paper's tables are part of the package, and so are the sizes of common other ones, so
     that they can be planned without the hub.
-
-    Args:
-        name: a model folder, a config.json, a hub id, or the name of the embedded model.
-        flag: the flag that named it, for messages.
-
-    Raises:
-        ValueError: there is none, it cannot be read, it is not that of a causal language model, or the hub cannot be
-            reached.
     """
     path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
     if not path.exists():
@@ -62,11 +54,7 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
 
 
 def require_causal(config: PretrainedConfig, who: str) -> None:
-    """Refuse what transformers has no causal language model for.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Refuse what transformers has no causal language model for."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"{who}: a {config.model_type} model is no causal language model; what is trained here predicts the next "

@@ -27,14 +27,8 @@ class Advice:
 
 
 def advise(settings: Settings, estimate: Estimate, device: int, host: int | None = None) -> Advice:
-    """The cheapest changes that make a run fit; leave one of them out, and it does not.
-
-    Args:
-        settings: of the run that does not fit.
-        estimate: memory of a rank by its settings.
-        device: bytes of a GPU.
-        host: bytes of the host for one rank, where that is known; offloading is not advised beyond it.
-    """
+    """The cheapest changes that make a run fit; leave one of them out, and it does not. A GPU has `device` bytes.
+    Offloading is not advised beyond `host` bytes a rank, where they are known."""
     options = list(_options(settings))
     chosen = next((changed for changed in options if fits(estimate(changed), device, host)), None)
     found = chosen or min(options, key=lambda changed: estimate(changed).peak)

@@ -22,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparseforge_ds.planning.architecture import bare_model, without_numbers
 
 Attention = Callable[..., tuple[Tensor, None]]
-"""One of transformers'."""
 _TRIED = 8
 """Tokens of the pass that is watched."""
 _OF_TOKENS = {"position_ids", "attention_mask"}
@@ -41,17 +40,7 @@ class _Call:
 
 
 def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attention: str | None = None) -> None:
-    """Refuse a model whose sequences `parts` ranks cannot share.
-
-    Args:
-        config: of a causal language model.
-        parts: ranks that share a sequence.
-        seq_length: tokens of a whole sequence.
-        attention: the implementation; None for what transformers chooses.
-
-    Raises:
-        ValueError: why they cannot, and what can be done.
-    """
+    """Refuse a model whose sequences `parts` ranks cannot share: the ValueError says why, and what can be done."""
     if seq_length % parts:
         near = seq_length // parts * parts or parts
         raise ValueError(f"--seq_length {seq_length} is not a multiple of {parts}; use {near} or {near + parts}")

@@ -22,7 +22,6 @@ class Settings:
     stage: int
     ranks: int
     dtype: torch.dtype
-    """In which the model computes."""
     gradient_bytes: int
     """Bytes of an element while gradients are reduced and kept."""
     micro_batch: int
@@ -85,11 +84,8 @@ class Settings:
 
 
 def check_estimable(resolved: dict[str, Any]) -> None:
-    """Refuse what there is no estimate for.
-
-    Raises:
-        ValueError: a state is to be offloaded to NVMe, or masters are not in fp32, save in bf16 under plain ZeRO-3.
-    """
+    """Refuse what there is no estimate for. That is a state that is offloaded to NVMe, and masters that are not in
+    fp32, save in bf16 under plain ZeRO-3."""
     zero, bf16 = resolved.get("zero_optimization", {}), resolved.get("bf16") or {}
     plain = zero.get("stage") == 3 and not zero.get("offload_optimizer")
     if bf16.get("bf16_master_weights_and_grads") and not (bf16.get("bf16_optimizer_states") and plain):
@@ -112,11 +108,8 @@ def settings(
     seq_length: int,
     checkpointing: bool,
 ) -> Settings:
-    """Read them from a configuration without "auto" (`config.deepspeed_config.resolve`).
-
-    Raises:
-        ValueError: offload and stage disagree.
-    """
+    """Read them from a configuration without "auto" (`config.deepspeed_config.resolve`). Raises ValueError where
+    offload and stage disagree."""
     zero = resolved.get("zero_optimization", {})
     stage, dtype = zero_stage(resolved), training_dtype(resolved)
     on_host = {}

@@ -14,13 +14,8 @@ _MASK_BYTES = {"uint16": 2, "bool": 1, "float32": 4}
 
 
 def model_states(model: Architecture, settings: Settings, frozen: bool | None = None) -> Kinds:
-    """What lasts from step to step and belongs to the student, wherever it lies, without gradients.
-
-    Args:
-        model: the student.
-        settings: how it is laid out.
-        frozen: once masks are frozen, else while they move; None: while they move, if they do in training.
-    """
+    """What lasts from step to step and belongs to the student, wherever it lies, without gradients. For the time
+    when masks are frozen, or else while they move; None: while they move, if they do in training."""
     forge = settings.forge
     frozen = settings.always_frozen if frozen is None else frozen
     states, masked = local(model, settings, 1), local(model, settings, 1, only_masked=True)
@@ -62,13 +57,7 @@ def teacher_weights(teacher: Architecture, settings: Settings) -> int:
 
 
 def checkpoint_bytes(model: Architecture, settings: Settings, frozen: bool = False) -> int:
-    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them.
-
-    Args:
-        model: the student.
-        settings: how it is laid out.
-        frozen: once masks are frozen, else while they move.
-    """
+    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
     found = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
     states = sum(found[kind] for kind in ("moments", "dense", "mask", "curvature", "logits"))
     if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state

@@ -30,7 +30,8 @@ def banner(spec: RunSpec, text: str) -> str:
         spec.model.tokenizer.convert_ids_to_tokens(list(ids))
         for ids in frame_tokens(spec.model.tokenizer, spec.arguments.document_frame)
     )
-    rows.insert(-1, ("documents", f"each as {' '.join([*front, '...', *behind])}"))
+    attention = ", attention inside each" if spec.arguments.document_attention else ""
+    rows.insert(-1, ("documents", f"each as {' '.join([*front, '...', *behind])}{attention}"))
     return table(rows)
 
 

@@ -23,9 +23,9 @@ from sparseforge_ds.model.family_table import LOW_RANK
 from sparseforge_ds.model.rules import name_pattern
 from sparseforge_ds.planning.architecture import empty_model
 from sparseforge_ds.planning.model_config import read_model_config
+from sparseforge_ds.planning.plan import GIB, Machine, Plan, make_plan
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.states import checkpoint_bytes
-from sparseforge_ds.planning.study import GIB, Machine, Study, study
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
 from sparseforge_ds.train.length import laid_out_over, lengthened
 from sparseforge_ds.train.pretrained import Pretrained, find_model
@@ -160,7 +160,7 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
 def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
     """The memory of a GPU; and an error when it is too small."""
     try:
-        found = study_of(spec, Machine(int(spec.arguments.gpu_memory * GIB), reserve=_RESERVE))
+        found = plan_of(spec, Machine(int(spec.arguments.gpu_memory * GIB), reserve=_RESERVE))
     except ValueError as error:
         unchecked.append(f"memory: {error}")
         return
@@ -173,7 +173,7 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
         )
 
 
-def study_of(spec: RunSpec, machine: Machine, tokens: int | None = None) -> Study:
+def plan_of(spec: RunSpec, machine: Machine, tokens: int | None = None) -> Plan:
     """What a run needs on a machine; `tokens` are those of the whole run, if not those of its steps.
 
     Raises:
@@ -183,4 +183,4 @@ def study_of(spec: RunSpec, machine: Machine, tokens: int | None = None) -> Stud
     teacher = None
     if spec.teacher is not None and spec.teacher_sizes is not None:
         teacher = spec.teacher.config, spec.teacher_sizes
-    return study(spec.model.config, spec.sizes, spec.layout, machine, teacher=teacher, tokens=tokens)
+    return make_plan(spec.model.config, spec.sizes, spec.layout, machine, teacher=teacher, tokens=tokens)

@@ -8,12 +8,13 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.permutation.apply import permute_model
 from sparseforge_ds.ranks import Ranks
+from sparseforge_ds.train.document_attention import join_sequences, prove
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.pretrained import load_model
@@ -52,17 +53,16 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = sf.prepare(model, spec.config)
     model.train()
-    sequence = SequenceParallel(spec.sequence_parallel) if spec.sequence_parallel > 1 else None
-    if sequence is not None:
-        sequence.divide(model)
+    documents, parts = spec.arguments.document_attention, spec.sequence_parallel
+    sequence = SequenceParallel(parts, documents) if parts > 1 else None
+    _connect(model, sequence, documents)
     weight_decay = spec.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=sf.param_groups(model, spec.config, weight_decay=weight_decay),
         config=spec.deepspeed,
     )
-    if sequence is not None:
-        sequence.prove(model, f"--model {spec.model.name}")
+    _prove(model, f"--model {spec.model.name}", sequence, documents)
     forge = sf.SparseForge(engine, spec.config)
     teacher, distillation = None, spec.config.distillation
     if spec.teacher is not None and distillation is not None:
@@ -70,11 +70,10 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention)
         if permutation is not None and distillation.hidden is not None:  # their states are compared channel by channel
             permute_model(loaded, permutation)
-        if sequence is not None:
-            sequence.divide(loaded)
+        _connect(loaded, sequence, documents)
         teacher = Teacher(loaded, distillation, spec.deepspeed)
-        if sequence is not None and spec.teacher is not spec.model:
-            sequence.prove(loaded, f"--teacher {spec.teacher.name}")
+        if spec.teacher is not spec.model:
+            _prove(loaded, f"--teacher {spec.teacher.name}", sequence, documents)
     return TrainContext(
         spec=spec,
         ranks=ranks,
@@ -84,3 +83,19 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         batches=batches,
         device=torch.device(get_accelerator().current_device_name()),
     )
+
+
+def _connect(model: PreTrainedModel, sequence: SequenceParallel | None, documents: bool) -> None:
+    """Let attention connect the tokens that the run lets see each other, and no others."""
+    if sequence is not None:
+        sequence.divide(model)
+    elif documents:
+        join_sequences(model)
+
+
+def _prove(model: PreTrainedModel, who: str, sequence: SequenceParallel | None, documents: bool) -> None:
+    """Try whether that is so; errors as `SequenceParallel.prove` and `document_attention.prove`."""
+    if sequence is not None:
+        sequence.prove(model, who)
+    if documents:
+        prove(model, who, *((sequence.rank, sequence.size) if sequence is not None else ()))

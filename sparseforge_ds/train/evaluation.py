@@ -1,7 +1,8 @@
 """Perplexity of the model that is being trained, on text that it is not trained on; training does not notice.
 
 Passes hold a fixed number of windows, each pass is one rank's, and sums are added exactly: equal weights give the same
-number to the last bit on any ranks, micro-batch and ZeRO stage.
+number to the last bit on any ranks, micro-batch and ZeRO stage. Ranks that share sequences share a pass, each with its
+part of the windows; their number is the same to rounding.
 """
 
 from __future__ import annotations
@@ -141,10 +142,12 @@ class Evaluation:
         # Whole logits are as large as a vocabulary for every token.
         at_once = 1 if objective.whole or objective.draws_labels else micro_batches_at_once(token_NS.shape[1])
         passes = [micro_batch_of(token_NS[first : first + at_once], 1.0) for first in range(0, len(token_NS), at_once)]
-        mine: list[float] = []
-        for first in range(0, len(passes), ranks.world_size):
-            number = first + ranks.rank
-            found = self._sum(passes[min(number, len(passes) - 1)])  # weights are gathered by all ranks together
+        layout, mine = self.context.batches.layout, []
+        parts, part = layout.sequence_parallel, layout.part(token_NS.shape[1])
+        for first in range(0, len(passes), ranks.world_size // parts):
+            number = first + layout.reader
+            whole = passes[min(number, len(passes) - 1)]  # weights are gathered by all ranks together
+            found = self._sum(whole if parts == 1 else whole.of(part, parts)) / parts
             mine += [found] if number < len(passes) else []
         scored = sum(int((each.label_BS[:, 1:] >= 0).sum()) for each in passes)
         return [one for share in ranks.gather(mine) for one in share], max(1, scored)

@@ -83,8 +83,7 @@ def train(
                 if number == 1 or context.objective.one_at_a_time:
                     teaching.close()
                     together = [batch] if context.objective.one_at_a_time else micro_batches
-                    tokens = [each.token_BS for each in together]
-                    targets = iter(teaching.enter_context(context.objective.targets(tokens)))
+                    targets = iter(teaching.enter_context(context.objective.targets(together)))
                 loss, parts = context.objective.loss(batch, next(targets), before / spec.config.max_steps)
                 engine.backward(loss)
                 if number == len(micro_batches):

@@ -90,12 +90,12 @@ class Objective:
         return self.whole
 
     @contextmanager
-    def targets(self, micro_batches: Sequence[Tensor], **inputs: Tensor) -> Iterator[Sequence[Target | None]]:
+    def targets(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Sequence[Target | None]]:
         """What the teacher says of the micro-batches of a step, while this is active, as `Teacher.targets`."""
         if self.teacher is None or self.whole:
             yield [None] * len(micro_batches)
         else:
-            with self.teacher.targets(micro_batches, **inputs) as targets:
+            with self.teacher.targets([batch.inputs for batch in micro_batches]) as targets:
                 yield targets
 
     def loss(self, batch: MicroBatch, target: Target | None, progress: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class Objective:
     def _in_head(
         self, batch: MicroBatch, config: DistillationConfig | None = None, target: Target | None = None
     ) -> tuple[DistillationLoss, Any]:
-        inputs = {"input_ids": batch.token_BS, **batch.more}
+        inputs: dict[str, Any] = batch.inputs
         return loss_in_head(self.engine, batch.label_BS, config, target, batch.trained, batch.shifted, **inputs)
 
     def _of_whole_logits(self, batch: MicroBatch, config: DistillationConfig | None) -> tuple[DistillationLoss, Any]:
@@ -138,7 +138,7 @@ class Objective:
             nothing = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), nothing, nothing, nothing), output
         with self.teacher.captured() as states:
-            teacher_BSV = self.teacher(batch.token_BS, **batch.more)
+            teacher_BSV = self.teacher(**batch.inputs)
         next_T, of_logits = next_labels(label_BS, shifted), replace(config, hidden=None)
         with compared(self.engine.module, states, next_T, config, trained) as distance:
             output = self._run(batch)
@@ -146,7 +146,7 @@ class Objective:
         return distance.added_to(losses), output
 
     def _run(self, batch: MicroBatch) -> Any:
-        return self.engine(input_ids=batch.token_BS, use_cache=False, **batch.more)
+        return self.engine(use_cache=False, **batch.inputs)
 
     def _balance_loss(self, output: Any) -> Tensor | None:
         """What a mixture adds so that its experts are used evenly, where its config.json asks for that."""

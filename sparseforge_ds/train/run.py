@@ -70,9 +70,10 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     ranks.on_first(checkpoints.recover)
     found = find_resumption(spec, ranks, checkpoints) if spec.arguments.resume else None
     begun = 0 if found is None else found.manifest.step
-    trackers = None
-    if ranks.first and (found is None or begun < spec.steps):  # early, because one may want a login
-        trackers = Trackers(arguments.report_to, spec.folder, arguments.project, begun)
+    logs = ranks.first and (found is None or begun < spec.steps)
+    trackers = ranks.all_or_raise(  # early, because one may want a login
+        lambda: Trackers(arguments.report_to, spec.folder, arguments.project, begun) if logs else None
+    )
     batches, held_out = open_text(spec, ranks), open_held_out(spec, ranks)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))

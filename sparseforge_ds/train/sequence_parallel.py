@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparseforge_ds.ranks import AgreedError
+from sparseforge_ds.train.document_attention import by_document
 
 _TRIED = 8
 """Tokens of a rank on which a divided model is held against the whole one."""
@@ -40,11 +41,13 @@ class SequenceParallel:
 
     Args:
         size: ranks of a group.
+        document_attention: whether attention stays inside the documents of a sequence.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, document_attention: bool = False) -> None:
         parallel_state_sp.initialize_sequence_parallel(size)
         self.size = size
+        self.document_attention = document_attention
         self.rank: int = parallel_state_sp.get_sequence_parallel_rank()
         self.group: dist.ProcessGroup = parallel_state_sp.get_sequence_parallel_group()
         self._whole = False
@@ -59,6 +62,7 @@ class SequenceParallel:
         name = model.config._attn_implementation
         core = ALL_ATTENTION_FUNCTIONS[name]
         if not getattr(core, "divided", False):
+            core = by_document(core, "flash" in name) if self.document_attention else core
             ALL_ATTENTION_FUNCTIONS[name] = self._attention(name, core)
         model.register_forward_pre_hook(self._place, with_kwargs=True)
 
@@ -89,7 +93,8 @@ class SequenceParallel:
                     process_group=self.group,
                     seq_length_is_variable=True,
                 )
-            # The mask is of this rank's tokens; over the whole sequence, the kernel's own causal order is all there is.
+            # The mask is of this rank's tokens; over the whole sequence, the kernel's own causal order is all there is,
+            # or what `by_document` makes of the positions, which DeepSpeed puts together.
             output, weights = exchange(module, query, key, value, None, **kwargs)
             return output.view(B, S, H, D), weights  # DeepSpeed joins the heads, and some models count dimensions
 

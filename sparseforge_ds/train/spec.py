@@ -36,6 +36,7 @@ from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
+from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.pretrained import (
     Pretrained,
@@ -205,6 +206,11 @@ def make_spec(
     if arguments.any_family:
         config = any_family(empty, config)
     weights_to_prune(empty, config)  # for its errors
+    if arguments.document_attention:
+        for each, flag in ((model, "--model"), (teacher, "--teacher")):
+            if each is not None:
+                bare = empty if each is model else empty_model(each)
+                check_document_attention(bare, f"{flag} {each.name}", config)
     if config.permute is not None:
         _check_channels(empty, config)
     weights = prunable_weights(prepare(empty, config), config)
@@ -252,7 +258,8 @@ def _check_channels(empty: PreTrainedModel, config: SparseForgeConfig) -> None:
 
 
 def _find_text(arguments: RunArguments, config: SparseForgeConfig, model: Pretrained) -> Mixture:
-    text = find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by, arguments.loss_on)
+    marks = arguments.loss_on, arguments.document_attention
+    text = find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by, *marks)
     if arguments.loss_on == "completion":
         if config.importance == "gauss_newton":
             raise ValueError(

@@ -27,7 +27,7 @@ class Teacher:
     """A frozen dense model that answers with final hidden states, or with logits.
 
         teacher = Teacher.from_pretrained("path", config.distillation, ds_config)
-        with teacher.targets([batch["input_ids"] for batch in micro_batches]) as targets:
+        with teacher.targets([{"input_ids": batch["input_ids"]} for batch in micro_batches]) as targets:
             for batch, target in zip(micro_batches, targets):
                 loss, _ = loss_in_head(engine, batch["labels"], config.distillation, target, **inputs)
 
@@ -120,28 +120,34 @@ class Teacher:
         return self._module(input_ids=input_ids, use_cache=False, **inputs)
 
     @contextmanager
-    def targets(self, micro_batches: Sequence[Tensor], **inputs: Any) -> Iterator[list[Target]]:
+    def targets(self, micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[Target]]:
         """What the teacher says of all micro-batches of a step, and its head, gathered while this is active.
 
         The model runs over `micro_batches_at_once`, so that its weights are gathered once, or a few times, a step. With
         `distillation.hidden` the states of its layers are kept too: give it one micro-batch at a time.
 
         Args:
-            micro_batches: (B, S) token ids each, all of one shape; as many on every rank.
-            **inputs: others of the forward pass, such as attention_mask and position_ids, of a single micro-batch.
+            micro_batches: the inputs of the forward pass of each, as many on every rank: input_ids, (B, S), and others
+                such as attention_mask and position_ids. Of several micro-batches all are (B, S).
 
         Raises:
-            ValueError: `inputs` of several micro-batches.
+            ValueError: inputs of several micro-batches that are not of one shape.
             WholeLogits: as `hidden_states`.
         """
-        if inputs and len(micro_batches) > 1:
-            raise ValueError(f"{', '.join(inputs)} of {len(micro_batches)} micro-batches: ask for one at a time")
-        batch, length = micro_batches[0].shape
-        sequence_NS = torch.cat(list(micro_batches))
+        if len(micro_batches) > 1:
+            shapes = {tuple(value.shape) for inputs in micro_batches for value in inputs.values()}
+            if len(shapes) > 1:
+                raise ValueError(f"micro-batches have inputs of {sorted(shapes)}: ask for one at a time")
+        batch, length = micro_batches[0]["input_ids"].shape
+        at_once = micro_batches_at_once(batch * length)
         hidden: list[tuple[Tensor, list[Tensor] | None]] = []
-        for pass_NS in sequence_NS.split(batch * micro_batches_at_once(batch * length)):
+        for first in range(0, len(micro_batches), at_once):
+            together = micro_batches[first : first + at_once]
+            inputs = together[0]
+            if len(together) > 1:
+                inputs = {key: torch.cat([each[key] for each in together]) for key in inputs}
             with self.captured() as states:
-                final = self.hidden_states(pass_NS, **inputs).split(batch)
+                final = self.hidden_states(**inputs).split(batch)
             by_batch = zip(*(state.split(batch) for state in states), strict=True) if states else [()] * len(final)
             hidden += [(mine, list(each) or None) for mine, each in zip(final, by_batch, strict=True)]
             del states, final, by_batch  # what the backward pass lets go of is to be free then

@@ -6,6 +6,7 @@ take them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoardTracker, get_available_trackers
 from torch.utils.tensorboard.summary import hparams
 
+from sparseforge_ds.model.loading_error import reason
+
 NONE = "none"
 _PACKAGES = {"comet_ml": "comet-ml"}
 """What to install for a tracker, where it is not its name."""
+_ERRORS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
+"""Where a tracker's own errors derive from, where these are none of Python's."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -50,6 +55,9 @@ class Trackers:
         folder: the run folder.
         project: under which they file the run, where they have projects.
         start: steps already done: TensorBoard hides what an earlier start logged of later ones.
+
+    Raises:
+        ValueError: one cannot be started, above all because nobody is logged in.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, project: str, start: int) -> None:
@@ -58,9 +66,15 @@ class Trackers:
             threads = torch.get_num_threads()
             PartialState()  # accelerate's loggers want it
             torch.set_num_threads(threads)
-            tracker = _make(name, folder, project, start)
-            tracker.main_process_only = False  # this is rank 0; accelerate would ask its own state
-            tracker.start()
+            try:
+                tracker = _make(name, folder, project, start)
+                tracker.main_process_only = False  # this is rank 0; accelerate would ask its own state
+                tracker.start()
+            except _failures(name) as error:
+                raise ValueError(
+                    f"--report_to {name}: it cannot be started ({reason(error)}); log in, or give the key or "
+                    "the address that its environment variables take, or leave it out"
+                ) from None
             self._trackers.append(tracker)
 
     def settings(self, values: Mapping[str, Any], text: str, step: int) -> None:
@@ -114,6 +128,12 @@ class Trackers:
         """Write everything out."""
         for tracker in self._trackers:
             tracker.finish()
+
+
+def _failures(name: str) -> tuple[type[Exception], ...]:
+    """What a tracker raises where it cannot be started: Python's own errors, or its package's."""
+    module, _, error = _ERRORS.get(name, "builtins:OSError").partition(":")
+    return (OSError, ValueError, RuntimeError, getattr(importlib.import_module(module), error))
 
 
 def _make(name: str, folder: Path, project: str, start: int) -> Any:

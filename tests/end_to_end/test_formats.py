@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate import perplexity, zero_shot
 from sparseforge_ds.evaluate.pretrained import adapter_of, load_model
 from sparseforge_ds.export import formats
 from sparseforge_ds.export.open import open_source
@@ -183,7 +182,7 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
     text = ["--text", str(write_text(tmp_path / "text.jsonl"))]
     with monkeypatch.context() as without_peft:
         without_peft.setitem(sys.modules, "peft", None)
-        assert perplexity.main([str(out), *text]) == 2
+        assert main(["evaluate", str(out), *text]) == 2
         assert f"--adapter {out}: peft is missing, which loads it; pip install" in capsys.readouterr().err
     held = (out / "adapter_model.safetensors").read_bytes()
     (out / "adapter_model.safetensors").write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
@@ -196,8 +195,8 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
     assert missing in capsys.readouterr().out
     for command in (
         lambda: main(["export", str(out), str(tmp_path / "again")]),
-        lambda: perplexity.main([str(out), *text]),
-        lambda: zero_shot.main([str(out), "--tasks", "piqa"]),
+        lambda: main(["evaluate", str(out), *text]),
+        lambda: main(["evaluate", str(out), "--tasks", "piqa"]),
     ):
         assert command() == 2
         assert missing in capsys.readouterr().err

@@ -18,7 +18,7 @@ def test_yes_runs_no_planted_code(tmp_path: Path) -> None:
     launch = ["deepspeed", "--num_gpus", "1", "--master_port", "0", "launch/train.py"]
     commands = [
         [*launch, "--deepspeed", "ds_configs/zero3.json", "--model", planted, "--dataset", text, "--output_dir", run],
-        [sys.executable, "-m", "sparseforge_ds.evaluate.perplexity", planted, "--text", text],
+        [sys.executable, "-m", "sparseforge_ds", "evaluate", planted, "--text", text],
     ]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.test_evaluation import scored
 from tests.end_to_end.test_layouts import assert_same, flags, states, taken_back
 from tests.end_to_end.test_train import launch, train
 
@@ -22,7 +23,8 @@ def completions(path: Path) -> Path:
 def test_uneven_tokens_teacher_and_hidden_states_as_undivided(tmp_path: Path) -> None:
     """Through the launcher: 2 x 1 and 2 x 2 ranks (of a sequence, of groups), ZeRO-2 and 3, and back to one rank."""
     block: dict[str, Any] = {"distillation": {"hidden": {"weight": 4.0}}}
-    text = {"dataset": completions(tmp_path / "pairs.jsonl"), "loss_on": "completion"}
+    pairs = completions(tmp_path / "pairs.jsonl")
+    text = {"dataset": pairs, "loss_on": "completion", "eval_dataset": pairs, "eval_sequences": 0, "eval_every": 4}
     whole, two, four = (tmp_path / name for name in ("whole", "two", "four"))
     train(*flags(tmp_path, block, 0, 4, whole, **text), ranks=1)
     expected = states(whole)
@@ -33,6 +35,10 @@ def test_uneven_tokens_teacher_and_hidden_states_as_undivided(tmp_path: Path) ->
     assert_same(two, expected)
     train(*flags(tmp_path, block, 3, 3, four, **shared), ranks=4)
     assert_same(four, expected)
+    perplexity = scored(whole)
+    assert list(perplexity) == [0, 4, 8]
+    for run in (two, four):
+        assert scored(run) == pytest.approx(perplexity, rel=1e-6), run.name
 
     divided = taken_back(whole, 3, tmp_path / "divided")
     train(*flags(tmp_path, block, 3, 2, divided, **shared), "--resume", ranks=4)

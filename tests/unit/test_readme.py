@@ -13,7 +13,6 @@ import pytest
 import sparseforge_ds
 from sparseforge_ds.cli.main import parser as all_commands
 from sparseforge_ds.config.command_line import argument_parser
-from sparseforge_ds.evaluate import perplexity, zero_shot
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -111,5 +110,4 @@ def flags_by_command() -> dict[str, set[str]]:
     (choices,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     parsers = {f"sparseforge {name}": parser for name, parser in choices.choices.items()}
     parsers["sparseforge train"] = argument_parser()
-    parsers |= {module.__name__: module.parser() for module in (perplexity, zero_shot)}
     return {name: set(parser._option_string_actions) for name, parser in parsers.items()}

@@ -16,12 +16,12 @@ import torch
 
 from sparseforge_ds.cli.main import main as sparseforge
 from sparseforge_ds.config.parts import DistillationConfig
-from sparseforge_ds.evaluate import perplexity, zero_shot
 from sparseforge_ds.evaluate.pretrained import load_model
 from sparseforge_ds.model.tokenizer import load_tokenizer
 from sparseforge_ds.train.pretrained import find_model
 from sparseforge_ds.train.teacher import Teacher
 from tests.planted_code import YES, Touch, plant_generate, plant_model, plant_pickle, plant_tokenizer
+from tests.task_files import write_task
 from tests.tiny_folders import write_model, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,16 +93,16 @@ def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def every_command(planted: str, dense: str, text: str) -> dict[str, Callable[[], Any]]:
-    items = ["--tasks", "piqa", "--data", f"piqa={text}"]
+    items = ["--tasks", "piqa", "--include_path", str(write_task(Path(text).parent, "piqa", Path(text)))]
     json_file = str(ROOT / "ds_configs" / "zero3.json")
     return {
         "train": lambda: find_model(planted, "--model"),
         "teacher": lambda: find_model(planted, "--teacher"),
         "own loop": lambda: Teacher.from_pretrained(planted, DistillationConfig(hold="replicated"), {}),
         "plan": lambda: sparseforge(["plan", "--model", planted, "--gpus", "2", "--deepspeed", json_file]),
-        "perplexity": lambda: perplexity.main([planted, "--text", text]),
-        "zero_shot": lambda: zero_shot.main([planted, *items]),
-        "dense beside": lambda: zero_shot.main([dense, "--dense", planted, *items]),
+        "perplexity": lambda: sparseforge(["evaluate", planted, "--text", text]),
+        "zero_shot": lambda: sparseforge(["evaluate", planted, *items]),
+        "dense beside": lambda: sparseforge(["evaluate", dense, "--dense", planted, *items]),
         "verify": lambda: sparseforge(["verify", planted]),
         "export": lambda: sparseforge(["export", planted, f"{planted}.out"]),
         "apply": lambda: sparseforge(["apply", f"{planted}.mask", planted, f"{planted}.out"]),
@@ -164,5 +164,5 @@ def test_a_family_that_transformers_has_needs_no_code_of_its_own(dense: Path, tm
     found = find_model(str(tmp_path / "planted"), "--model")
     assert found.tokenizer("a")["input_ids"]
     assert type(load_model(str(tmp_path / "planted"))).__module__.startswith("transformers.")
-    assert perplexity.main([str(found.folder), "--text", str(write_text(tmp_path / "text.jsonl"))]) == 0
+    assert sparseforge(["evaluate", str(found.folder), "--text", str(write_text(tmp_path / "text.jsonl"))]) == 0
     assert not mark.exists()

@@ -251,7 +251,7 @@ def test_fp32_is_the_reference(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bf16_is_the_reference_up_to_rounding(world_size: int) -> None:
-    stages = {1: [1, 3], 2: [0, 1, 2, 3], 3: [2, 3]}[world_size]
+    stages = {1: [1], 2: [0, 1, 2, 3], 3: [3]}[world_size]
     names = [(name, stage) for name in BF16 for stage in stages]
     records = run_distributed(run_all, world_size, [replace(BF16[name], stage=stage) for name, stage in names])[0]
     for (name, stage), record in zip(names, records, strict=True):

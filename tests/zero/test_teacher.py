@@ -186,7 +186,7 @@ def _in_head(stage: int, config: DistillationConfig, tied: bool, more: dict[str,
     losses, norms = [], []
     for step in range(2):
         micro_batches = [_ids(ACCUMULATION * step + number) for number in range(ACCUMULATION)]
-        with _gathering() as gathered, teacher.targets(micro_batches) as targets:
+        with _gathering() as gathered, teacher.targets([{"input_ids": ids} for ids in micro_batches]) as targets:
             at_once = gathered["elements"]
             for ids, target in zip(micro_batches, targets, strict=True):
                 parts, _ = loss_in_head(engine, ids, config, target, input_ids=ids)
@@ -264,7 +264,7 @@ def _offloaded(folder: Path) -> Tensor:
     ds_config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     teacher = Teacher.from_pretrained(folder / "teacher", ZERO3, ds_config)
     plain = _plain(tiny_llama(seed=1), torch.float32)
-    with torch.no_grad(), teacher.targets([_ids(0), _ids(1)]) as targets:
+    with torch.no_grad(), teacher.targets([{"input_ids": _ids(n)} for n in range(2)]) as targets:
         again = max(
             (target.head.logits(target.hidden_BSH) - teacher(_ids(n))).abs().max() for n, target in enumerate(targets)
         )

@@ -194,9 +194,12 @@ def test_its_checkpoints_are_exported_as_they_are(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path, name: str
 ) -> None:
     checkpoint = trained[0] / name / f"checkpoint-{STEPS}"
-    status = inspect(checkpoint).status
-    assert status is not None and (status.step, status.max_steps, status.phase) == (STEPS, STEPS, "finished")
-    assert main(["consolidate", "--skip_proof", str(checkpoint), str(tmp_path / "out")]) == 0
+    for path in (checkpoint, checkpoint.parent):  # the newest of the trainer's output folder
+        found = inspect(path)
+        assert found.ok and found.status is not None
+        assert (found.status.step, found.status.max_steps, found.status.phase) == (STEPS, STEPS, "finished")
+    source = checkpoint if name == "taught3" else checkpoint.parent
+    assert main(["consolidate", "--skip_proof", str(source), str(tmp_path / "out")]) == 0
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert not (tmp_path / "out" / "trainer_state.json").exists()
 
@@ -340,6 +343,7 @@ def packed(folder: str) -> dict[str, Any]:
             str(Path(folder, f"packed{stage}")),
             deepspeed=deepspeed_json(stage),
             use_cpu=True,
+            bf16=False,
             report_to="none",
             packing=True,
             max_length=64,
@@ -351,11 +355,27 @@ def packed(folder: str) -> dict[str, Any]:
         trainer = SparseForgeSFTTrainer(train_dataset=data, teacher=teacher, **more)
         trainer.train()
         found[f"{stage}"] = trainer.state.log_history
+        if teacher is None:
+            found["probe"] = probed(trainer)
     try:
         SparseForgeSFTTrainer(train_dataset=data, peft_config=LoraConfig(), **more)
     except ValueError as error:
         found["peft"] = str(error)
     return found
+
+
+def probed(trainer: Any) -> tuple[float, float, int]:
+    """The loss that probes take of a packed row, that of its documents alone, and how many these are."""
+    inputs = next(iter(trainer.get_train_dataloader()))
+    (begin,) = (inputs["position_ids"][0] == 0).nonzero(as_tuple=True)
+    sums = []
+    with torch.no_grad():
+        together = float(trainer.task_loss(inputs))
+        for document in inputs["input_ids"][0].tensor_split(begin[1:].tolist()):
+            logits = trainer.model(input_ids=document[None]).logits[0, :-1]
+            sums.append(torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum"))
+    predicted = inputs["input_ids"].numel() - len(begin)
+    return together, float(sum(sums)) / predicted, len(begin)
 
 
 def test_examples_and_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,5 +401,7 @@ def test_examples_and_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert all("loss/kl" in entry for entry in history if "loss" in entry)
     first = found["1"][0]
     assert "mean_token_accuracy" in first and "mask/kept" in first and "loss/kl" not in first
-    assert "loss/kl" in found["3"][0]
+    assert abs(found["3"][0]["loss/kl"]) < 1e-8, "the teacher, the same model still, sees the same documents"
+    together, alone, documents = found["probe"]
+    assert documents > 2 and together == pytest.approx(alone, rel=1e-6)
     assert "PEFT" in found["peft"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, newest_of_trainer, read_json
 from sparseforge_ds.checkpoint.manifest import fingerprint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 
@@ -50,3 +50,22 @@ def test_latest_that_names_no_folder(tmp_path: Path, tag: str) -> None:
     (tmp_path / "latest").write_text(tag)
     with pytest.raises(ValueError, match=r"latest: names .*, which is no folder beside it"):
         find_checkpoint(tmp_path)
+
+
+def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path) -> None:
+    assert newest_of_trainer(tmp_path) is None
+    for name, files in {
+        "checkpoint-9": ("latest", "trainer_state.json"),
+        "checkpoint-10": ("latest", "trainer_state.json"),
+        "checkpoint-11": ("latest",),  # killed while it was saved
+        "checkpoint-12": ("trainer_state.json",),  # save_only_model
+        "checkpoint-best": ("latest", "trainer_state.json"),
+    }.items():
+        (tmp_path / name / "global_step1").mkdir(parents=True)
+        for file in files:
+            (tmp_path / name / file).write_text("global_step1")
+    assert newest_of_trainer(tmp_path) == tmp_path / "checkpoint-10"
+    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-10" / "global_step1"
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="holds no checkpoint .*no checkpoint-N of a Trainer that is whole"):
+        find_checkpoint(tmp_path / "model")

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -17,7 +16,7 @@ import sparseforge_ds
 from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.evaluate import flags, perplexity, published, zero_shot
+from sparseforge_ds.evaluate import perplexity, pretrained, published
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.permutation import channels
 
@@ -51,19 +50,15 @@ def options(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     """The parsers name them without importing what they choose from, so they are held against it here."""
     found = {name: options(command) for name, command in subcommands().items()}
-    found |= {module.__name__: options(module.parser()) for module in (perplexity, zero_shot)}
     expected = {
         ("export", "--format"): formats.FORMATS,
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
-        ("generate", "--dtype"): flags.DTYPES,
+        ("generate", "--dtype"): pretrained.DTYPES,
         ("permute", "--dimensions"): channels.PARTS,
     }
-    for name in ("evaluate", perplexity.__name__):
-        expected |= {(name, "--dtype"): flags.DTYPES, (name, "--protocol"): get_args(perplexity.Protocol)}
-    for name in ("evaluate", zero_shot.__name__):
-        expected |= {(name, "--dtype"): flags.DTYPES, (name, "--suite"): published.SUITES}
-        expected[name, "--paper"] = published.PUBLISHED
+    expected |= {("evaluate", "--dtype"): pretrained.DTYPES, ("evaluate", "--protocol"): get_args(perplexity.Protocol)}
+    expected |= {("evaluate", "--suite"): published.SUITES, ("evaluate", "--paper"): published.PUBLISHED}
     said = {(name, flag): action for name, some in found.items() for flag, action in some.items() if action.choices}
     assert said.keys() == expected.keys()
     for key, action in said.items():
@@ -115,20 +110,6 @@ def test_help_of_training_imports_no_deepspeed(command: list[str]) -> None:
 def test_flags_of_training_are_its_own() -> None:
     words = ["train", "--deepspeed", "zero3", "--version", "-h", "--", "--allow_dense", "*.a"]
     assert parser().parse_args(words).flags == words[1:]
-
-
-def test_a_module_that_looks_like_a_command_is_one_or_says_what_is() -> None:
-    """`python -m sparseforge_ds.cli.verify MODEL` must not end well without having verified anything."""
-    for path in sorted(Path(sparseforge_ds.__file__).parent.rglob("*.py")):
-        text = path.read_text()
-        if re.search(r"^def (main\(|register\(commands)", text, flags=re.MULTILINE):
-            assert '\nif __name__ == "__main__":\n' in text, path
-    done = subprocess.run([sys.executable, "-m", verify.__name__, "models/x"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (
-        1,
-        "",
-        "error: this module is run as `sparseforge verify`\n",
-    )
 
 
 def test_help_is_there_at_once() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparseforge_ds.compare.cost import inference_cost
 from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.compare.summary import markdown, results_tables, spread, summarize
+from sparseforge_ds.compare.summary import inference_cost, markdown, results_tables, spread, summarize
 from sparseforge_ds.config import SparseForgeConfig
 from tests.unit.compare.test_settings import write
 

@@ -22,6 +22,7 @@ PINNED = {
     "sample_by": "document",
     "loss_on": "all",
     "document_frame": "auto",
+    "document_attention": False,
     "max_steps": None,
     "epochs": None,
     "global_batch": None,
@@ -85,6 +86,7 @@ def test_every_flag_is_parsed():
     line = (
         "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 "
         "--split test --text_field body --sample_by line --loss_on completion --document_frame both "
+        "--document_attention "
         "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --sequence_parallel 4 --output_dir o "
         "--learning_rate 1e-4 "
         "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
@@ -105,6 +107,7 @@ def test_every_flag_is_parsed():
         "completion",
         "line",
         "both",
+        True,
         7,
         None,
         16,

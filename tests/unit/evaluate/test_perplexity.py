@@ -12,7 +12,8 @@ from datasets import Dataset, DatasetDict
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparseforge_ds.evaluate.perplexity import Perplexity, main, measure
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate.perplexity import Perplexity, measure
 from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
@@ -110,8 +111,8 @@ def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixt
     found = []
     copies = [f"wikitext2:{tmp_path / name}" for name in ("saved", "rows.parquet", "rows.jsonl")]
     for text in (str(tmp_path / "joined.txt"), *copies):
-        assert main([stories, "--text", text, "--seq_length", "32"]) == 0
-        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["nll"])
+        assert main(["evaluate", stories, "--text", text, "--seq_length", "32"]) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]["nll"])
     assert len(set(found)) == 1
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write((tmp_path / "rows.jsonl").read_text())
@@ -119,14 +120,14 @@ def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixt
     DatasetDict(train=dataset).save_to_disk(tmp_path / "other")
     dataset.rename_column("text", "line").to_parquet(tmp_path / "line.parquet")
     for path, message in (
-        ("other", "other: cannot be read (give files"),
+        ("other", "other: cannot be read ('test')"),
         ("line.parquet", "no column 'text' (line)"),
     ):
-        assert main([stories, "--text", f"wikitext2:{tmp_path / path}"]) == 2
+        assert main(["evaluate", stories, "--text", f"wikitext2:{tmp_path / path}"]) == 2
         assert message in capsys.readouterr().err
-    assert main([stories, "--text", f"wikitext2:{tmp_path}/joined.txt"]) == 2
-    assert "joined.txt: cannot be read (give files of one kind" in capsys.readouterr().err
-    assert main([stories, "--text", copies[0], "--limit", "3"]) == 2
+    assert main(["evaluate", stories, "--text", f"wikitext2:{tmp_path}/joined.txt"]) == 2
+    assert "joined.txt: cannot be read (give a folder of save_to_disk, or a file of" in capsys.readouterr().err
+    assert main(["evaluate", stories, "--text", copies[0], "--limit", "3"]) == 2
     assert "--limit 3: wikitext2 is scored whole" in capsys.readouterr().err
 
 
@@ -142,11 +143,11 @@ def test_wikitext2_has_the_well_known_number_of_tokens(assets: Path) -> None:
 def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
     """The first 40 held-out stories: the dense model is good, one-shot 2:4 breaks it."""
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
-    command = [stories, "--text", text, "--limit", "40", "--json", str(tmp_path / "result.json")]
+    command = ["evaluate", stories, "--text", text, "--limit", "40", "--json", str(tmp_path / "result.json")]
     assert main(command) == 0
-    dense = json.loads((tmp_path / "result.json").read_text())
+    dense = json.loads((tmp_path / "result.json").read_text())["perplexity"]
     assert main([*command, "--one_shot", "2:4"]) == 0
-    pruned = json.loads((tmp_path / "result.json").read_text())
+    pruned = json.loads((tmp_path / "result.json").read_text())["perplexity"]
     assert dense["protocol"] == "documents" and dense["documents"] == 40
     assert 3.4 < dense["perplexity"] < 4.0
     assert 80 < pruned["perplexity"] < 150
@@ -154,9 +155,9 @@ def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
 
 def test_output_ends_with_json(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("\n".join(DOCUMENTS))
-    assert main([stories, "--text", str(tmp_path / "text.txt"), "--seq_length", "16"]) == 0
+    assert main(["evaluate", stories, "--text", str(tmp_path / "text.txt"), "--seq_length", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    result = json.loads(lines[-1])
+    result = json.loads(lines[-1])["perplexity"]
     assert result["protocol"] == "windows" and result["seq_length"] == 16
     assert f"perplexity {result['perplexity']:.4f}" in "\n".join(lines)
 
@@ -213,6 +214,6 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (stories, "--text", good, "--json", str(tmp_path / "no" / "folder.json")): "cannot be written",
     }
     for command, message in cases.items():
-        assert main(list(command)) == 2, command
+        assert main(["evaluate", *command]) == 2, command
         error = capsys.readouterr().err
         assert message in error and error.count("error: ") == 1, (command, error)

@@ -9,10 +9,10 @@ import torch
 from datasets import Dataset, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparseforge_ds.cli.main import main as command_line
-from sparseforge_ds.evaluate import perplexity, zero_shot
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import zero_shot
 from sparseforge_ds.evaluate.published import SUITES
-from sparseforge_ds.evaluate.zero_shot import main
+from tests.task_files import write_task
 
 ROWS = [
     {"goal": "The dog was happy and", "sol1": "ran to the park", "sol2": "zzz qqq xxx", "label": 0},
@@ -28,13 +28,14 @@ def test_piqa_against_likelihoods_by_hand(assets: Path, tmp_path: Path, capsys: 
         pytest.skip(f"no model in {folder}")
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     text = ["--text", "stdlib:heldout", "--seq_length", "64", "--limit", "4"]
-    both = [*text, "--tasks", "piqa", "--data", str(tmp_path), "--json", str(tmp_path / "both.json")]
-    assert command_line(["evaluate", str(folder), *both]) == 0
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    both = [*text, "--tasks", "piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
+    assert main(["evaluate", str(folder), *both]) == 0
     written = json.loads((tmp_path / "both.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written
     result = written["zero_shot"]["tasks"]["piqa"]
-    assert perplexity.main([str(folder), *text]) == 0
-    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["evaluate", str(folder), *text]) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]
     assert {**written["perplexity"], "seconds": 0} == {**alone, "seconds": 0} and alone["documents"] == 4
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -61,19 +62,37 @@ RACE = {
 }
 
 
+OWN_FORM: dict[str, dict[str, Any]] = {
+    "boolq": {"doc_to_target": "{{[false, true].index(answer)}}"},
+    "hellaswag": {"process_docs": None, "doc_to_target": "gold"},
+}
+"""What task files say of rows that are not in the form of the harness."""
+
+
+def load_benchmark(benchmarks: Path, task: str) -> Dataset:
+    if task == "hellaswag":
+        return Dataset.from_json(str(benchmarks / "hellaswag" / "hellaswag_val_1k.jsonl"))
+    name = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge"}.get(task, task)
+    folders = sorted(path.parent for path in benchmarks.rglob("state.json") if name in str(path))
+    return load_from_disk(str(folders[-1]))
+
+
 def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All nine: `save_to_disk` folders where the hub has them, rows that are prepared already, and RACE by hand."""
+    """All nine, by task files: rows of the benchmarks themselves, HellaSwag prepared already, and RACE by hand."""
     pytest.importorskip("lm_eval")
     folder, benchmarks = assets / "models" / "stories260K", assets / "benchmarks"
     if not folder.is_dir() or not benchmarks.is_dir():
         pytest.skip(f"no model and benchmarks in {assets}")
-    Dataset.from_list([RACE] * 4).save_to_disk(tmp_path / "race" / "test")
-    hellaswag = benchmarks / "hellaswag" / "hellaswag_val_1k.jsonl"
+    for task in SUITES["paper"]:
+        rows = tmp_path / f"{task}.jsonl"
+        found = Dataset.from_list([RACE] * 4) if task == "race" else load_benchmark(benchmarks, task)
+        found.select(range(4)).to_json(rows)
+        write_task(tmp_path, task, rows, **OWN_FORM.get(task, {}))
     report, table = tmp_path / "report.json", tmp_path / "table.md"
-    command = [str(folder), "--suite", "paper", "--data", str(benchmarks), "--data", str(tmp_path), "--limit", "4"]
-    command += ["--data", f"hellaswag={hellaswag}", "--dense", str(folder), "--paper", "llama2-7b"]
-    assert main([*command, "--one_shot", "2:4", "--json", str(report), "--markdown", str(table)]) == 0
-    result = json.loads(report.read_text())
+    command = [str(folder), "--suite", "paper", "--include_path", str(tmp_path), "--limit", "4"]
+    command += ["--dense", str(folder), "--paper", "llama2-7b", "--one_shot", "2:4"]
+    assert main(["evaluate", *command, "--json", str(report), "--markdown", str(table)]) == 0
+    result = json.loads(report.read_text())["zero_shot"]
     assert set(result["tasks"]) == set(result["dense"]["tasks"]) == set(SUITES["paper"])
     assert all(metrics["items"] == 4 and "acc_stderr" in metrics for metrics in result["tasks"].values())
     assert result["tasks"] != result["dense"]["tasks"]
@@ -85,38 +104,6 @@ def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: py
     assert shown.count("±") >= 2 * len(SUITES["paper"])
     assert "| 56.43 | 57.27 |" in shown
 
-    (tmp_path / "odd.jsonl").write_text('{"ctx_a": "A cat", "endings": ["sat", "xyl"]}\n')
-    assert main([str(folder), "--tasks", "hellaswag", "--data", f"hellaswag={tmp_path / 'odd.jsonl'}"]) == 2
-    assert "its rows lack activity_label, ctx_b, label, which hellaswag reads" in capsys.readouterr().err
-
-
-def test_boolq_scores_the_same_in_its_three_forms(
-    stories: Path, assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`answer` of google/boolq, where the harness reads SuperGLUE's `label`: it was 0.00 for every model."""
-    pytest.importorskip("lm_eval")
-    original = assets / "benchmarks" / "boolq"
-    if not original.is_dir():
-        pytest.skip(f"no {original}")
-    rows = list(load_from_disk(original / "none" / "validation").select(range(24)))
-    forms: dict[str, list[dict[str, Any]]] = {
-        "label": [{**row, "label": int(row.pop("answer"))} for row in map(dict, rows)],
-        "titled": [{**row, "title": "A thing"} for row in rows],
-        "titled_label": [
-            {**row, "passage": f"A thing -- {row['passage']}", "label": int(row["answer"])} for row in rows
-        ],
-    }
-    found = {}
-    for name, data in ("original", f"{original.parent}"), *((form, f"boolq={tmp_path / form}.jsonl") for form in forms):
-        if name in forms:
-            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in forms[name]))
-        assert main([str(stories), "--tasks", "boolq", "--data", data, "--limit", "24"]) == 0
-        out, err = capsys.readouterr()
-        found[name] = json.loads(out.splitlines()[-1])
-        assert bool(found[name]["notes"]) == ("note: boolq: its rows are" in err) == (name == "original")
-    scores = {name: result["tasks"]["boolq"]["acc"] for name, result in found.items()}
-    assert scores["original"] == scores["label"] > 0 and scores["titled"] == scores["titled_label"] > 0
-
 
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -124,14 +111,14 @@ def test_boolq_scores_the_same_in_its_three_forms(
         (["--limit", "0"], "--limit 0: use an integer >= 1"),
         (["--json", "none/here.json"], "--json none/here.json: cannot be written, there is no folder none"),
         (["--dense", "/none/here"], "/none/here: has no tokenizer"),
-        (["--data", str(Path(__file__).parent)], "--data: no data of piqa"),
+        (["--include_path", "none"], "--include_path none: no such folder"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_evaluation(
     stories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
 ) -> None:
     monkeypatch.setattr(zero_shot, "load_model", lambda *_: pytest.fail("a model was loaded"))
-    assert main([str(stories), "--tasks", "piqa", *flags]) == 2
+    assert main(["evaluate", str(stories), "--tasks", "piqa", *flags]) == 2
     assert message in capsys.readouterr().err
 
 

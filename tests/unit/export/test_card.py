@@ -17,6 +17,7 @@ from huggingface_hub import HfApi, ModelCard
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import card
 from sparseforge_ds.export.source import published_name
+from sparseforge_ds.mask.packing import PACKED24
 from tests.tiny_folders import write_json
 
 RUN = {
@@ -50,8 +51,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
-    perplexity = {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096}
-    zero_shot = {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40}
+    perplexity = {"perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096}}
+    zero_shot = {"zero_shot": {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40}}
     files = [str(write_json(tmp_path / f"{n}.json", each)) for n, each in enumerate((perplexity, zero_shot))]
     assert main(["card", str(folder), "--results", *files, "--license", "apache-2.0"]) == 0
     made = ModelCard.load(folder / "README.md")
@@ -68,6 +69,16 @@ def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
     assert found["wikitext2", "perplexity"].dataset_args == {"protocol": "windows", "seq_length": 4096}
     for words in ("# dense-1b 2:4", "| steps | 400 |", "| tokens | 640,000 |", "`own.jsonl`", "7.38906 (sequences 8"):
         assert words in made.text, words
+
+
+def test_a_card_of_a_model_with_branches_says_what_loads_them(folder: Path) -> None:
+    write_json(folder / "config.json", {"quantization_config": {"quant_method": PACKED24, "low_rank": {"a": 4}}})
+    text = str(card.make_card(folder, name="owner/name"))
+    assert "## A model with low-rank branches" in text and "`sparseforge export owner/name OUT --format hf`" in text
+    write_json(folder / "config.json", {})
+    write_json(folder / "adapter_config.json", {"r": 8, "rank_pattern": {"a": 16}})
+    text = str(card.make_card(folder))
+    assert "## A model in two parts" in text and "(rank 16)" in text and "import peft  # fails" in text
 
 
 def test_a_card_of_somebody_else_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def prune(folder: Path, names: list[str], axis: int = -1) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 def test_packed24_of_a_folder_from_elsewhere(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_dense(tmp_path / "elsewhere", family, "bfloat16")
-    names = list(check_folder(tmp_path / "elsewhere", NM(2, 4)).input_axis)
+    names = [row.name for row in check_folder(tmp_path / "elsewhere", NM(2, 4)).rows]
     tensors = prune(tmp_path / "elsewhere", names, -2 if family == "gpt2" else -1)
     assert any((tensors[name].signbit() & (tensors[name] == 0)).any() for name in names)
 
@@ -51,13 +51,13 @@ def test_packed24_of_a_folder_from_elsewhere(tmp_path: Path, family: str, capsys
     assert json.loads((out / "sparsity.json").read_text())["source"] == {"folder": "elsewhere"}
 
 
-def test_an_unknown_family_and_its_axis(tmp_path: Path) -> None:
-    """Nothing but the counts says along which axis the groups run."""
+def test_an_unknown_family(tmp_path: Path) -> None:
+    """Groups run along the last axis, as nothing says otherwise."""
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "dtype": "float32"}')
     save_file({f"layers.{i}.w": torch.randn(16, 24) for i in range(2)}, tmp_path / "model.safetensors")
-    tensors = prune(tmp_path, ["layers.0.w", "layers.1.w"], axis=-2)
+    tensors = prune(tmp_path, ["layers.0.w", "layers.1.w"])
     source = open_source(tmp_path)
-    assert isinstance(source, PlainSource) and {weight.input_axis for weight in source.prunable.values()} == {-2}
+    assert isinstance(source, PlainSource) and {weight.input_axis for weight in source.prunable.values()} == {-1}
     export(source, tmp_path / "packed", "packed24", skip_proof=True)
     assert torch.equal(open_source(tmp_path / "packed").read("layers.1.w"), tensors["layers.1.w"])
     mask = source.read_mask("layers.0.w")
@@ -66,7 +66,7 @@ def test_an_unknown_family_and_its_axis(tmp_path: Path) -> None:
 
 def test_dtype_of_one_that_has_two(tmp_path: Path) -> None:
     write_dense(tmp_path, "llama", "bfloat16")
-    tensors = prune(tmp_path, list(check_folder(tmp_path, NM(2, 4)).input_axis))
+    tensors = prune(tmp_path, [row.name for row in check_folder(tmp_path, NM(2, 4)).rows])
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     source = open_source(tmp_path)
@@ -78,7 +78,7 @@ def test_what_is_not_2_4_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_dense(tmp_path / "elsewhere", "llama")
-    names = [name for name in check_folder(folder, NM(2, 4)).input_axis if name != DOWN]
+    names = [row.name for row in check_folder(folder, NM(2, 4)).rows if row.name != DOWN]
     prune(folder, names)
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "packed24"]) == 2
     said = capsys.readouterr().err

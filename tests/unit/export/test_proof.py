@@ -77,19 +77,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(sparse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first process finds, once for all tests."""
-    scratch = tmp_path_factory.mktemp("reference")
-    proof._reference(open_source(sparse), scratch)
-    return scratch / "reference.safetensors"
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_bad_folder_is_found_out(
-    sparse: Path, source: Source, reference: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proof, "_reference", lambda source, scratch: shutil.copy(reference, scratch))
+def test_a_bad_folder_is_found_out(sparse: Path, source: Source, tmp_path: Path, damage: str) -> None:
     shutil.copytree(sparse, tmp_path / "bad")
     spoil, message = DAMAGES[damage]
     spoil(tmp_path / "bad")
@@ -124,10 +113,7 @@ def test_nothing_is_left_of_an_export_that_fails_its_proof(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_packed_folder_is_not_loaded_without_us(
-    source: Source, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proof, "_reference", lambda source, scratch: shutil.copy(reference, scratch))
+def test_a_packed_folder_is_not_loaded_without_us(source: Source, tmp_path: Path) -> None:
     export(source, tmp_path / "packed", "packed24", skip_proof=True)
     with pytest.raises(ValueError, match="the proof failed"):
         prove_folder(source, tmp_path / "packed", plain=True)
@@ -147,7 +133,7 @@ def test_too_little_memory_is_said_before_any_work(
     require(source, packed=False)
 
 
-def test_neither_process_needs_deepspeed() -> None:
+def test_no_process_needs_deepspeed() -> None:
     code = """
 import sys
 import sparseforge_ds.export.reference, sparseforge_ds.export.formats

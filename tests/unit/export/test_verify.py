@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import bits
-from sparseforge_ds.export.bits import WeightReport, chunk_size
+from sparseforge_ds.export import counting
+from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.mask.pattern import NM, Block, top_n
 from tests.tiny_models import tiny_gpt2, tiny_llama
@@ -32,9 +32,9 @@ def project(weight: Tensor, pattern: NM | Block, input_axis: int) -> Tensor:
 
 
 def check_weight(weight: Tensor, name: str, pattern: NM | Block, input_axis: int) -> WeightReport:
-    report = WeightReport(name, tuple(weight.shape))
+    report = WeightReport(name, tuple(weight.shape), input_axis)
     for chunk in weight.reshape(-1).split(chunk_size(pattern.span(report.shape, input_axis))):
-        report.add(chunk, pattern, input_axis)
+        report.add(chunk, pattern)
     return report
 
 
@@ -125,7 +125,7 @@ def test_each_weight_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_weight_in_several_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = check_folder(folder)
-    monkeypatch.setattr(bits, "CHUNK", 100)
+    monkeypatch.setattr(counting, "CHUNK", 100)
     assert whole.ok and check_folder(folder) == whole
 
 
@@ -235,6 +235,7 @@ def test_check_weight_against_loops(seed: int, dtype: str) -> None:
             assert report == WeightReport(
                 "w",
                 (rows, columns),
+                axis,
                 groups=len(groups),
                 nonzeros=sum(left),
                 violations=sum(count > pattern.kept for count in left),
@@ -246,5 +247,5 @@ def test_check_weight_against_loops(seed: int, dtype: str) -> None:
 def test_pieces_hold_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(96, 64)
     whole = [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)]
-    monkeypatch.setattr(bits, "CHUNK", 100)
+    monkeypatch.setattr(counting, "CHUNK", 100)
     assert [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)] == whole

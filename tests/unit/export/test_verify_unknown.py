@@ -1,4 +1,4 @@
-"""Folders of which nothing says what their pattern is: the strictest that all matrices of layers are in."""
+"""Folders of which nothing says what their pattern is: all matrices of layers must be in the one that is asked for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import bits
-from sparseforge_ds.export.verify import PATTERNS, FolderReport, check_folder
+from sparseforge_ds.export import counting
+from sparseforge_ds.export.verify import FolderReport, check_folder
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.permutation.record import Permutation
-from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.tiny_models import tiny_llama
 
 
 def pruned(weight: Tensor, pattern: Pattern, axis: int) -> Tensor:
@@ -27,55 +25,29 @@ def pruned(weight: Tensor, pattern: Pattern, axis: int) -> Tensor:
     return pattern.from_groups(value_GM, shape, axis).view(shape).contiguous()
 
 
-def check(folder: Path, *weights: Tensor) -> FolderReport:
+def check(folder: Path, *weights: Tensor, pattern: Pattern | None = None) -> FolderReport:
     """The report of a folder of an unknown family with one matrix in each layer."""
     (folder / "config.json").write_text('{"model_type": "unheard_of"}')
     tensors = {f"layers.{i}.w": weight for i, weight in enumerate(weights)} | {"embedding": torch.randn(8, 8)}
     save_file(tensors, folder / "model.safetensors")
-    return check_folder(folder)
+    return check_folder(folder, pattern)
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (3, 32, 48)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("pattern", [NM(2, 4), NM(4, 8), Block(16)], ids=str)
 def test_the_pattern_that_was_put_in_is_found(
-    pattern: Pattern, axis: int, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+    pattern: Pattern, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    weight = pruned(torch.randn(shape) + 3.0 * torch.randn(shape).sign(), pattern, axis).to(dtype)
-    report = check(tmp_path, weight + 0.0 if dtype != torch.float8_e4m3fn else weight.float().add(0.0).to(dtype))
-    assert report.violations == 0 and report.pattern == str(pattern)
-    other = pruned(torch.randn(32, 32).abs() + 1, pattern, -1 if axis == -2 else -2)
-    if isinstance(pattern, NM):
-        both = check(tmp_path, weight, other.to(dtype))
-        assert both.violations or both.pattern != str(pattern)
-
-
-@given(st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_against_loops(tmp_path: Path, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    rows, columns = (int(n) for n in torch.randint(1, 7, (2,), generator=generator) * 8)
-    share = torch.rand((), generator=generator) ** 3
-    weight = (torch.rand(rows, columns, generator=generator) < share).float()
-    expected = []
-    for pattern in PATTERNS:
-        if isinstance(pattern, Block):
-            tiles = [weight[i : i + 16, j : j + 16] for i in range(0, rows, 16) for j in range(0, columns, 16)]
-            if rows % 16 == columns % 16 == 0 and all(int(tile.sum()) <= 128 for tile in tiles):
-                expected.append(str(pattern))
-            continue
-        for lines in (weight, weight.T):
-            groups = [line[i : i + pattern.m] for line in lines for i in range(0, line.numel(), pattern.m)]
-            if all(int(group.sum()) <= pattern.n for group in groups):
-                expected.append(str(pattern))
-    report = check(tmp_path, weight)
-    assert report.ok == bool(expected)
-    assert not expected or report.pattern == expected[0]
+    weight = pruned(torch.randn(shape) + 3.0 * torch.randn(shape).sign(), pattern, -1).to(dtype)
+    weight = weight + 0.0 if dtype != torch.float8_e4m3fn else weight.float().add(0.0).to(dtype)
+    report = check(tmp_path, weight, pattern=pattern)
+    assert report.ok and report.pattern == str(pattern)
+    assert not check(tmp_path, weight, torch.ones(32, 32, dtype=dtype), pattern=pattern).ok
 
 
 def test_one_group_at_the_very_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "CHUNK", 256)
+    monkeypatch.setattr(counting, "CHUNK", 256)
     weight = pruned(torch.randn(64, 32), NM(2, 4), -1) + 0.0
     assert check(tmp_path, weight).ok and check(tmp_path, weight).pattern == "2:4"
     weight[-1, -4:] = 1.0
@@ -100,11 +72,11 @@ def test_a_dense_model_does_not_pass(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_model_of_an_unknown_family_in_shards(
     tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny_gpt2().to(dtype)
+    model = tiny_llama().to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".h." in name and parameter.ndim == 2:
-                parameter.copy_(pruned(parameter, NM(2, 4), -2))
+            if ".layers." in name and parameter.ndim == 2:
+                parameter.copy_(pruned(parameter, NM(2, 4), -1))
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = json.loads((tmp_path / "config.json").read_text())
@@ -115,7 +87,7 @@ def test_a_model_of_an_unknown_family_in_shards(
     assert main(["verify", str(tmp_path), "--pattern", "1:4"]) == 1
     capsys.readouterr()
     assert main(["verify", str(tmp_path), "--pattern", "2:10"]) == 1  # of 32 inputs
-    assert "missing: transformer.h.0.attn.c_attn.weight (its input axis has 96 elements" in capsys.readouterr().out
+    assert "missing: model.layers.0.self_attn.q_proj.weight (its input axis has " in capsys.readouterr().out
 
 
 def test_one_dense_layer_is_enough_to_fail(tmp_path: Path) -> None:

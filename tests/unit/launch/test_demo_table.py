@@ -18,9 +18,9 @@ def test_every_number_is_in_the_table(tmp_path: Path) -> None:
             "run": {"seq_length": 256},
             "coverage": {"masked": 750, "linear": 750, "total": 1000, "weights": 3},
         },
-        "dense.json": {"perplexity": 10.0},
-        "one_shot.json": {"perplexity": 20.0},
-        "sparse.json": {"perplexity": 11.0},
+        "dense.json": {"perplexity": {"perplexity": 10.0}},
+        "one_shot.json": {"perplexity": {"perplexity": 20.0}},
+        "sparse.json": {"perplexity": {"perplexity": 11.0}},
         "verify.json": {"groups": 123456, "violations": 0},
     }
     for name, content in files.items():

@@ -90,7 +90,7 @@ def test_a_dry_run_resolves_the_whole_recipe(recipe, bash, capsys, monkeypatch):
     assert code == 0 and len(commands) == 1
     if recipe not in IN_FULL:
         nothing = Activations(saved=0, logits=0, loss=0, backward=0)
-        monkeypatch.setattr("sparseforge_ds.planning.study.trace", lambda *_, **__: nothing)
+        monkeypatch.setattr("sparseforge_ds.planning.plan.trace", lambda *_, **__: nothing)
     code, text, errors = dry(commands[0], capsys, monkeypatch)
     assert (code, errors) == (0, "")
     assert f"{RECIPES[recipe]:,} parameters" in text
@@ -128,8 +128,8 @@ def test_a_recipe_goes_from_the_dense_model_to_the_numbers(bash):
     steps = [" ".join(command[3:5]) for command in commands[1:]]
     assert steps[0] == "consolidate /disk/run" and commands[1][5] == "/disk/run_2to4"
     assert steps[1] == "verify /disk/run_2to4"
-    assert [command[3] for command in commands[3:]] == ["meta-llama/Llama-2-7b-hf", "/disk/run_2to4", "/disk/run_2to4"]
-    assert commands[5][1:3] == ["-m", "sparseforge_ds.evaluate.zero_shot"]
+    assert [command[4] for command in commands[3:]] == ["meta-llama/Llama-2-7b-hf", "/disk/run_2to4", "/disk/run_2to4"]
+    assert commands[5][1:4] == ["-m", "sparseforge_ds", "evaluate"] and "--suite" in commands[5]
 
 
 def test_flags_of_the_user_win(bash):
@@ -140,7 +140,7 @@ def test_flags_of_the_user_win(bash):
     expected = {"dataset": ["own.jsonl"], "gpus": 4, "max_steps": 9, "model": "/gpt2", "dry_run": True}
     assert expected.items() <= flags.items()
     _, commands, _ = bash("launch/opt_2.7b.sh", MODEL="/opt")
-    assert commands[0][2:4] == ["--model", "/opt"] and commands[3][3] == "/opt"
+    assert commands[0][2:4] == ["--model", "/opt"] and commands[3][4] == "/opt"
 
 
 @pytest.mark.parametrize("flag", ["--model x", "--output_dir x", "--output-dir=x"])
@@ -183,7 +183,7 @@ def test_what_is_missing_is_said(bash, line):
 
 def test_more_gpus_than_the_recipe_is_made_for(bash, capsys, monkeypatch):
     """64 sequences on 64 GPUs leave one for each."""
-    monkeypatch.setattr("sparseforge_ds.planning.study.trace", lambda *_, **__: Activations(0, 0, 0, 0))
+    monkeypatch.setattr("sparseforge_ds.planning.plan.trace", lambda *_, **__: Activations(0, 0, 0, 0))
     _, commands, _ = bash("launch/gpt2.sh medium --dry_run", GPUS="64")
     code, _, errors = dry(commands[0], capsys, monkeypatch)
     assert code == 1

@@ -28,8 +28,6 @@ def run(code: str) -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import sparseforge_ds\nimport transformers",
-        "import transformers\nimport sparseforge_ds",
         "import transformers.quantizers\nimport sparseforge_ds",
         "import sparseforge_ds\nfrom transformers import AutoModelForCausalLM",
         "from transformers import AutoModelForCausalLM\nimport sparseforge_ds",
@@ -49,9 +47,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "first", ["", "from transformers import LlamaForCausalLM\n", "import transformers.models.auto\n"]
-)
+@pytest.mark.parametrize("first", ["", "import transformers.models.auto\n"])
 def test_our_families_are_known_when_asked_for(first: str) -> None:
     run(
         first + "import sparseforge_ds\n"

@@ -57,9 +57,10 @@ def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, who
     found = objective.decide(_micro_batches()[0][:1, :1])
     assert found is None if whole is None else found is not None and found.startswith(whole)
     assert student.training
-    with objective.targets(_micro_batches()) as targets:
-        for token_BS, target in zip(_micro_batches(), targets, strict=True):
-            total, parts = objective.loss(MicroBatch(token_BS, token_BS), target)
+    batches = [MicroBatch(token_BS, token_BS) for token_BS in _micro_batches()]
+    with objective.targets(batches) as targets:
+        for token_BS, batch, target in zip(_micro_batches(), batches, targets, strict=True):
+            total, parts = objective.loss(batch, target)
             torch.testing.assert_close(parts[:3], _expected(student, _gemma(cap), token_BS).detach())
             assert parts[3:5].tolist() == [0, 0]
             total.backward()
@@ -121,8 +122,9 @@ def test_a_teacher_counts_by_its_lead_and_hidden_states_by_the_progress(cap: flo
     objective.decide(token_BS[:1, :1])
 
     def parts_at(progress: float) -> list[float]:
-        with objective.targets([token_BS]) as (target,):
-            total, parts = objective.loss(MicroBatch(token_BS, token_BS), target, progress)
+        batch = MicroBatch(token_BS, token_BS)
+        with objective.targets([batch]) as (target,):
+            total, parts = objective.loss(batch, target, progress)
             total.backward()
         return parts.tolist()
 
@@ -153,8 +155,9 @@ def test_hidden_states_in_the_head_and_with_whole_logits(cap: float | None) -> N
     assert (objective.decide(_micro_batches()[0][:1, :1]) is None) == (cap is None)
     assert objective.one_at_a_time
     token_BS = _micro_batches()[0]
-    with objective.targets([token_BS]) as (target,):
-        total, parts = objective.loss(MicroBatch(token_BS, token_BS), target)
+    batch = MicroBatch(token_BS, token_BS)
+    with objective.targets([batch]) as (target,):
+        total, parts = objective.loss(batch, target)
         total.backward()
     assert parts[3] > 0 and total.item() == pytest.approx(2 * parts[3].item(), rel=1e-5)
     assert all(layer.mlp.down_proj.weight.grad.any() for layer in student.model.layers)

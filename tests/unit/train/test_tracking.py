@@ -74,6 +74,26 @@ def test_unknown_and_missing_trackers_are_named():
     assert Trackers(["none"], Path("nowhere"), "project", 0)._trackers == []
 
 
+def test_a_tracker_that_cannot_be_started_is_named(tmp_path, monkeypatch, notebook):
+    def start(self: Notebook) -> None:
+        raise ConnectionError("no server at that address\nand a second line")
+
+    monkeypatch.setattr(Notebook, "start", start)
+    with pytest.raises(
+        ValueError, match=r"--report_to notebook: it cannot be started \(no server at that address\); log"
+    ):
+        Trackers(["notebook"], tmp_path / "run", "project", 0)
+
+
+def test_wandb_without_a_key_is_one_error(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # where a login is kept
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ValueError, match=r"--report_to wandb: it cannot be started \(.*\); log in"):
+        Trackers(["wandb"], tmp_path / "run", "project", 0)
+
+
 def test_tensorboard_has_settings_and_pictures(tmp_path):
     trackers = Trackers(["tensorboard"], tmp_path, "project", 0)
     trackers.settings({"seed": 3, "model": "a"}, "  model  a\n  batch  b", 0)

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparseforge_ds.evaluate.accuracy_table import accuracy_table, mean_accuracy
-from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES
+from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES, accuracy_table, mean_accuracy
 
 SEVEN = {
     task: {"acc": 0.1 * i, "acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "items": 100.0}

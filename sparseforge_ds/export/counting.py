@@ -65,15 +65,7 @@ def nonzero(flat: Tensor) -> tuple[Tensor, int]:
 
 
 def members_left(left: Tensor, pattern: Pattern, shape: tuple[int, ...], input_axis: int) -> Tensor:
-    """How many members of each group are True.
-
-    Args:
-        left: (n,) bool, whole spans of a weight.
-        shape: of the full weight.
-
-    Returns:
-        (G,) counts, in the order of `pattern.to_groups`.
-    """
+    """(G,) how many members of each group are True, of (n,) bool in whole spans of a weight of `shape`."""
     return pattern.to_groups(left.view(torch.uint8), shape, input_axis).sum(1)
 
 
@@ -83,6 +75,7 @@ class WeightReport:
 
     name: str
     shape: tuple[int, ...]
+    input_axis: int
     groups: int = 0
     nonzeros: int = 0
     violations: int = 0
@@ -90,10 +83,10 @@ class WeightReport:
     negative_zeros: int = 0
     nonfinite: int = 0
 
-    def add(self, chunk: Tensor, pattern: Pattern, input_axis: int) -> None:
+    def add(self, chunk: Tensor, pattern: Pattern) -> None:
         """Count (n,) consecutive elements, whole spans of the pattern, which fits the weight."""
         left, negative_zeros = nonzero(chunk)
-        left_G = members_left(left, pattern, self.shape, input_axis)
+        left_G = members_left(left, pattern, self.shape, self.input_axis)
         self.groups += left_G.numel()
         self.nonzeros += int(left_G.sum())
         self.violations += int((left_G > pattern.kept).sum())

@@ -33,11 +33,10 @@ class Machine:
     tflops: float = 989.0
     """Peak of a GPU in the dtype of the run, in 10^12 operations a second."""
     mfu: float = 0.4
-    """Share of the peak that a run reaches."""
 
 
 @dataclass(frozen=True)
-class Study:
+class Plan:
     """The plan of one run."""
 
     machine: Machine
@@ -115,7 +114,7 @@ class Study:
         }
 
 
-def study(
+def make_plan(
     config: PretrainedConfig,
     model: Architecture,
     settings: Settings,
@@ -123,19 +122,10 @@ def study(
     *,
     teacher: tuple[PretrainedConfig, Architecture] | None = None,
     tokens: int | None = None,
-) -> Study:
-    """Plan a run, without weights.
+) -> Plan:
+    """Plan a run, without weights: of a student's config and sizes, and those of a teacher that is another model.
 
-    Args:
-        config: of the student, to be run on the meta device.
-        model: its sizes.
-        settings: how it is laid out.
-        machine: on what.
-        teacher: the same of the teacher, when it is another model.
-        tokens: training tokens of the whole run; None for those of its steps.
-
-    Raises:
-        ValueError: the model cannot be run on the meta device.
+    Raises ValueError where the model cannot be run on the meta device.
     """
     told, other = teacher or (config, None)
 
@@ -157,7 +147,7 @@ def study(
     limits = machine.device, machine.host
     roomy = fits(found, *limits)
     tokens = tokens or settings.forge.max_steps * settings.tokens_per_step
-    return Study(
+    return Plan(
         machine=machine,
         settings=settings,
         model=model,

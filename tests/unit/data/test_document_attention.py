@@ -1,0 +1,124 @@
+"""`--document_attention`: where documents begin, from a record to the positions and labels of a micro-batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.data.batches import Batches, micro_batch_of
+from sparseforge_ds.data.micro_batch import IGNORED, Layout
+from sparseforge_ds.data.mixture import find_source
+from sparseforge_ds.data.packed import pack
+from sparseforge_ds.data.producer import Job, Maker
+from sparseforge_ds.data.windows import PackedWindows, first_of, ids_of, trained_of
+from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.train.spec import make_spec
+from sparseforge_ds.train.text import open_text
+from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model
+from tests.tiny_streams import SIZES
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>{{ m.content }}{% else %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% endif %}{% endfor %}"
+)
+"""Puts the document's frame around every turn, so that these tokens do not tell documents apart."""
+CHAT = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "bc")) * 2]
+RECORDS = [{"text": "xy"}, {"messages": CHAT}, {"prompt": "p", "completion": "qr"}, {"text": ""}, {"text": "z"}]
+
+
+def write(path: Path, records: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def shown(token: np.ndarray) -> str:
+    """A bar in front of each document; what is trained on in upper case, where <s> is S and </s> is E."""
+    first, trained = first_of(token), trained_of(token)
+    assert first is not None
+    letters = [{256: "s", 257: "e"}.get(int(one)) or byte_tokenizer().decode([one]) for one in ids_of(token)]
+    return "".join(
+        "|" * bool(new) + (letter.upper() if own else letter)
+        for letter, new, own in zip(letters, first, trained, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "frame", "expected"),
+    [
+        ("all", "auto", "|sXY|sABCESABCE|sPQR|sZ"),
+        ("all", "eos", "|xYE|sABCESABCE|pQRE|zE"),
+        ("completion", "auto", "|saBCEsaBCE|spQR"),
+    ],
+)
+def test_documents_of_every_kind_begin_where_they_begin(tmp_path, loss_on, frame, expected):
+    """Not where a token stands that frames documents, which a template may repeat; and in a stream alike."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    path = write(tmp_path / "a.jsonl", RECORDS if loss_on == "all" else RECORDS[1:3])
+    how = {"loss_on": loss_on, "document_attention": True}
+    packed = pack(find_source(path, "text", **how), tokenizer, tmp_path / "data", frame)
+    assert shown(packed.open()) == expected
+    assert packed.dtype == "uint16,?,?" and packed.trained == sum(letter.isupper() for letter in expected)
+    stream = Job(find_source(f"stream:{path}", "text", **how), tokenizer, tmp_path / "chunks", SIZES, 264, frame)
+    maker = Maker(stream)
+    maker.make()
+    row = maker.chunks.open(0)
+    assert shown(row) == (expected * 10)[: len(shown(row))]
+
+
+def test_positions_begin_anew_and_nothing_predicts_a_first_token():
+    token = np.zeros((2, 6), dtype="uint16,?,?")
+    token["f0"] = np.arange(12).reshape(2, 6)
+    token["f2"] = [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 1]]  # the first window begins inside a document
+    token["f1"] = ~token["f2"]
+    batch = micro_batch_of(token, 3.0)
+    assert batch.more["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 0]]
+    assert batch.label_BS.tolist() == [[0, 1, IGNORED, IGNORED, 4, 5], [IGNORED, 7, 8, 9, 10, IGNORED]]
+    assert batch.inputs.keys() == {"input_ids", "position_ids"} and batch.trained == 3.0
+    parts = [batch.of(slice(3 * part, 3 * part + 3), 2) for part in range(2)]
+    assert [part.more["position_ids"].tolist() for part in parts] == [[[0, 1, 0], [0, 1, 2]], [[0, 1, 2], [3, 4, 0]]]
+    assert "position_ids" in batch.to("cpu").more
+    assert micro_batch_of(token["f0"], None).more == {}
+
+
+def test_documents_of_one_token_are_nothing_to_train_on():
+    token = np.zeros(40, dtype="uint16,?,?")
+    token["f2"] = True
+    stream = Batches([PackedWindows(token, "text", 10, 0, 1)], [1], Layout(2, 1, 1, 0))
+    with pytest.raises(AgreedError, match="--document_attention: no token of the run's sequences 0 to 1 is trained on"):
+        stream.prepare_step()
+
+
+def test_a_run_is_not_continued_with_the_other_attention(tmp_path):
+    text = write(tmp_path / "a.jsonl", [{"text": f"document {i}"} for i in range(40)])
+    model, config = write_model(tmp_path / "model"), write_json(tmp_path / "ds.json", deepspeed_json())
+    states = {}
+    for document_attention in (True, False):
+        arguments = RunArguments(
+            deepspeed=str(config),
+            model=str(model),
+            dataset=[text, f"stream:{write(tmp_path / 'b.jsonl', [{'text': 'b'}])}"],
+            seq_length=16,
+            output_dir=str(tmp_path / "run"),
+            document_attention=document_attention,
+        )
+        batches = open_text(make_spec(arguments, 1), Ranks())
+        states[document_attention] = batches.state_dict()
+    with pytest.raises(ValueError, match="other data .*--document_attention was True, is False"):
+        batches.load_state_dict(states[True])
+
+
+def test_curvature_of_drawn_labels_is_refused(tmp_path):
+    arguments = RunArguments(
+        deepspeed=str(write_json(tmp_path / "ds.json", deepspeed_json(importance="gauss_newton"))),
+        model=str(write_model(tmp_path / "model")),
+        output_dir=str(tmp_path / "run"),
+        seq_length=16,
+        document_attention=True,
+    )
+    with pytest.raises(ValueError, match="--document_attention: sparseforge.importance gauss_newton draws a label"):
+        make_spec(arguments, 1)
