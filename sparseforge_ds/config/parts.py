@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sparseforge_ds.config.strict import require
@@ -92,9 +92,14 @@ class HiddenConfig:
     every: int | None = 1
     """Layers that are compared: 1 is all of them, k every k-th, counted from the last; null is the last alone. The
     states of a micro-batch at these layers of the teacher are kept until its backward pass."""
+    until: float | None = None
+    """The weight falls in a straight line to 0 at this fraction of max_steps, so that hidden states show the way and
+    logits have the last word; null: it stays as it is."""
 
     def __post_init__(self) -> None:
         require(self.weight > 0, "distillation.hidden.weight", self.weight, 'use a value > 0, or "hidden": null')
+        until = self.until
+        require(until is None or 0 < until <= 1, "distillation.hidden.until", until, "use null or 0 < until <= 1")
         every = self.every
         require(every is None or every >= 1, "distillation.hidden.every", every, "use null or an integer >= 1")
 
@@ -113,6 +118,12 @@ class DistillationConfig:
     """Where the teacher lives: partitioned over the ranks by ZeRO-3 inference, or whole on every rank."""
     hidden: HiddenConfig | None = None
     """Hidden states are distilled too; null: logits alone. Needs a teacher of the student's width and depth."""
+    fade: float | None = None
+    """Nats. The teacher counts whole while its cross-entropy on the text of the run is at least this much below the
+    student's, in proportion where its lead is smaller, and not at all once the student is ahead: the weight of the KL
+    goes to the cross-entropy as it falls. For a dense model that the text of the run still makes better: what a teacher
+    knows beyond that text is not held on to any longer. The lead is a running mean over about 10 steps. null: the
+    teacher counts whole all the time."""
     chunk_tokens: int = 1024
     """Tokens whose fp32 [tokens, vocabulary] log-probabilities exist at a time."""
 
@@ -123,7 +134,39 @@ class DistillationConfig:
             self.weight + self.task_weight > 0, "distillation.weight", self.weight, "one of the weights must be > 0"
         )
         require(self.temperature > 0, "distillation.temperature", self.temperature, "use a value > 0")
+        require(self.fade is None or self.fade > 0, "distillation.fade", self.fade, "use null or a value > 0")
         require(self.chunk_tokens >= 1, "distillation.chunk_tokens", self.chunk_tokens, "use an integer >= 1")
+
+    def share(self, lead: float) -> float:
+        """How much of the teacher counts where its cross-entropy is `lead` nats below the student's: 0 to 1."""
+        return 1.0 if self.fade is None else min(1.0, max(0.0, lead / self.fade))
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights of the loss change in the course of a run."""
+        return self.fade is not None or (self.hidden is not None and self.hidden.until is not None)
+
+    def require_still(self) -> None:
+        """Raise a ValueError where weights of the loss change in the course of a run, of which one loss knows
+        nothing."""
+        if self.moves:
+            raise ValueError(
+                "distillation.fade or distillation.hidden.until is set, and a single loss does not know how far the "
+                "run is; give it config.at(step / max_steps, share), share being config.share(lead) of a running mean "
+                "of cross_entropy - teacher"
+            )
+
+    def at(self, progress: float, share: float = 1.0) -> DistillationConfig:
+        """The loss when the fraction `progress` of a run's steps is made and the teacher counts by `share`; it does not
+        move any more."""
+        if not self.moves:
+            return self
+        task_weight, hidden = self.task_weight + (1 - share) * self.weight, self.hidden
+        if hidden is not None:
+            left = 1.0 if hidden.until is None else max(0.0, 1 - progress / hidden.until)
+            weight = share * left * hidden.weight
+            hidden = replace(hidden, weight=weight, until=None) if weight else None
+        return replace(self, weight=share * self.weight, task_weight=task_weight, hidden=hidden, fade=None)
 
 
 @dataclass(frozen=True)

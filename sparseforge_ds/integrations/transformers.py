@@ -201,9 +201,9 @@ class SparseForgeMixin(_Trainer):
 
     def _taught(self, batch: MicroBatch, return_outputs: bool) -> Any:
         """The teacher's loss."""
-        assert self._objective is not None
+        assert self._objective is not None and self.forge is not None
         with self._objective.targets([batch]) as (target,):
-            total, parts = self._objective.loss(batch, target)
+            total, parts = self._objective.loss(batch, target, self.forge.step_count / self._config.max_steps)
         self._parts += torch.cat([parts, parts.new_ones(1)])
         return (total, None) if return_outputs else total
 

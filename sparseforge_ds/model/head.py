@@ -147,12 +147,13 @@ def loss_in_head(
         The losses, and the model's output, whose `logits` mean nothing. A balance loss of experts is not in the losses.
 
     Raises:
-        ValueError: two different vocabularies.
+        ValueError: two different vocabularies, or weights that move.
         WholeLogits: a model that scales or caps its logits: use `distillation_loss` on whole ones.
     """
     model = getattr(engine, "module", engine)
     head = head_of(model)
     config = task_only() if config is None or target is None else config
+    config.require_still()
     teacher: tuple[Tensor | None, ...] = (None, None, None)
     if target is not None:
         same_vocabulary(head.out_features, target.head.weight.shape[0])

@@ -128,7 +128,7 @@ def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, t
 
     head = head_of(model)
     head.register_forward_pre_hook(loss_begins)
-    config = (forge.distillation if teacher else None) or task_only()
+    config = forge.distillation.at(0.0) if teacher and forge.distillation else task_only()
     target = teacher.target if teacher else None
     whole = teacher is not None and target is None
     with live:

@@ -238,7 +238,7 @@ def _whole_logits(tied: bool, ranks: int) -> tuple[Tensor, list[float]]:
         norms.append(float(torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    return torch.stack(losses).view(-1, ranks, 4).transpose(0, 1), norms
+    return torch.stack(losses).unflatten(0, (-1, ranks)).transpose(0, 1), norms
 
 
 def test_losses_in_the_head_are_those_of_whole_logits() -> None:

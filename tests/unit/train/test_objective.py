@@ -62,7 +62,7 @@ def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, who
         for token_BS, batch, target in zip(_micro_batches(), batches, targets, strict=True):
             total, parts = objective.loss(batch, target)
             torch.testing.assert_close(parts[:3], _expected(student, _gemma(cap), token_BS).detach())
-            assert parts[3:].tolist() == [0, 0]
+            assert parts[3:5].tolist() == [0, 0]
             total.backward()
     assert student.lm_head.weight.grad is not None
 
@@ -110,6 +110,38 @@ def test_the_balance_of_experts_is_added() -> None:
     output = student(input_ids=token_BS)
     torch.testing.assert_close(parts[4], (0.1 * output.aux_loss).detach())
     torch.testing.assert_close(total.detach(), parts[1] + parts[4])
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_teacher_counts_by_its_lead_and_hidden_states_by_the_progress(cap: float | None) -> None:
+    hidden = HiddenConfig(weight=2.0, until=0.5)
+    distillation = DistillationConfig(weight=0.6, task_weight=0.3, hold="replicated", hidden=hidden, fade=0.2)
+    teacher = Teacher(_gemma(cap, seed=1), distillation, {})
+    objective = Objective(Engine(_gemma(cap)), teacher, replace(CONFIG, distillation=distillation))
+    token_BS = _micro_batches()[0]
+    objective.decide(token_BS[:1, :1])
+
+    def parts_at(progress: float) -> list[float]:
+        batch = MicroBatch(token_BS, token_BS)
+        with objective.targets([batch]) as (target,):
+            total, parts = objective.loss(batch, target, progress)
+            total.backward()
+        return parts.tolist()
+
+    total, cross_entropy, kl, distance, _, other = parts_at(0.25)
+    assert objective.share == 1 and total == pytest.approx(0.3 * cross_entropy + 0.6 * kl + distance, rel=1e-5)
+    logits = teacher.model(input_ids=token_BS).logits
+    assert other == pytest.approx(float(task_loss(logits, token_BS)), rel=1e-5)
+    objective.follow(float("nan"), 4.0)
+    objective.follow(4.0, 5.0)  # 0.2 + 0.1 (-1 - 0.2)
+    assert objective.lead == pytest.approx(0.08) and objective.share == pytest.approx(0.4)
+    assert parts_at(0.25)[0] == pytest.approx((0.3 + 0.36) * cross_entropy + 0.24 * kl + 0.4 * distance, rel=1e-5)
+    total, *_, distance, _, _ = parts_at(0.5)
+    assert distance == 0 and total == pytest.approx(0.66 * cross_entropy + 0.24 * kl, rel=1e-5)
+    objective.load_lead(-0.5)
+    assert parts_at(0.0)[0] == pytest.approx(0.9 * cross_entropy, rel=1e-5)
+    with pytest.raises(ValueError, match="the teacher's lead 'near' in the checkpoint is damaged"):
+        objective.load_lead("near")
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
