@@ -118,12 +118,6 @@ class DistillationConfig:
     """Where the teacher lives: partitioned over the ranks by ZeRO-3 inference, or whole on every rank."""
     hidden: HiddenConfig | None = None
     """Hidden states are distilled too; null: logits alone. Needs a teacher of the student's width and depth."""
-    fade: float | None = None
-    """Nats. The teacher counts whole while its cross-entropy on the text of the run is at least this much below the
-    student's, in proportion where its lead is smaller, and not at all once the student is ahead: the weight of the KL
-    goes to the cross-entropy as it falls. For a dense model that the text of the run still makes better: what a teacher
-    knows beyond that text is not held on to any longer. The lead is a running mean over about 10 steps. null: the
-    teacher counts whole all the time."""
     chunk_tokens: int = 1024
     """Tokens whose fp32 [tokens, vocabulary] log-probabilities exist at a time."""
 
@@ -134,39 +128,14 @@ class DistillationConfig:
             self.weight + self.task_weight > 0, "distillation.weight", self.weight, "one of the weights must be > 0"
         )
         require(self.temperature > 0, "distillation.temperature", self.temperature, "use a value > 0")
-        require(self.fade is None or self.fade > 0, "distillation.fade", self.fade, "use null or a value > 0")
         require(self.chunk_tokens >= 1, "distillation.chunk_tokens", self.chunk_tokens, "use an integer >= 1")
 
-    def share(self, lead: float) -> float:
-        """How much of the teacher counts where its cross-entropy is `lead` nats below the student's: 0 to 1."""
-        return 1.0 if self.fade is None else min(1.0, max(0.0, lead / self.fade))
-
-    @property
-    def moves(self) -> bool:
-        """Whether weights of the loss change in the course of a run."""
-        return self.fade is not None or (self.hidden is not None and self.hidden.until is not None)
-
-    def require_still(self) -> None:
-        """Raise a ValueError where weights of the loss change in the course of a run, of which one loss knows
-        nothing."""
-        if self.moves:
-            raise ValueError(
-                "distillation.fade or distillation.hidden.until is set, and a single loss does not know how far the "
-                "run is; give it config.at(step / max_steps, share), share being config.share(lead) of a running mean "
-                "of cross_entropy - teacher"
-            )
-
-    def at(self, progress: float, share: float = 1.0) -> DistillationConfig:
-        """The loss when the fraction `progress` of a run's steps is made and the teacher counts by `share`; it does not
-        move any more."""
-        if not self.moves:
+    def at(self, progress: float) -> DistillationConfig:
+        """The loss when the fraction `progress` of a run's steps is made; no weight of it changes any more."""
+        if self.hidden is None or self.hidden.until is None:
             return self
-        task_weight, hidden = self.task_weight + (1 - share) * self.weight, self.hidden
-        if hidden is not None:
-            left = 1.0 if hidden.until is None else max(0.0, 1 - progress / hidden.until)
-            weight = share * left * hidden.weight
-            hidden = replace(hidden, weight=weight, until=None) if weight else None
-        return replace(self, weight=share * self.weight, task_weight=task_weight, hidden=hidden, fade=None)
+        weight = self.hidden.weight * max(0.0, 1 - progress / self.hidden.until)
+        return replace(self, hidden=replace(self.hidden, weight=weight, until=None) if weight else None)
 
 
 @dataclass(frozen=True)

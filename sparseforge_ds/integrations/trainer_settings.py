@@ -128,9 +128,4 @@ def block_of(trainer: Any, given: SparseForgeConfig | dict[str, Any] | None, tea
         raise ValueError("sparseforge.distillation is null, and there is a teacher: leave one of the two out")
     if not teacher and block.distillation is not None:
         block = dataclasses.replace(block, distillation=None)
-    if block.distillation is not None and block.distillation.fade is not None:
-        raise ValueError(
-            f"sparseforge.distillation.fade = {block.distillation.fade:g}: this trainer does not keep the teacher's "
-            "lead; set it to null, or run `sparseforge train`"
-        )
     return block

@@ -35,8 +35,6 @@ class DistillationLoss(NamedTuple):
     """KL from the teacher, times the squared temperature, for the log."""
     hidden: Tensor
     """Mean relative squared distance of the hidden states (`model.hidden`), for the log; 0 where none are compared."""
-    teacher: Tensor
-    """The teacher's own next-token cross-entropy, for the log and `distillation.fade`; 0 without a teacher."""
 
 
 def distillation_loss(
@@ -66,10 +64,9 @@ def distillation_loss(
 
     Raises:
         ValueError: shapes that do not belong together, above all two different vocabularies; a config that distils
-            hidden states, which logits do not tell, or whose weights move.
+            hidden states, which logits do not tell.
     """
     B, S, V = student_logits_BSV.shape
-    config.require_still()
     if config.hidden is not None:
         raise ValueError(
             "distillation.hidden is set, but distillation_loss sees logits alone; use loss_in_head with the targets of "
@@ -118,9 +115,9 @@ def next_labels(labels_BS: Tensor, shifted: bool = False) -> Tensor:
 
 
 def parts_of(losses: Tensor) -> DistillationLoss:
-    """(4,) total, cross-entropy, KL and the teacher's cross-entropy, of which the first alone keeps its graph."""
-    total, (cross_entropy, kl, teacher) = losses[0], losses[1:].detach()
-    return DistillationLoss(total, cross_entropy, kl, torch.zeros_like(kl), teacher)
+    """(3,) total, cross-entropy and KL, of which the first alone keeps its graph."""
+    total, cross_entropy, kl = losses
+    return DistillationLoss(total, cross_entropy.detach(), kl.detach(), torch.zeros_like(kl.detach()))
 
 
 def same_vocabulary(student: int, teacher: int) -> None:
@@ -198,9 +195,9 @@ class TokenLosses:
         self.ignored_T1 = (next_T == IGNORED)[:, None]
         self.trained = self.ignored_T1.numel() - self.ignored_T1.sum() if trained is None else trained
         self.target_T1 = next_T[:, None].masked_fill(self.ignored_T1, 0)
-        # Columns: KL and both cross-entropies; log-normalizers of the student at temperature 1, of both at the set one.
-        self.kl_T1, self.cross_entropy_T1, self.other_T1, self.student_T1, self.tempered_T1, self.teacher_T1 = (
-            torch.zeros(6, len(next_T), 1, dtype=self.exact, device=next_T.device)
+        # Columns: KL and cross-entropy; log-normalizers of the student at temperature 1, of both at the set one.
+        self.kl_T1, self.cross_entropy_T1, self.student_T1, self.tempered_T1, self.teacher_T1 = torch.zeros(
+            5, len(next_T), 1, dtype=self.exact, device=next_T.device
         )
 
     def add(self, rows: slice, student_TV: Tensor, teacher_TV: Tensor | None) -> None:
@@ -218,12 +215,11 @@ class TokenLosses:
         if teacher_TV is None:
             return
         high_T1, above_TV = self._below(teacher_TV)
-        sum_T1 = torch.exp(above_TV, out=scratch_TV).sum(-1, keepdim=True)
-        teacher_log_sum_T1 = sum_T1.log()
-        self.other_T1[rows] = teacher_log_sum_T1 - above_TV.gather(1, self.target_T1[rows])
         if temperature != 1.0:
-            sum_T1 = torch.exp(above_TV.div_(temperature), out=scratch_TV).sum(-1, keepdim=True)
-            teacher_log_sum_T1 = sum_T1.log()
+            above_TV.div_(temperature)
+        torch.exp(above_TV, out=scratch_TV)
+        sum_T1 = scratch_TV.sum(-1, keepdim=True)
+        teacher_log_sum_T1 = sum_T1.log()
         self.teacher_T1[rows] = high_T1 / temperature + teacher_log_sum_T1
         # sum of p (log p - log q), with the two constants of a row taken out of the sum
         kl_T1 = scratch_TV.mul_(above_TV.sub_(below_TV)).sum(-1, keepdim=True).div_(sum_T1)
@@ -235,13 +231,13 @@ class TokenLosses:
         return high_T1, torch.sub(logits_TV, high_T1)
 
     def means(self) -> Tensor:
-        """(4,) total, cross-entropy, KL and the teacher's cross-entropy over the tokens that are trained on."""
-        cross_entropy, kl, teacher = (
+        """(3,) total, cross-entropy and KL over the tokens that are trained on."""
+        cross_entropy, kl = (
             token_T1.masked_fill(self.ignored_T1, 0.0).sum() / self.trained
-            for token_T1 in (self.cross_entropy_T1, self.kl_T1, self.other_T1)
+            for token_T1 in (self.cross_entropy_T1, self.kl_T1)
         )
         total = self.config.task_weight * cross_entropy + self.config.weight * kl
-        return torch.stack([total, cross_entropy, kl, teacher])
+        return torch.stack([total, cross_entropy, kl])
 
     def gradient(
         self,

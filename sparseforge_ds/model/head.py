@@ -147,13 +147,17 @@ def loss_in_head(
         The losses, and the model's output, whose `logits` mean nothing. A balance loss of experts is not in the losses.
 
     Raises:
-        ValueError: two different vocabularies, or weights that move.
+        ValueError: two different vocabularies, or a weight that changes in the course of a run.
         WholeLogits: a model that scales or caps its logits: use `distillation_loss` on whole ones.
     """
     model = getattr(engine, "module", engine)
     head = head_of(model)
     config = task_only() if config is None or target is None else config
-    config.require_still()
+    if config.hidden is not None and config.hidden.until is not None:
+        raise ValueError(
+            f"distillation.hidden.until = {config.hidden.until:g}: one loss does not know how far the run is; give it "
+            "config.at(step / max_steps)"
+        )
     teacher: tuple[Tensor | None, ...] = (None, None, None)
     if target is not None:
         same_vocabulary(head.out_features, target.head.weight.shape[0])

@@ -30,6 +30,8 @@ _TRIED = 8
 _TOLERANCE = {torch.float32: 1e-5}
 """Relative distance of the logits; in 16 bits an expert may round otherwise when it gets other tokens besides."""
 _IN_16_BITS = 1e-2
+_JOINING: list[Attention] = []
+"""What `join_sequences` has put among transformers' attentions."""
 
 
 def check_document_attention(model: PreTrainedModel, who: str, config: SparseForgeConfig) -> None:
@@ -76,7 +78,6 @@ def by_document(attention: Attention, flash: bool) -> Attention:
         output, weights = attention(module, *one_after_another, mask, *args, **kwargs)
         return output.unflatten(1, (B, -1)).flatten(0, 1), weights
 
-    attend.by_document = True  # type: ignore[attr-defined]
     return attend
 
 
@@ -89,8 +90,9 @@ def _mask(position_BS: Tensor) -> Tensor:
 def join_sequences(model: PreTrainedModel) -> None:
     """Let flash attention, of every model in this process that has the same, see documents in several sequences."""
     name = model.config._attn_implementation
-    if "flash" in name and not getattr(attention := ALL_ATTENTION_FUNCTIONS[name], "by_document", False):
-        ALL_ATTENTION_FUNCTIONS[name] = by_document(attention, flash=True)
+    if "flash" in name and ALL_ATTENTION_FUNCTIONS[name] not in _JOINING:  # a teacher may have the same
+        ALL_ATTENTION_FUNCTIONS[name] = joining = by_document(ALL_ATTENTION_FUNCTIONS[name], flash=True)
+        _JOINING.append(joining)
 
 
 @torch.no_grad()

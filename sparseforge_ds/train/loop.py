@@ -112,12 +112,9 @@ def train(
         if failures == PATIENCE:
             raise _diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before))
         if step > before:  # loss scaling did not skip the step
-            absent = {"kl", "teacher"} if context.objective.teacher is None else set()
+            absent = {"kl"} if context.objective.teacher is None else set()
             absent |= {name for name in ("hidden", "balance") if not mean[name]}
             scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
-            if context.objective.lead is not None:
-                scalars["train/teacher_share"] = context.objective.share
-                context.objective.follow(mean["cross_entropy"], mean["teacher"])
             scalars["train/learning_rate"] = rate(before)
             norm = engine.get_global_grad_norm()
             if norm is not None:  # stage 0 in fp32 without clipping computes none
@@ -162,7 +159,6 @@ def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, eval
         "steps": context.spec.steps,
         "tokens": step * context.spec.tokens_per_step,
         "data": context.batches.state_dict(),
-        "lead": context.objective.lead,
         "evaluations": evaluation.state_dict(),
     }
     with monitor.away():

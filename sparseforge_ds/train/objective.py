@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +17,8 @@ from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_i
 from sparseforge_ds.model.hidden import compared
 from sparseforge_ds.train.teacher import Teacher
 
-LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance", "teacher")
+LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
 """What the log says of a loss, as `loss/...`."""
-_PACE = 0.1
-"""How far the lead of a teacher moves to that of a step: 2,000 tokens tell it within some 0.01 nats."""
 
 
 class Objective:
@@ -37,9 +34,6 @@ class Objective:
         self.engine = engine
         self.teacher = teacher if config.distillation is not None else None
         self.config = config.distillation
-        self.lead = None if self.config is None else self.config.fade
-        """Running mean, in nats, of how far the teacher's cross-entropy lies below the student's; it begins where the
-        teacher counts whole. None without `distillation.fade`."""
         self.draws_labels = config.importance == "gauss_newton"
         """Whether probes of the curvature watch the logits."""
         self.whole: str | None = None
@@ -48,26 +42,6 @@ class Objective:
             self.teacher is not None and config.distillation is not None and bool(config.distillation.hidden)
         )
         """Whether `targets` takes one micro-batch: hidden states of all would be as large as activations of all."""
-
-    @property
-    def share(self) -> float:
-        """How much of the teacher counts, 0 to 1."""
-        return 1.0 if self.config is None or self.lead is None else self.config.share(self.lead)
-
-    def follow(self, cross_entropy: float, teacher: float) -> None:
-        """After a step: take its means over all ranks into the lead, unless they are infinite or NaN."""
-        if self.lead is not None and math.isfinite(lead := cross_entropy - teacher):
-            self.lead += _PACE * (lead - self.lead)
-
-    def load_lead(self, lead: object) -> None:
-        """Go on with the lead of a checkpoint.
-
-        Raises:
-            ValueError: it is none, or none is kept here.
-        """
-        if (lead is None) != (self.lead is None) or not (lead is None or isinstance(lead, float)):
-            raise ValueError(f"--resume: the teacher's lead {lead!r} in the checkpoint is damaged; use another one")
-        self.lead = lead
 
     def decide(self, token_BS: Tensor) -> str | None:
         """Run both models over a few tokens, to see whether logits are made by their heads alone; collective.
@@ -106,7 +80,7 @@ class Objective:
             target: its own, of `targets`.
             progress: the fraction of the run's steps that are made.
         """
-        config = None if self.config is None else self.config.at(progress, self.share)
+        config = None if self.config is None else self.config.at(progress)
         if self.whole:
             losses, output = self._of_whole_logits(batch, config)
         else:
@@ -114,7 +88,7 @@ class Objective:
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
         uneven = torch.zeros_like(total) if balance is None else balance
-        parts = [total, losses.cross_entropy, losses.kl, losses.hidden, uneven, losses.teacher]
+        parts = [total, losses.cross_entropy, losses.kl, losses.hidden, uneven]
         return total, torch.stack([part.detach().float() for part in parts])
 
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
@@ -136,7 +110,7 @@ class Objective:
             output = self._run(batch)
             total = task_loss(output.logits, label_BS, trained=trained, shifted=shifted)
             nothing = torch.zeros_like(total)
-            return DistillationLoss(total, total.detach(), nothing, nothing, nothing), output
+            return DistillationLoss(total, total.detach(), nothing, nothing), output
         with self.teacher.captured() as states:
             teacher_BSV = self.teacher(**batch.inputs)
         next_T, of_logits = next_labels(label_BS, shifted), replace(config, hidden=None)

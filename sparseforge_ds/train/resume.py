@@ -66,11 +66,10 @@ def continue_from(found: Resumption, context: TrainContext, evaluation: Evaluati
 
     Raises:
         ValueError: the checkpoint does not fit the engine.
-        AgreedError: the file of a rank's generators, what was scored, or the teacher's lead is damaged.
+        AgreedError: the file of a rank's generators, or what was scored, is damaged.
     """
     manifest, spec, ranks = found.manifest, context.spec, context.ranks
     ranks.all_or_raise(lambda: evaluation.load_state_dict(found.checkpoint.client_state["train"].get("evaluations")))
-    ranks.all_or_raise(lambda: context.objective.load_lead(found.checkpoint.client_state["train"].get("lead")))
     context.forge.restore(found.checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
     before, now = (found.checkpoint.world_size, found.checkpoint.stage), (ranks.world_size, spec.stage)

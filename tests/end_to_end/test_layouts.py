@@ -68,8 +68,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], int]] = {
     "training": (TRAINING, 4),
     # The one mask update, after step 4, reads steps 1 to 4; what is resumed was saved after 3 of them.
     "training-four-steps": ({**TRAINING, "method": {"update_every": 4, "hardening": [0.25, 0.75]}}, 3),
-    # The tiny teacher never leads, so that its share falls step by step.
-    "hidden states": ({"distillation": {"fade": 0.5, "hidden": {"weight": 4.0, "until": 0.9}}}, 4),
+    "hidden states": ({"distillation": {"hidden": {"weight": 4.0, "until": 0.9}}}, 4),
 }
 """Blocks, and how many of `LAYOUTS` they are tried on."""
 

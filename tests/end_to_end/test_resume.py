@@ -33,7 +33,7 @@ def inputs(folder: Path, stage: int, **block: Any) -> list[str]:
     write_model(folder / "model", model)
     write_text(folder / "text.jsonl", documents=20)
     method = {"update_every": 1, "hardening": [0.25, 0.75]}
-    block = {"max_steps": STEPS, "method": method, "distillation": {"fade": 0.5}, **block}
+    block = {"max_steps": STEPS, "method": method, "distillation": {"hidden": {"until": 1.0}}, **block}
     content = deepspeed_json(stage, batch=8, **block)
     content["gradient_accumulation_steps"] = 2
     return flags_of(folder, content, max_steps=STEPS, save_every=2, keep_checkpoints=0, log_every=1)

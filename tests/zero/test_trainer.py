@@ -281,8 +281,6 @@ def refusals(place: Path, trained: Any) -> Any:
     yield "batch", said(lambda: trainer_of(place, config, 2, auto_find_batch_size=True))
     yield "no teacher", said(lambda: trainer_of(place, deepspeed_json(2, distillation={"weight": 1.0}), 2))
     yield "no distillation", said(lambda: trainer_of(place, deepspeed_json(2, distillation=None), 2, model))
-    fading = deepspeed_json(2, distillation={"fade": 0.05})
-    yield "fade", said(lambda: trainer_of(place, fading, 2, model))
     yield "key", said(lambda: trainer_of(place, deepspeed_json(2, patern="2:4"), 2))
     del config["sparseforge"]
     yield "block", said(lambda: trainer_of(place, config, 2))
@@ -310,7 +308,6 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     assert "auto_find_batch_size" in refused["batch"]
     assert "there is no teacher" in refused["no teacher"]
     assert "sparseforge.distillation is null" in refused["no distillation"]
-    assert "sparseforge.distillation.fade = 0.05" in refused["fade"] and "set it to null" in refused["fade"]
     assert "patern" in refused["key"]
     assert 'no "sparseforge" block' in refused["block"]
     assert "trains on DeepSpeed" in refused["deepspeed"]

@@ -113,7 +113,6 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"low_rank": {"start": 2}}, ["sparseforge.low_rank.start", "0 <= start <= 1"]),
     ({"low_rank": True}, ["sparseforge.low_rank", "True", "object", "or null"]),
     ({"distillation": {"weight": 0, "task_weight": 0}}, ["sparseforge.distillation.weight", "> 0"]),
-    ({"distillation": {"fade": 0}}, ["sparseforge.distillation.fade", "null or a value > 0"]),
     ({"distillation": {"hidden": {"until": 1.5}}}, ["sparseforge.distillation.hidden.until", "0 < until <= 1"]),
     ({"distillation": {"temperature": 0}}, ["sparseforge.distillation.temperature", "> 0"]),
     ({"distillation": {"hold": "gpu"}}, ["sparseforge.distillation.hold", "'gpu'", "zero3, replicated"]),
