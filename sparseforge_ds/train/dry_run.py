@@ -165,8 +165,10 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
         unchecked.append(f"memory: {error}")
         return
     yield table(found.memory_lines())
-    if found.advice is not None:
-        cure = "; ".join(found.advice.lines) if found.advice.fits else "take more GPUs, or larger ones"
+    if not found.fits:
+        changes = [change for change, size in found.ladder]
+        enough = bool(found.ladder) and found.ladder[-1][1] <= found.machine.device
+        cure = f"it fits with {' and '.join(changes)}" if enough else "take more GPUs, or larger ones"
         raise ValueError(
             f"a GPU needs {found.memory.peak / GIB:.1f} GiB, in {found.memory.worst}, and has "
             f"{spec.arguments.gpu_memory:g} (--gpu_memory); {cure}"
