@@ -35,6 +35,7 @@ import transformers
 from transformers import GenerationConfig
 
 import sparseforge_ds
+from sparseforge_ds.checkpoint.disk import whole_file
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.config.batch import batch_line
@@ -189,15 +190,8 @@ def write_folder(spec: RunSpec) -> None:
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
     """Write a JSON file so that it is there whole or not at all, after a power cut too."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(json.dumps(content, indent=indent) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write((json.dumps(content, indent=indent) + "\n").encode())
 
 
 def _check_same_run(spec: RunSpec) -> None:
