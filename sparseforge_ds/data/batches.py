@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparseforge_ds.config.run_state import differences
 from sparseforge_ds.data.micro_batch import IGNORED, Layout, MicroBatch
 from sparseforge_ds.data.turns import Turns
 from sparseforge_ds.data.windows import Reading, Windows, first_of, ids_of, trained_of
@@ -227,7 +228,7 @@ class Batches:
             source.load(own, count)
 
     def _take_other_data(self, state: Mapping[str, Any]) -> None:
-        unlike = differences(state, self.state_dict(), [source.name for source in self.sources])
+        unlike = differences(_facts(state), _facts(self.state_dict()), "data")
         unlike = unlike or [f"keys were {[own['key'] for own in state['sources']]}"]
         what = "; ".join([*unlike[:_SHOWN], *([f"and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else [])])
         if not self.takes_other_data:
@@ -239,31 +240,11 @@ class Batches:
             _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", what)
 
 
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the tokens of a state's text, by names that users know."""
+    sources = {f"source{number}": own["facts"] for number, own in enumerate(state["sources"], start=1)}
+    return {"shares": state["parts"], **sources}
+
+
 def _ids(row_BS: np.ndarray) -> Tensor:
     return torch.from_numpy(ids_of(row_BS).astype(np.int64))
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """What two texts have otherwise, as lines for people.
-
-    Args:
-        before: state of the batches of the one.
-        now: of the other.
-        names: of its sources.
-    """
-    sources = before["sources"], now["sources"]
-    if len(sources[0]) != len(sources[1]):
-        return [f"sources were {len(sources[0])}, are {len(sources[1])}"]
-    lines = []
-    if before["parts"] != now["parts"]:
-        lines.append(f"shares were {before['parts']}, are {now['parts']}")
-    for name_of_source, old, new in zip(names, *sources, strict=True):
-        whose = f"{name_of_source}: " if len(names) > 1 else ""
-        was, here = (
-            {**own["facts"], **{f"file {name}": content for name, content in own["facts"].get("files", {}).items()}}
-            for own in (old, new)
-        )
-        for name in dict.fromkeys([*was, *here]):
-            if name != "files" and was.get(name) != here.get(name):
-                lines.append(f"{whose}{name} was {was.get(name, 'not there')}, is {here.get(name, 'not there')}")
-    return lines

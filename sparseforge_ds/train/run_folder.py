@@ -52,8 +52,6 @@ _LOG = logging.getLogger(__name__)
 
 def describe(spec: RunSpec) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
-    low_rank = spec.config.low_rank
-    parameter_share, flop_share = spec.low_rank_share
     run = RunState.of(spec.config, spec.weights).to_dict()
     del run["step"], run["refreshes"]  # the checkpoints have them
     description = {
@@ -61,9 +59,6 @@ def describe(spec: RunSpec) -> dict[str, Any]:
         "coverage": asdict(spec.coverage),
         "model_type": spec.model.config.model_type,
         "run": flags(spec.arguments),
-        "low_rank": None
-        if low_rank is None
-        else {"k": low_rank.k, "parameter_share": parameter_share, "flop_share": flop_share},
         "versions": {each.__name__: each.__version__ for each in (sparseforge_ds, torch, deepspeed, transformers)},
     }
     return dict(json.loads(json.dumps(description)))

@@ -99,9 +99,9 @@ def test_the_order_belongs_to_seed_and_weights():
 @pytest.mark.parametrize(
     ("other", "cure"),
     [
-        ({"parts": (3, 5, 3)}, r"shares were \[3, 5, 3\], are .*--dataset"),
+        ({"parts": (3, 5, 3)}, r"data.shares was \[3, 5, 3\], is .*--dataset"),
         ({"seed": 4}, "--seed"),
-        ({}, "sources were 2, are 3"),
+        ({}, "data.source3.* was null, is"),
     ],
 )
 def test_a_position_in_another_mixture_is_refused(other, cure):

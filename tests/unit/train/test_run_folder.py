@@ -78,15 +78,6 @@ def test_a_sentencepiece_model_travels_with_the_run(spec, tmp_path):
     assert (tmp_path / "run" / "model" / "tokenizer.model").read_bytes() == b"pieces"
 
 
-def test_low_rank_is_recorded(spec, tmp_path):
-    write_folder_of = spec(block={"low_rank": {"k": 8}})
-    check_folder(write_folder_of)
-    write_folder(write_folder_of)
-    recorded = json.loads((tmp_path / "run" / "sparseforge.json").read_text())["low_rank"]
-    assert recorded.keys() == {"k", "parameter_share", "flop_share"} and recorded["k"] == 8
-    assert 0 < recorded["parameter_share"] < 1 / 8 and 0 < recorded["flop_share"] < 1
-
-
 def test_a_folder_is_written_again_by_a_resumed_run(spec):
     check_folder(spec())
     write_folder(spec())
