@@ -7,7 +7,6 @@ sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -69,7 +68,6 @@ class Batches:
         self.position = 0
         """Sequences that the run has consumed, over all ranks."""
         self._turns = Turns(parts)
-        self._before: list[Reading] = []
 
     def __iter__(self) -> Batches:
         return self
@@ -184,23 +182,9 @@ class Batches:
             tag = "data" if len(self.sources) == 1 else f"data/{number}_{name}"
             result[f"{tag}/tokens"] = float(reading.windows * self.seq_length)
             result[f"{tag}/epochs"] = reading.epochs
+            if reading.skipped:
+                result[f"{tag}/without_text"] = float(reading.skipped)
         return result
-
-    def news(self) -> list[str]:
-        """Lines about the sources that have begun again since the last call, for the 1st, 2nd, 4th, 8th, ... time.
-
-        And of streams, when the documents without text that were skipped have become twice as many.
-        """
-        now = self.reading()
-        before, self._before = self._before or [dataclasses.replace(each, skipped=0) for each in now], now
-        lines = []
-        for old, new in zip(before, now, strict=True):
-            times = int(new.epochs)
-            if times.bit_length() > int(old.epochs).bit_length():
-                lines.append(f"--dataset {new.name}: read {times} time{'s' * (times > 1)}, begins again")
-            if new.skipped.bit_length() > old.skipped.bit_length():
-                lines.append(f"--dataset {new.name}: {new.skipped:,} documents without text were skipped so far")
-        return lines
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in, as JSON types."""

@@ -23,7 +23,7 @@ from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
 from sparseforge_ds.train.length import laid_out_over, lengthened
 from sparseforge_ds.train.pretrained import Pretrained, find_model
 from sparseforge_ds.train.ranks import world_size_from_launcher
-from sparseforge_ds.train.run_folder import begins_anew, check_beginning, room_for_checkpoints
+from sparseforge_ds.train.run_folder import begins_anew, check_beginning, check_room, room_for_checkpoints
 from sparseforge_ds.train.spec import Hardware, RunSpec, make_spec
 
 _RESERVE = 4 * GIB
@@ -98,12 +98,7 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
     if elsewhere:
         unchecked.append(f"--output_dir: whether the disk of those machines has room for {readable_bytes(needed)}")
         return
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise ValueError(
-            f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
-            f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"
-        )
+    check_room(spec, shutil.disk_usage(parent).free)
 
 
 def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:

@@ -121,7 +121,10 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._reader.close()
 
     def _has_lost_its_launcher(self) -> bool:
-        return any(_parent(child) != parent for child, parent in self._parents)
+        try:
+            return any(child.ppid() != parent for child, parent in self._parents)
+        except psutil.NoSuchProcess:
+            return True
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -139,37 +142,23 @@ def _tell(line: str) -> None:
             os.write(1, f"{line}\n".encode())
 
 
-def _launchers() -> list[tuple[int, int]]:
-    """(process, its parent) for every two that stay together as long as the launcher of this rank lives.
-
-    They are this process and torchrun, or this process, launch.py and the `deepspeed` command that started it. A parent
-    of -1 is one that had gone before this process looked.
-    """
-    me = (os.getpid(), os.getppid())
+def _launchers() -> list[tuple[psutil.Process, int]]:
+    """A process and the id of its parent, for every two that stay together as long as the launcher of this rank lives:
+    this process and torchrun, or this process, launch.py and the `deepspeed` command that started it."""
+    me = psutil.Process()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return [me]
+        return [(me, me.ppid())]
     try:
-        launch = psutil.Process(os.getppid())
-        if "deepspeed.launcher.launch" not in launch.cmdline():
+        launch = me.parent()
+        if launch is None or "deepspeed.launcher.launch" not in launch.cmdline():
             return []
-        runner = launch.parent()
-        if runner is not None and _is_deepspeed(runner):
-            return [me, (launch.pid, runner.pid)]
-        # Over ssh it leads a session; an orphan stays in the session of the command that has gone.
-        session = os.getsid(launch.pid)
-        orphaned = runner is None or runner.pid == 1 or session not in (launch.pid, os.getsid(runner.pid))
-        return [me, (launch.pid, -1)] if orphaned else [me]
-    except (psutil.Error, ProcessLookupError):  # gone, or not ours to look at
+        runner = launch.parent()  # over ssh it is something else
+        above = [(launch, runner.pid)] if runner is not None and _is_deepspeed(runner) else []
+        return [(me, launch.pid), *above]
+    except psutil.Error:  # gone, or not ours to look at
         return []
 
 
 def _is_deepspeed(process: psutil.Process) -> bool:
     words = process.cmdline()
     return any(Path(word).name in ("deepspeed", "ds") for word in words[:2]) or "deepspeed.launcher.runner" in words
-
-
-def _parent(process: int) -> int | None:
-    try:
-        return int(psutil.Process(process).ppid())
-    except psutil.Error:
-        return None

@@ -77,8 +77,12 @@ def check_folder(spec: RunSpec) -> None:
         pass  # writable, on every rank
     # A start sweeps up what an interrupted save left, before it writes anything.
     swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
-    needed, free = room_for_checkpoints(spec), shutil.disk_usage(spec.folder).free + swept
-    if needed > free:
+    check_room(spec, shutil.disk_usage(spec.folder).free + swept)
+
+
+def check_room(spec: RunSpec, free: int) -> None:
+    """Raise a ValueError where the checkpoints of a run take more than the bytes that are free."""
+    if (needed := room_for_checkpoints(spec)) > free:
         raise ValueError(
             f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
             f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"

@@ -43,7 +43,7 @@ def test_it_describes_the_run(dry):
         "dry run for 4 GPUs",
         "ZeRO-3, bfloat16",  # of the GPUs that are meant, not of this machine
         "8 x 32 tokens = 2 a rank x 1 accumulated x 4 ranks",
-        "heating 0-25, hardening 25-50",
+        "heating 0-25, hardening 25-75, frozen 75-100",
         "SLoRB, a number for 8 inputs",
         "2:4 in 14 weights",
         "25,600 tokens, 100.0%",
