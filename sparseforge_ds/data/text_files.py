@@ -83,7 +83,7 @@ class Source(ABC):
 
     name: str
     """What users call it."""
-    options: TextOptions
+    options: TextOptions = DEFAULTS
     streamed: bool
     """Whether it is tokenised while the run goes on, and not whole before it starts."""
 
