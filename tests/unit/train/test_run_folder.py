@@ -50,7 +50,7 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     write_folder(first)
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
-    keys = {"version", "config", "weights", "coverage", "model_type", "run", "low_rank", "versions", "config_sha256"}
+    keys = {"version", "config", "weights", "coverage", "model_type", "run", "versions", "config_sha256"}
     assert set(record) == {*keys, "permutation"}
     assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
     assert SparseForgeConfig.from_dict(record["config"]) == first.config
