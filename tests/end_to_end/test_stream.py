@@ -83,7 +83,7 @@ def same_end(straight, run):
 def test_the_log_says_what_every_source_gave(straight):
     log = EventAccumulator(str(straight / "run" / "tensorboard")).Reload()
     tags = sorted(tag for tag in log.Tags()["scalars"] if tag.startswith("data/"))
-    assert [tag.rpartition("/")[2] for tag in tags] == ["epochs", "tokens"] * 2
+    assert [tag.rpartition("/")[2] for tag in tags] == ["epochs", "tokens", "without_text", "epochs", "tokens"]
     tokens = [{event.step: event.value for event in log.Scalars(tag)} for tag in tags if tag.endswith("tokens")]
     assert [of_source[8] for of_source in tokens] == [0.75 * 16 * 64, 0.25 * 16 * 64]
     assert sum(of_source[STEPS] for of_source in tokens) == 16 * 8 * STEPS
