@@ -46,6 +46,7 @@ def write(out: str, config: PreTrainedConfig) -> None:
             for name, (values, positions) in held.items():
                 setattr(layer, name, nn.Parameter(values, requires_grad=False))
                 setattr(layer, name + POSITIONS, positions)
+    model._weight_conversions = []  # names of its own: those of published files would split values and not positions
     model.save_pretrained(out)
 
 

@@ -1,8 +1,9 @@
 """`sparseforge::experts24`, the products of a mixture's experts with their own rows, as an operator of torch.
 
 The weights of all experts of a layer are one packed tensor. `linear24` multiplies those of experts that have rows, one
-after the other; the rest is not read. The operator is opaque to torch.compile, as only run time knows who has rows, and
-a GPU's host waits for that: it cannot be part of a captured graph.
+after the other; the rest is not read. The operator is opaque to torch.compile, as only run time knows who has rows. On
+a GPU the host waits for that, so that it cannot be part of a captured graph; a few rows are one launch of the Triton
+kernel, without a wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
-from sparseforge_ds.runtime.linear24 import check_inputs, linear24
+from sparseforge_ds.runtime.linear24 import TRITON_DTYPES, check_inputs, linear24, triton_kernels
 
 _ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
@@ -37,6 +38,20 @@ def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Ten
         ValueError: shapes, dtypes or devices do not belong together.
     """
     _check(x, values, positions, ends)
+    return _one_by_one(x, values, positions, ends)
+
+
+@experts24.register_kernel("cuda")
+def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    _check(x, values, positions, ends)
+    kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
+    if kernels is None or len(x) > kernels.FEW_ROWS_OF_EXPERTS:
+        return _one_by_one(x, values, positions, ends)
+    result: Tensor = kernels.triton_experts24(x, values, positions, ends)
+    return result
+
+
+def _one_by_one(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     y = x.new_zeros(len(x), values.shape[1])
     for expert, run in _runs(ends):
         y[run] = linear24(x[run], values[expert], positions[expert])
