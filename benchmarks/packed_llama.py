@@ -1,6 +1,6 @@
-"""A packed24 folder of a Llama with random weights, for measurements of speed.
+"""A packed24 folder of a Llama with random weights, or of a Qwen3-MoE with --experts, for measurements of speed.
 
-python -m benchmarks.packed_llama OUT [--hidden_size 1536] [--layers 8] ...
+python -m benchmarks.packed_llama OUT [--hidden_size 1536] [--layers 8] [--experts 64] ...
 """
 
 from __future__ import annotations
@@ -8,33 +8,52 @@ from __future__ import annotations
 import argparse
 
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, pack24
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24
+from sparseforge_ds.runtime.packed_experts import pack_experts, packed_kind
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
 
 
-def write(out: str, hidden_size: int, intermediate_size: int, layers: int, vocabulary: int, dtype: torch.dtype) -> None:
-    """Every linear layer but the head is 2:4, the first two of each group of four being kept."""
+def config_of(args: argparse.Namespace) -> PreTrainedConfig:
+    """Of a Llama, or of a mixture in which 8 experts compute a token."""
+    sizes = {
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.hidden_size // 64,
+        "num_key_value_heads": args.hidden_size // 64,
+        "head_dim": 64,
+        "vocab_size": args.vocabulary,
+        "dtype": getattr(torch, args.dtype),
+        "quantization_config": {"quant_method": PACKED24, "format": PACKED24_FORMAT, "semi_structured": False},
+    }
+    if args.experts:
+        return Qwen3MoeConfig(**sizes, num_experts=args.experts, moe_intermediate_size=args.intermediate_size)
+    return LlamaConfig(**sizes, intermediate_size=args.intermediate_size)
+
+
+def write(out: str, config: PreTrainedConfig) -> None:
+    """Every linear layer but the head, and every expert, is 2:4, the first two of each group of four being kept."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden_size // 64,
-        num_key_value_heads=hidden_size // 64,
-        vocab_size=vocabulary,
-        dtype=dtype,
-        quantization_config={"quant_method": PACKED24, "format": PACKED24_FORMAT, "semi_structured": False},
-    )
-    model = LlamaForCausalLM(config).to(dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     for name, layer in list(model.model.named_modules()):
         if isinstance(layer, nn.Linear):
-            weight = layer.weight.detach()
-            weight.view(weight.shape[0], -1, 4)[..., 2:] = 0
-            model.model.set_submodule(name, Packed24Linear(*pack24(weight, -1), layer.bias))
+            model.model.set_submodule(name, Packed24Linear(*_packed(layer.weight), layer.bias))
+        elif kind := packed_kind(layer):
+            held = {name: _packed(weight) for name, weight in layer.named_parameters()}
+            pack_experts(layer, kind, list(held))
+            for name, (values, positions) in held.items():
+                setattr(layer, name, nn.Parameter(values, requires_grad=False))
+                setattr(layer, name + POSITIONS, positions)
+    model._weight_conversions = []  # names of its own: those of published files would split values and not positions
     model.save_pretrained(out)
+
+
+def _packed(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    weight = parameter.detach()
+    weight.view(*weight.shape[:-1], -1, 4)[..., 2:] = 0
+    return pack24(weight, -1)
 
 
 if __name__ == "__main__":
@@ -45,5 +64,6 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--experts", type=int, default=0)
     args = parser.parse_args()
-    write(args.out, args.hidden_size, args.intermediate_size, args.layers, args.vocabulary, getattr(torch, args.dtype))
+    write(args.out, config_of(args))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.mask.packing import POSITIONS
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Row
 from sparseforge_ds.model.rules import (
@@ -31,6 +30,7 @@ from sparseforge_ds.model.rules import (
     name_pattern,
 )
 from sparseforge_ds.model.uncovered import Uncovered
+from sparseforge_ds.runtime.packed_experts import is_packed
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
         ValueError: as `prunable_names`, a layer whose orientation is not the one in the table, or a packed one.
     """
     for name, module in model.named_modules():
-        if hasattr(module, f"weight{POSITIONS}"):
+        if is_packed(module):
             raise ValueError(f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first")
     weights = _matrices_of(model, config).chosen(config)
     for weight in weights:

@@ -3,10 +3,11 @@
     import sparseforge_ds
     model = AutoModelForCausalLM.from_pretrained("models/qwen3_14b_packed24")
 
-Linear layers stay packed in memory (`runtime.packed_linear.Packed24Linear`, GPT-2's `Packed24Conv1D`), and
-`save_pretrained` writes a packed folder again. Experts in one tensor are unpacked on load. `model.dequantize()` makes
-all of it dense. `"semi_structured": true` in the `quantization_config` makes torch's semi-structured tensors instead on
-CUDA (8.0 or more, 16 bits), which are faster from about a thousand rows on; they are not saved, nor are branches.
+Linear layers stay packed in memory (`runtime.packed_linear.Packed24Linear`, GPT-2's `Packed24Conv1D`), and so do
+experts in one tensor (`runtime.packed_experts`); `save_pretrained` writes a packed folder again. `model.dequantize()`
+makes all of it dense. `"semi_structured": true` in the `quantization_config` makes torch's semi-structured tensors of
+linear layers instead, on CUDA (8.0 or more, 16 bits), which are faster from about a thousand rows on; experts are
+unpacked then. Semi-structured tensors are not saved, nor are branches.
 
 A packed weight lies under its own name, with half its inputs, beside `<name>_positions`: transformers without this
 package raises on the shape, where an unknown quant_method alone would be a mere warning.
@@ -23,6 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS
+from sparseforge_ds.runtime.packed_experts import Packed24Experts, is_packed
 
 
 class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
@@ -62,6 +64,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     serialized_names = {"weight": ["weight", f"weight{POSITIONS}"]}
     """For a model's own conversions, like the merge of experts; see `get_load_operations`."""
     _leaves = ("weight",)
+    _files: tuple[str, ...] = ()
 
     def get_load_operations(self) -> dict[str, Any]:
         """Before a model's own conversions: unpacking comes first."""
@@ -76,8 +79,18 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
             for leaf in self._leaves
         ]
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Experts that stay packed are merged as dense ones are; for all others, a step that unpacks comes first."""
+        if self.quantization_config.semi_structured:
+            return list(super().update_weight_conversions(weight_conversions, model))
+        from sparseforge_ds.model.packed24_experts import keep_experts
+
+        kept, others = keep_experts(model, self._files, weight_conversions)
+        return [*kept, *super().update_weight_conversions(others, model)]
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Matrices are called `weight` in most layers; fused experts have other names. Branches are added."""
+        self._files = tuple(kwargs.get("checkpoint_files") or ())
         self._leaves = tuple(sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 1}))
         from sparseforge_ds.model.branch import add_branch
 
@@ -99,7 +112,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
             if not any(isinstance(operation, ours) for operation in getattr(conversion, "operations", ()))
         ]
         branched = bool(self.quantization_config.low_rank)
-        if not branched and not any(_is_packed(module) or _is_sparse(module) for module in model.modules()):
+        if not branched and not any(is_packed(module) or _is_sparse(module) for module in model.modules()):
             self.remove_quantization_config(model)
             for module in model.modules():
                 if getattr(getattr(module, "config", None), "_is_quantized", False):
@@ -124,7 +137,9 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         from sparseforge_ds.model.branch import Branch, add_branch
 
         for name, module in list(model.named_modules()):
-            if _is_packed(module):
+            if isinstance(module, Packed24Experts):
+                module.make_dense(dtype)
+            elif is_packed(module):
                 dense = module.dense()
                 if isinstance(module, Branch):
                     add_branch(dense, module.k, module.low_rank_b).enabled = module.enabled
@@ -140,10 +155,6 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     def is_trainable(self) -> bool:
         """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
         return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
-
-
-def _is_packed(module: nn.Module) -> bool:
-    return hasattr(module, f"weight{POSITIONS}")
 
 
 def _is_sparse(module: nn.Module) -> bool:

@@ -14,7 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.mask.packing import POSITIONS, check24, unpack24
 from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
+from sparseforge_ds.model.packed24_experts import held
 from sparseforge_ds.runtime.linear24 import linear24
+from sparseforge_ds.runtime.packed_experts import Packed24Experts
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
 
 _KEPT = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
@@ -22,8 +24,8 @@ _KEPT = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
-    """Values and positions -> a layer that holds them, or the weight where no layer does (experts in one tensor, and
-    semi-structured tensors when asked for); a weight without positions stays as it is."""
+    """Values and positions -> a layer that holds them, or the weight where no layer does (semi-structured tensors when
+    asked for, and experts that `keep_experts` has named); a weight without positions stays as it is."""
 
     def __init__(self, semi_structured: bool) -> None:
         self.semi_structured = semi_structured
@@ -44,6 +46,8 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
             if type(layer) in _KEPT and not self.semi_structured:
                 return _keep_packed(model, layer, full_layer_name, input_dict)
+            if isinstance(layer, Packed24Experts):
+                return _into_experts(model, full_layer_name, input_dict)
         result: dict[str, Any] = {}
         for name, tensors in input_dict.items():
             if _is_positions(name):
@@ -107,6 +111,12 @@ def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[
         add_branch(packed, layer.k, layer.low_rank_b).enabled = True
     model.set_submodule(name.rpartition(".")[0], packed.train(layer.training))
     return {name: packed.weight, name + POSITIONS: packed.weight_positions}
+
+
+def _into_experts(model: nn.Module, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """The weight of a layer's experts that lies in one tensor in the file too."""
+    tensors = {name + POSITIONS * _is_positions(pattern): tensor for pattern, (tensor,) in given.items()}
+    return {key: held(model, key, tensor) for key, tensor in tensors.items()}
 
 
 def _is_own(source_patterns: list[str]) -> bool:

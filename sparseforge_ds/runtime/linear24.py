@@ -9,7 +9,6 @@ compiled (it is opaque to torch.compile), and under autocast its inputs are cast
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -85,21 +84,25 @@ def check_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | No
 def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
     """NVIDIA's and AMD's GPUs are both "cuda" to torch, and have the Triton kernel."""
     check_inputs(x, values, positions, bias)
-    kernel = _triton_kernel() if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else None
-    return (kernel or reference24)(x, values, positions, bias)
+    kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
+    result: Tensor = (reference24 if kernels is None else kernels.triton24)(x, values, positions, bias)
+    return result
+
+
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @cache
-def _triton_kernel() -> Callable[..., Tensor] | None:
-    """None where Triton is missing, which CUDA and ROCm builds of torch bring along; said once."""
+def triton_kernels() -> Any:
+    """`runtime.triton_kernel`, or None where Triton is missing, which CUDA and ROCm builds of torch bring along; said
+    once."""
     if find_spec("triton") is None:
         _LOGGER.warning(
             "linear24: triton is not installed, so every product with a packed weight unpacks the whole weight first, "
             "which is slower than a dense layer; pip install triton"
         )
         return None
-    kernel: Callable[..., Tensor] = import_module("sparseforge_ds.runtime.triton_kernel").triton24
-    return kernel
+    return import_module("sparseforge_ds.runtime.triton_kernel")
 
 
 def _fake(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 FEW_ROWS = 4
 """Up to here the packed weight is multiplied as it lies."""
+FEW_ROWS_OF_EXPERTS = 64
+"""Up to here each row of a mixture is multiplied with its expert's packed weight by one launch for all."""
 
 
 class Tile(NamedTuple):
@@ -61,25 +63,44 @@ def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) 
     y = x.new_empty(rows, outputs)
     if y.numel():
         tile = choose_tile(rows, x.dtype)
-        few = rows <= FEW_ROWS
-        kernel = _few_rows if few else _many_rows
         parts = triton.cdiv(outputs, tile.outputs)
-        grid = (parts,) if few else (triton.cdiv(rows, tile.rows), parts)
+        tensors = (rows_x, values.contiguous(), positions.contiguous(), y if bias is None else bias, y)
+        sizes = (rows, outputs, inputs // 4)
+        how = {**constants(tile, bias is not None), "num_warps": tile.num_warps, "num_stages": tile.num_stages}
         with torch.cuda.device_of(x):
-            kernel[grid](
-                rows_x,
-                values.contiguous(),
-                positions.contiguous(),
-                y if bias is None else bias,
-                y,
-                rows,
-                outputs,
-                inputs // 4,
-                **constants(tile, bias is not None),
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )
+            if rows <= FEW_ROWS:
+                _few_rows[(parts,)](*tensors, y, 0, *sizes, HAS_EXPERTS=False, **how)
+            else:
+                _many_rows[(triton.cdiv(rows, tile.rows), parts)](*tensors, *sizes, **how)
     return y.reshape(*x.shape[:-1], outputs)
+
+
+def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    """`experts24` of checked inputs and up to `FEW_ROWS_OF_EXPERTS` rows, for which the host waits for nothing.
+
+    Args:
+        x: (rows, in), sorted by expert.
+        values: (experts, out, in/2).
+        positions: (experts, out, ceil(in/8)).
+        ends: (experts,): behind the last row of each expert.
+
+    Returns:
+        (rows, out); rows behind the last end are zero.
+    """
+    count, outputs = values.shape[:2]
+    rows, inputs = x.shape
+    y = x.new_zeros(rows, outputs)
+    if y.numel():
+        experts = torch.searchsorted(ends, torch.arange(rows, device=x.device, dtype=ends.dtype), right=True)
+        tile = choose_tile(1, x.dtype)
+        with torch.cuda.device_of(x):
+            _few_rows[(triton.cdiv(outputs, tile.outputs), rows)](
+                *(x.contiguous(), values.contiguous(), positions.contiguous(), y, y, experts),
+                *(count, 1, outputs, inputs // 4),
+                **{**constants(tile, False), "num_warps": tile.num_warps, "num_stages": tile.num_stages},
+                HAS_EXPERTS=True,
+            )
+    return y
 
 
 def constants(tile: Tile, has_bias: bool) -> dict[str, Any]:
@@ -110,6 +131,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
     positions,
     bias,
     y,
+    experts,
+    count,
     rows,
     outputs,
     groups,
@@ -117,7 +140,16 @@ def _few_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
 ):
+    if HAS_EXPERTS:  # one row and its expert's weight; a row of nobody has no outputs
+        row = tl.program_id(1).to(tl.int64)
+        expert = tl.load(experts + row).to(tl.int64)
+        x += row * (4 * groups)
+        y += row * outputs
+        values += expert * outputs * (2 * groups)
+        positions += expert * outputs * ((groups + 1) // 2)
+        outputs = tl.where(expert < count, outputs, 0)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, OUTPUTS, GROUPS), dtype=tl.float32)

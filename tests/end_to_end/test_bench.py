@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from sparseforge_ds.evaluate.speed import PAPER
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
+from tests.tiny_folders import BYTE_VOCABULARY, write_model
+from tests.tiny_models import BUILDERS
 
 SHORT = ["--prompt", "24", "--generated", "3", "--repeats", "3", "--threads", "1"]
 
@@ -46,6 +49,27 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
     mine, theirs = measured["packed"], measured["dense"]
     assert theirs["resident_bytes"] - mine["resident_bytes"] == whole - held
     assert 0 < mine["disk_bytes"] < theirs["disk_bytes"]
+
+
+def test_a_mixture_holds_its_experts_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And speaks as its dense export does."""
+    model = BUILDERS["qwen3_moe"](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257, pad_token_id=None)
+    source = ModelSource(model, write_model(tmp_path / "dense", model), torch.float32)
+    hf, packed = (str(tmp_path / form) for form in ("hf", "packed24"))
+    for out in (hf, packed):
+        export(source, Path(out), Path(out).name, skip_proof=True)
+    assert main(["bench", packed, "--against", hf, "--batches", "1", "--out", str(tmp_path / "out"), *SHORT]) == 0
+    measured = json.loads((tmp_path / "out" / "bench.json").read_text())
+    sparse = sum(weight.numel() for name, weight in model.named_parameters() if name in source.fused_name.values())
+    sparse += sum(math.prod(weight.shape) for name, weight in source.prunable.items() if "experts" not in name)
+    saved = measured["dense"]["resident_bytes"] - measured["packed"]["resident_bytes"]
+    assert saved == sparse * (4 - 2 - 1 / 8)  # of fp32: half the values, and a bit a weight
+    capsys.readouterr()
+    texts = []
+    for folder in (hf, packed):
+        assert main(["generate", folder, "Once", "--max_new_tokens", "6"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "evaluate.zero_shot": {"lm_eval"},
     "model.hub": {"huggingface_hub"},
     "model.low_rank": {"deepspeed"},
+    "model.packed24_experts": {"safetensors"},
     "model.tokenizer": {"sentencepiece", "tokenizers"},
     "permutation.apply": {"deepspeed", "model.groups"},
     "integrations.trainer_settings": {"config"},

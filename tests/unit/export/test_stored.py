@@ -64,8 +64,7 @@ def test_transformers_loads_it_and_it_is_the_dense_model(
     model, report = AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
     assert not any(report.values())
     assert model.dtype == expected.dtype == getattr(torch, dtype)
-    if hasattr(model, "hf_quantizer"):  # a mixture whose packed weights are all in one tensor is dense already
-        model.dequantize()
+    model.dequantize()
     state = model.state_dict()
     assert all(torch.equal(bits(state[name]), bits(value)) for name, value in expected.state_dict().items())
     assert torch.equal(bits(logits(model)), bits(logits(expected)))

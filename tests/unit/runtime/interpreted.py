@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparseforge_ds.mask.packing import unpack24
-from sparseforge_ds.runtime.triton_kernel import triton24
+from sparseforge_ds.runtime.triton_kernel import triton24, triton_experts24
 from tests.unit.runtime.test_linear24 import packed
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
@@ -48,5 +48,19 @@ def within_the_bound_of_fp32_sums(
     assert bool(((found.double() - exact).abs() <= bound).all()), (found.double() - exact).abs().max()
 
 
+def experts_are_those_of_linear24() -> None:
+    """Each row by its own expert; one expert has none, and the last rows are nobody's."""
+    for dtype, outputs, groups in ((torch.float32, 19, 43), (torch.float16, 8, 64)):
+        held = [packed(outputs, 4 * groups, dtype) for _ in range(4)]
+        values, positions = (torch.stack(parts) for parts in zip(*held, strict=True))
+        x, ends = torch.randn(11, 4 * groups).to(dtype), torch.tensor([1, 6, 6, 9])
+        found = triton_experts24(x, values, positions, ends)
+        runs = ((0, 0, 1), (1, 1, 6), (3, 6, 9))
+        expected = torch.cat([torch.nn.functional.linear(x[a:b], unpack24(*held[expert])) for expert, a, b in runs])
+        torch.testing.assert_close(found[:9], expected)
+        assert found[9:].eq(0).all() and len(found) == 11
+
+
 if __name__ == "__main__":
     within_the_bound_of_fp32_sums()
+    experts_are_those_of_linear24()

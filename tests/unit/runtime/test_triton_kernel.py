@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseforge_ds.runtime import linear24
+from sparseforge_ds.runtime import experts24, linear24
 from tests.distributed import PATIENCE, ROOT
 
 GPUS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 120, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]
@@ -45,12 +45,19 @@ def test_it_builds_ahead_of_time(
     from sparseforge_ds.runtime import triton_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
-    for rows, dtype in ((1, torch.bfloat16), (65, torch.bfloat16), (16, torch.float32)):
+    for rows, dtype, experts in (
+        (1, torch.bfloat16, False),
+        (1, torch.bfloat16, True),
+        (65, torch.bfloat16, False),
+        (16, torch.float32, False),
+    ):
         tile = triton_kernel.choose_tile(rows, dtype)
-        constants = triton_kernel.constants(tile, has_bias=True)
+        few = rows <= triton_kernel.FEW_ROWS
+        constants = triton_kernel.constants(tile, has_bias=True) | ({"HAS_EXPERTS": experts} if few else {})
         names = dict.fromkeys(("x", "values", "positions", "bias", "y"), f"*{NAMES[dtype]}") | {"positions": "*u8"}
+        names |= {"experts": "*i64", "count": "i32"} if few else {}
         names |= dict.fromkeys(("rows", "outputs", "groups"), "i32") | dict.fromkeys(constants, "constexpr")
-        kernel = triton_kernel._few_rows if rows <= triton_kernel.FEW_ROWS else triton_kernel._many_rows
+        kernel = triton_kernel._few_rows if few else triton_kernel._many_rows
         aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         built = compile(ASTSource(kernel, names, constants, aligned), target=GPUTarget(*gpu), options=options)
@@ -75,10 +82,10 @@ def test_without_triton_the_reference_is_taken_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(linear24, "find_spec", lambda name: None)
-    linear24._triton_kernel.cache_clear()
+    linear24.triton_kernels.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert linear24._triton_kernel() is None and linear24._triton_kernel() is None
-    linear24._triton_kernel.cache_clear()
+        assert linear24.triton_kernels() is None and linear24.triton_kernels() is None
+    linear24.triton_kernels.cache_clear()
     assert [record.message.split(":")[0] for record in caplog.records] == ["linear24"]
     assert "triton is not installed" in caplog.text and "slower than a dense layer" in caplog.text
 
@@ -95,3 +102,14 @@ def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
     found = linear24.linear24(x, values, positions, bias).double()
     exact = torch.nn.functional.linear(x.double(), unpack24(values, positions).double(), bias.double())
     torch.testing.assert_close(found, exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 300])
+def test_experts_on_a_gpu(rows: int) -> None:
+    from tests.unit.runtime.test_linear24 import packed
+
+    held = [torch.stack(parts).cuda() for parts in zip(*(packed(130, 172) for _ in range(3)), strict=True)]
+    x, ends = torch.randn(rows, 172, device="cuda"), torch.tensor([2, 2, rows - 1], device="cuda")
+    expected = experts24.experts24(x.cpu(), *(part.cpu() for part in held), ends.cpu())
+    torch.testing.assert_close(experts24.experts24(x, *held, ends).cpu(), expected, rtol=1e-5, atol=1e-4)
