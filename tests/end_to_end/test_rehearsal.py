@@ -1,8 +1,11 @@
-"""benchmarks/rehearsal.py by its arguments, at widths that only show that every step and every number is there."""
+"""benchmarks/rehearsal.py by its command line, at widths that only show that every step and every number is there."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,23 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import rehearsal, rehearsal_model
+from tests.distributed import PATIENCE, ROOT
 
 
-def test_a_mixture_is_rehearsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dense layer and one with experts, everything but our own states in bf16, on processors."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on processors."""
+    return subprocess.run(
+        [sys.executable, "benchmarks/rehearsal.py", str(folder), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
+    """A dense layer and one with experts, everything but our own states in bf16."""
     small = [
         "--shrink=16",
         "--experts=8",
@@ -28,8 +40,10 @@ def test_a_mixture_is_rehearsed(
         "--full_gpus=8",
         "--bf16_states",
     ]
-    what = ["--model=deepseek_moe_16b", "--layers", "2", *small, f"--json={tmp_path / 'r.json'}"]
-    assert rehearsal.main([str(tmp_path / "scratch"), *what]) == 0
+    done = rehearse(
+        tmp_path / "scratch", "--model=deepseek_moe_16b", "--layers", "2", *small, f"--json={tmp_path / 'r.json'}"
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
     assert [run["layers"] for run in result["runs"]] == [2] and result["ranks"] == 2
     for run in result["runs"]:
@@ -44,8 +58,7 @@ def test_a_mixture_is_rehearsed(
         assert min(run[name]["seconds"] for name in ("consolidate", "verify")) > 0
     full = result["full_depth"]
     assert full["layers"] == 28 and full["parameters"] == 16_375_728_128
-    printed = capsys.readouterr().out
-    assert "2 layers, " in printed and "full depth: 28 layers" in printed
+    assert "2 layers, " in done.stdout and "full depth: 28 layers" in done.stdout
     assert not list((tmp_path / "scratch").iterdir())  # all that was written is gone
 
 
