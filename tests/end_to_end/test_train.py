@@ -91,14 +91,14 @@ def differences(one: Any, two: Any, where: str = "") -> list[str]:
 def test_the_shipped_command(tmp_path):
     """The launcher, the shipped JSON, the embedded model and text, on two ranks."""
     run = tmp_path / "run"
-    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "10", "--output_dir", str(run))
+    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "20", "--output_dir", str(run))
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     for part in (
         "stdlib_llama (llama",
         "100.0% of the linear weights",
         "frozen",
-        "step 10/10",
-        "done: 10 steps, 20,480 tokens",
+        "step 20/20",
+        "done: 20 steps, 40,960 tokens",
     ):
         assert part in outcome.stdout
     assert "WARNING" not in outcome.stdout.split("done:")[0].split("  model ")[1], "the run itself says nothing else"
@@ -109,10 +109,10 @@ def test_the_shipped_command(tmp_path):
     assert record["weights"][0].keys() == {"name", "shape", "input_axis"}
     assert json.loads((run / "ds_config.json").read_text())["sparseforge"] == record["config"]
     assert (run / "model" / "config.json").is_file()
-    assert (run / "checkpoints" / "latest").read_text() == "step_000010"
+    assert (run / "checkpoints" / "latest").read_text() == "step_000020"
     assert not list(run.rglob("*.tmp"))
     result = json.loads((run / "result.json").read_text())
-    assert (result["steps"], result["tokens"]) == (10, 20_480)
+    assert (result["steps"], result["tokens"]) == (20, 40_960)
     assert math.isfinite(result["last_step"]["loss/total"])
 
 
