@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests and their imports hold stays to the end: no collection of garbage need walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

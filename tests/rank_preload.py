@@ -10,11 +10,14 @@ import warnings
 
 import datasets  # noqa: F401
 import deepspeed
+import deepspeed.module_inject.auto_ep_layer  # which every engine imports
 import deepspeed.runtime.bf16_optimizer
+import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.muon.muon_optimizer  # imports torch.compile's backend: seconds
 import deepspeed.runtime.zero.stage3
 import deepspeed.runtime.zero.stage_1_and_2
 import pytest  # noqa: F401
+import scipy.io  # noqa: F401  (which every builder of datasets imports)
 import torch
 import torch.utils.tensorboard
 import transformers

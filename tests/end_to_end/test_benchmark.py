@@ -1,47 +1,35 @@
-"""benchmarks/step_cost.py by its command line, at a size that only shows that every number is there."""
+"""benchmarks/step_cost.py by its arguments, at a size that only shows that every number is there."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import PATIENCE, ROOT, free_port
+from benchmarks.step_cost import main
+from tests.distributed import run_distributed
 
 TINY = ["--hidden=64", "--layers=1", "--seq=8", "--vocabulary=64", "--accumulation=2", "--update_every=2", "--steps=4"]
 
 
-def measure(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """Run the command on two ranks of this machine's processors; (what it printed, what it wrote)."""
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [str(launcher), "--num_gpus", "2", "--master_port", str(free_port()), "benchmarks/step_cost.py"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{launcher.parent}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        [*command, *TINY, *arguments, "--json", str(folder / "cost.json")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout, json.loads((folder / "cost.json").read_text())
+def measure(file: Path, *arguments: str) -> str:
+    """What this rank printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([*TINY, *arguments, "--json", str(file)]) == 0
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
 def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """One run with a teacher, which takes every path."""
-    return measure(tmp_path_factory.mktemp("cost"), "--teacher")
+    """One run on two ranks with a teacher, which takes every path; (what it printed, what it wrote)."""
+    file = tmp_path_factory.mktemp("cost") / "cost.json"
+    printed, nothing = run_distributed(measure, 2, file, "--teacher")
+    assert not nothing
+    return printed, json.loads(file.read_text())
 
 
 def test_every_number_is_there(cost: tuple[str, dict[str, Any]]) -> None:

@@ -1,18 +1,17 @@
-"""benchmarks/curvature.py by its command line, at a size that only shows that every number is there."""
+"""benchmarks/curvature.py by its arguments, at a size that only shows that every number is there."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.curvature import main
-from tests.distributed import PATIENCE, ROOT
+from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import tiny_llama
 
@@ -24,15 +23,11 @@ def arguments_of(folder: Path) -> list[str]:
     return [str(folder / "study"), "--model", str(folder / "model"), *texts, *SIZE]
 
 
-def study(folder: Path, *only: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "benchmarks/curvature.py", *arguments_of(folder), "--only", *only],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+def study(folder: Path, *only: str) -> str:
+    """What it printed, in a process of its own."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([*arguments_of(folder), "--only", *only]) == 0
+    return printed.getvalue()
 
 
 def test_every_number_is_there_and_a_second_call_goes_on(tmp_path: Path) -> None:
@@ -41,13 +36,11 @@ def test_every_number_is_there_and_a_second_call_goes_on(tmp_path: Path) -> None
     write_model(tmp_path / "model", model)
     write_text(tmp_path / "text.jsonl")
     write_text(tmp_path / "heldout.jsonl", documents=8)
-    first = study(tmp_path, "outputs, radius 0.1", "weights, exact, one kind")
-    assert first.returncode == 0, first.stderr[-4000:]
+    run_distributed(study, 1, tmp_path, "outputs, radius 0.1", "weights, exact, one kind")
     kept = (tmp_path / "study" / "reference.pt").stat().st_mtime_ns
     rows = json.loads((tmp_path / "study" / "curvature.json").read_text())["rows"]
 
-    second = study(tmp_path, "outputs, radius 0.1", "fisher, per token")
-    assert second.returncode == 0, second.stderr[-4000:]
+    (printed,) = run_distributed(study, 1, tmp_path, "outputs, radius 0.1", "fisher, per token")
     report = json.loads((tmp_path / "study" / "curvature.json").read_text())
     assert (tmp_path / "study" / "reference.pt").stat().st_mtime_ns == kept
     assert report["rows"][: len(rows)] == rows
@@ -63,7 +56,7 @@ def test_every_number_is_there_and_a_second_call_goes_on(tmp_path: Path) -> None
     assert report["reference"]["correlation"] == report["reference"]["same_survivors"] == 1
     assert -1 < report["reference"]["agreement_of_halves"] < 1
     table = (tmp_path / "study" / "curvature.md").read_text()
-    assert table in second.stdout and "| fisher, per token, bf16 | 2 | running mean | elements |" in table
+    assert table in printed and "| fisher, per token, bf16 | 2 | running mean | elements |" in table
 
     with pytest.raises(ValueError, match="measured with other settings"):
         main([*arguments_of(tmp_path), "--seq=8"])

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,12 @@ import psutil
 import pytest
 from torch.utils.cpp_extension import get_default_build_root
 
-from tests.distributed import PATIENCE, ROOT, free_port
-from tests.end_to_end.test_train import differences, flags_of, states, train
+from tests.distributed import PATIENCE, ROOT, free_port, run_distributed
+from tests.end_to_end.test_train import _main, differences, flags_of, states
 from tests.tiny_folders import deepspeed_json, write_text
 
-STEPS = 160
-
+STEPS = 1000
+"""More than any run here makes: they are stopped once something has happened."""
 
 BIN = Path(sys.executable).parent
 ALONE = [sys.executable, "-m", "sparseforge_ds", "train"]
@@ -104,10 +105,6 @@ def to_the_group(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGTERM)
 
 
-def to_one_rank(process: subprocess.Popen[str]) -> None:
-    family(process)[1][1].terminate()
-
-
 def to_the_command(process: subprocess.Popen[str]) -> None:
     """`kill` of what was typed: it dies of it and tells nobody."""
     process.terminate()
@@ -164,19 +161,31 @@ def left_lock(extensions: Path) -> Path:
     return lock
 
 
+def _main_until(flags: list[str], saved: str) -> int:
+    """Train; rank 1, and no other, gets SIGTERM once a checkpoint is there. The exit code."""
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=_terminate_after, args=(Path(saved),), daemon=True).start()
+    return _main(flags)
+
+
+def _terminate_after(saved: Path) -> None:
+    while not saved.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     """Each start is stopped by a signal to someone else, and the sum of them is the run that was left alone. The first
-    finds the lock of a compiler that was killed, and removes it."""
-    content = deepspeed_json(batch=4, max_steps=STEPS, method={"update_every": 10, "hardening": [0.25, 0.75]})
-    more = {"max_steps": STEPS, "save_every": 0, "log_every": 1}
-    flags = flags_of(tmp_path, content, **more)
+    finds the lock of a compiler that was killed, and removes it. The last one, and the run that was left alone until
+    then, have no launcher: there one rank gets the signal."""
+    content = deepspeed_json(batch=4, max_steps=STEPS, method={"update_every": 10, "hardening": [0.02, 0.75]})
+    more = {"max_steps": STEPS, "log_every": 1, "keep_checkpoints": 0}
+    flags = flags_of(tmp_path, content, save_every=0, **more)
     checkpoints = tmp_path / "run" / "checkpoints"
     lock = left_lock(tmp_path / "extensions")
     last = 0
     for command, send, code in (
         (deepspeed(), to_the_group, None),
-        (deepspeed(), to_one_rank, 143),
-        (deepspeed(), to_the_command, -signal.SIGTERM),
         (deepspeed(), ctrl_c, -signal.SIGINT),
         (torchrun(), kill_the_command, -signal.SIGKILL),
     ):
@@ -190,11 +199,16 @@ def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
         assert not (tmp_path / "run" / "result.json").exists()
         assert not list(checkpoints.glob("*.tmp"))
         last = step
-    train(*flags, "--resume")
-    train(*flags_of(tmp_path, content, output_dir=tmp_path / "unbroken", **more))
-    tag = f"step_{STEPS:06d}"
-    unbroken = states(tmp_path / "unbroken" / "checkpoints" / tag)
-    assert differences(states(checkpoints / tag), unbroken) == []
+    end = last + 11  # with an update of masks on the way
+    tag = f"step_{end:06d}"
+    compared = []
+    for name, resume in (("run", ["--resume"]), ("unbroken", [])):
+        run = tmp_path / name
+        flags = [*flags_of(tmp_path, content, output_dir=run, save_every=end, **more), *resume]
+        assert run_distributed(_main_until, 2, flags, str(run / "checkpoints" / tag)) == [143, 143]
+        assert (run / "checkpoints" / "latest").read_text() > tag
+        compared.append(states(run / "checkpoints" / tag))
+    assert differences(*compared) == []
 
 
 def test_one_process_without_a_launcher_stops_at_ctrl_c_and_goes_on(tmp_path):

@@ -32,7 +32,7 @@ def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
     """A dense layer and one with experts, everything but our own states in bf16."""
     small = [
-        "--shrink=8",
+        "--shrink=16",
         "--experts=8",
         "--seq_length=16",
         "--steps=6",

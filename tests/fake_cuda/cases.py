@@ -24,6 +24,8 @@ SCHEDULE = {
     "mask_rate": 0.4,
 }
 """Of 7 steps: updates at 2 and 4, hardening from 1, projected at 6, frozen at 7."""
+SHORTER = {**SCHEDULE, "hardening": [0.2, 0.8]}
+"""Of 5 steps: an update at 2, hardening from 1, projected at 4, frozen at 5."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Case:
 
     block: dict[str, Any]
     """The `sparseforge` block, `max_steps` aside."""
-    steps: int = 7
+    steps: int
     model: str = "llama"
     weights: str = "float32"
     master: str = "float32"
@@ -44,7 +46,9 @@ class Case:
 
 
 def _ours(more: dict[str, Any] | None = None, **case: Any) -> Case:
-    return Case({"method": SCHEDULE, **(more or {})}, **case)
+    more, steps = more or {}, case.pop("steps", 5)
+    method = {**(SCHEDULE if steps == 7 else SHORTER), **more.get("method", {})}
+    return Case({**more, "method": method}, steps=steps, **case)
 
 
 def _other(method: str, importance: str = "magnitude", own: dict[str, Any] | None = None, **case: Any) -> Case:
@@ -56,20 +60,20 @@ _PROBE = {"source": "probe"}
 _EVERY = {"every": 2, "decay": 2e-4, "frozen": 0.25}
 
 CASES: dict[str, Case] = {
-    "ours": _ours(),
-    "ours, probe": _ours({"curvature": _PROBE}),
+    "ours": _ours(steps=7),
+    "ours, probe": _ours({"curvature": _PROBE}, steps=7),
     "ours, all weights": _ours({"include": []}),
     "ours, bf16": _ours(weights="bfloat16"),
     "ours, bf16 masters": _ours(weights="bfloat16", master="bfloat16"),
     "ours, fp16": _ours(weights="float16", loss_scale=1024.0),
     "ours, fp16, probe": _ours({"curvature": _PROBE}, weights="float16", loss_scale=1024.0),
-    "ours, offload": _ours(offload=True),
-    "ours, offload, probe": _ours({"curvature": _PROBE}, offload=True),
+    "ours, offload": _ours(offload=True, steps=7),
+    "ours, offload, probe": _ours({"curvature": _PROBE}, offload=True, steps=7),
     "ours, bf16, offload": _ours(weights="bfloat16", offload=True),
     "ours, stage 0": _ours(stage=0),
     "ours, stage 2": _ours(stage=2),
     "ours, tiles": _ours({"pattern": "block4"}),
-    "ours, straight through": _ours({"method": {**SCHEDULE, "straight_through": True}}),
+    "ours, straight through": _ours({"method": {"straight_through": True}}),
     "ours, fixed": _ours({"method": {"hardening": [0, 0]}}, steps=3),
     "ours, elements": _ours({"curvature": _ELEMENTS}),
     "ours, elements, offload": _ours({"curvature": _ELEMENTS}, offload=True),

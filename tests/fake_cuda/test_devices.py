@@ -1,6 +1,6 @@
 """Every method on fake CUDA tensors: no device mixing, nothing that NCCL would refuse, no wait beyond the allowed ones.
 
-The runs are made in two processes at once, which load the no-op CUDA device before torch; pytest's own stays as it is.
+The runs are made in one process, which loads the no-op CUDA device before torch; pytest's own stays as it is.
 """
 
 from __future__ import annotations
@@ -16,36 +16,24 @@ from benchmarks.fake_cuda import shim
 from tests.distributed import PATIENCE, ROOT
 from tests.fake_cuda.cases import ALLOWED, CASES, EXCEEDS, EXCHANGE, FAULTS, OFFLOADED, UPLOADS
 
-PROCESSES = 2
-
 pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(shim.missing_compiler()))
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What was seen in each run, by its name."""
-    folder = tmp_path_factory.mktemp("fake_cuda")
-    outputs = [folder / f"{number}.json" for number in range(PROCESSES)]
-    command = [sys.executable, "-m", "tests.fake_cuda.worker"]
-    workers = [
-        subprocess.Popen(
-            [*command, str(number), str(PROCESSES), str(output)],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, output in enumerate(outputs)
-    ]
-    try:
-        for worker in workers:
-            _, errors = worker.communicate(timeout=PATIENCE)
-            if worker.returncode:
-                raise RuntimeError(f"a worker failed:\n{errors[-4000:]}")
-    finally:
-        for worker in workers:
-            worker.kill()
-    return {name: run for output in outputs for name, run in json.loads(output.read_text()).items()}
+    output = tmp_path_factory.mktemp("fake_cuda") / "seen.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.worker", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the worker failed:\n{done.stderr[-4000:]}")
+    runs: dict[str, Any] = json.loads(output.read_text())
+    return runs
 
 
 def too_many(run: dict[str, Any], offload: bool = False) -> list[str]:

@@ -1,6 +1,6 @@
 """Runs cases on fake CUDA tensors in a process of its own, and writes what was seen as JSON: see `cases`.
 
-python -m tests.fake_cuda.worker NUMBER OF FILE      every OF-th case from NUMBER on
+python -m tests.fake_cuda.worker FILE [NAME ...]      all cases, or those that are named
 """
 
 from __future__ import annotations
@@ -114,11 +114,10 @@ def _plant(fault: str | None, engine: BareEngine) -> None:
 
 
 if __name__ == "__main__":
-    number, of = int(sys.argv[1]), int(sys.argv[2])
-    names = [name for name in {**CASES, **FAULTS} if len(sys.argv) < 5 or name in sys.argv[4:]]
-    found = {name: run({**CASES, **FAULTS}[name]) for name in names[number::of]}
-    if number == of - 1 and find_spec("triton"):
+    names = sys.argv[2:] or [*CASES, *FAULTS]
+    found = {name: run({**CASES, **FAULTS}[name]) for name in names}
+    if find_spec("triton"):
         with MODE:
             found["packed products"] = import_module("tests.fake_cuda.packed_products").products()
-    Path(sys.argv[3]).write_text(json.dumps(found), encoding="utf-8")
+    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
     os._exit(0)  # as in benchmarks/device_cost.py

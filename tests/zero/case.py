@@ -71,7 +71,7 @@ class Case:
     lr: float = 3e-3
     eps: float = 1e-8
     weight_decay: float = 0.1
-    steps: int = 9
+    steps: int = 8
 
     @property
     def sparseforge(self) -> sf.SparseForgeConfig:

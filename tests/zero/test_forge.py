@@ -343,7 +343,7 @@ def switch_on(case: Case) -> list[str]:
 
 LOW_RANK: dict[str, Case] = {
     f"stage {stage} {dtype} {model} {start}": Case(
-        stage=stage, dtype=dtype, model=model, config={"low_rank": {"k": 4, "shift": False, "start": start}}
+        stage=stage, dtype=dtype, model=model, config={"low_rank": {"k": 4, "shift": False, "start": start}}, steps=9
     )
     for stage, dtype, model, start in (
         (0, "fp32", "llama", None),

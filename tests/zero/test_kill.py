@@ -168,7 +168,7 @@ def unbroken(request, tmp_path_factory) -> tuple[int, dict[int, str], dict[str, 
     return request.param, contents, seconds
 
 
-KILLS = int(os.environ.get("SPARSEFORGE_KILLS", "12"))
+KILLS = int(os.environ.get("SPARSEFORGE_KILLS", "8"))
 """For each stage."""
 
 

@@ -19,7 +19,7 @@ from tests.distributed import run_distributed
 from tests.reference import ReferenceForge, groups_of, harden, kept_of, scored_curvature, updated_mask
 from tests.zero.case import MODELS, Case, batch_at, run_all
 
-# Bounds of what fp32 reduction order does to 9 steps of Adam at lr 3e-3 (1e-6 is typical, both for weights and masks).
+# Bounds of what fp32 reduction order does to 8 steps of Adam at lr 3e-3 (1e-6 is typical, both for weights and masks).
 FP32_WEIGHT, FP32_MASK, FP32_CURVATURE = 2e-5, 2e-5, 1e-4
 # bf16 gradients have 8 bits, and Adam's first steps depend on their signs alone: a step of lr may go the other way.
 BF16_MEAN_WEIGHT, BF16_MEAN_MASK, BF16_SAME_TARGET = 2e-3, 3e-2, 0.9
@@ -84,9 +84,7 @@ NO_CPU_ADAM = {"zero_force_ds_cpu_optimizer": False}
 # Settings that change where tensors live or who steps them, and none of which may change a number.
 SETTINGS: dict[str, Case] = {
     "client-optimizer-0": Case(stage=0, client=True),
-    "client-optimizer-1": Case(stage=1, client=True),
     "client-optimizer-3": Case(stage=3, client=True),
-    "offload-1": Case(stage=1, zero=OFFLOAD, more=NO_CPU_ADAM),
     "offload-2": Case(stage=2, zero=OFFLOAD, more=NO_CPU_ADAM),
     "offload-3": Case(stage=3, zero={**OFFLOAD, "offload_param": {"device": "cpu"}}, more=NO_CPU_ADAM),
     "client-offload-2": Case(stage=2, zero=OFFLOAD, client=True),
@@ -227,31 +225,33 @@ def assert_published_from_states(record: dict[str, Any], case: Case, where: str)
 
 
 EVERYWHERE = ("2:4-ragged", "2:4-odd", "block16", "conv1d")
-"""On every stage where ranks can cut groups; the others at ZeRO-3 on three ranks, and at another stage on two."""
+"""On every stage where ranks can cut groups: all four on two ranks, 2 and 3 on three (stage 1: test_invariance). The
+others at ZeRO-3 on three ranks, and at another stage on two; every third one on one rank, all stages in turn."""
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_fp32_is_the_reference(world_size: int) -> None:
     names = []
     for i, name in enumerate(FP32):
-        some = {1: [i % 4], 2: [i % 3], 3: [3]}[world_size]
-        names += [(name, stage) for stage in ([0, 1, 2, 3] if name in EVERYWHERE and world_size > 1 else some)]
+        some = {1: [] if i % 3 else [i % 4], 2: [i % 3], 3: [3]}[world_size]
+        every = {1: some, 2: [0, 1, 2, 3], 3: [2, 3]}[world_size]
+        names += [(name, stage) for stage in (every if name in EVERYWHERE else some)]
     records = run_distributed(run_all, world_size, [replace(FP32[name], stage=stage) for name, stage in names])[0]
     for (name, stage), record in zip(names, records, strict=True):
         where = f"{name}, stage {stage}, world {world_size}"
         assert_same_trajectory(record, cached_reference(name, FP32[name]), FP32[name], where)
-        if FP32[name].steps == 9:
+        if FP32[name].steps == 8:
             assert_published_from_states(record, FP32[name], where)
     cut = {(name, stage) for (name, stage), record in zip(names, records, strict=True) if record["cut"]}
     if world_size == 2:
         assert {("2:4-odd", 1), ("2:4-odd", 2), ("2:4-odd", 3), ("block16", 2), ("conv1d", 2)} <= cut
     if world_size == 3:
-        assert {("2:4-ragged", 1), ("2:4-ragged", 2), ("2:4-ragged", 3), ("block16", 3), ("conv1d", 3)} <= cut
+        assert {("2:4-ragged", 2), ("2:4-ragged", 3), ("block16", 3), ("conv1d", 3)} <= cut
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bf16_is_the_reference_up_to_rounding(world_size: int) -> None:
-    stages = {1: [1], 2: [0, 1, 2, 3], 3: [3]}[world_size]
+    stages = {1: [1], 2: [0, 2, 3], 3: [3]}[world_size]
     names = [(name, stage) for name in BF16 for stage in stages]
     records = run_distributed(run_all, world_size, [replace(BF16[name], stage=stage) for name, stage in names])[0]
     for (name, stage), record in zip(names, records, strict=True):

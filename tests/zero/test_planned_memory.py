@@ -151,7 +151,7 @@ GATHERING = [
     )
     for again in (False, True)
     for reuse, prefetch, more in (
-        *((reuse, prefetch, {}) for reuse in (0, 60_000, 10**9) for prefetch in (0, 20_000)),
+        *((reuse, prefetch, {}) for reuse in ((0, 10**9) if again else (0, 60_000, 10**9)) for prefetch in (0, 20_000)),
         *((0, 20_000, {"stage3_max_live_parameters": most}) for most in (40_000, 80_000)),
     )
 ]

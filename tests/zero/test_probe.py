@@ -38,7 +38,9 @@ def traced(stage: int, dtype: str, **more: Any) -> Case:
 
 
 CASES: dict[str, Case] = {
-    f"{stage}-{dtype}": traced(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16", "fp16")
+    f"{stage}-{dtype}": traced(stage, dtype)
+    for stage, dtypes in ((0, "fp32 bf16 fp16"), (1, "bf16"), (2, "fp32 fp16"), (3, "fp32 bf16 fp16"))
+    for dtype in dtypes.split()
 }
 CASES["1-bf16-fp32-accumulation"] = traced(1, "bf16", more={"data_types": {"grad_accum_dtype": "fp32"}})
 CASES["2-fp16-offload"] = traced(2, "fp16", zero=OFFLOAD, more=NO_CPU_ADAM)
@@ -270,7 +272,7 @@ def measure_both_ways(requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return list(zip(found, measure_all(requests), strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_taps_need_no_gradients_of_weights(stage: int) -> None:
     requests = [
         (Case(stage, dtype, model, gas=2), kind, how)
@@ -345,7 +347,7 @@ def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
             coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
             (key,) = (key for key in vars(coordinator) if key.endswith("__trace_mode"))
             modes = []
-            for step in range(7):
+            for step in range(5):
                 train_step(engine, case, step)
                 modes.append(vars(coordinator)[key].name)
                 forge.step(probe_of(engine, case, step))

@@ -17,9 +17,9 @@ SAVES = (1, 2, 5, 8)
 STEPS = 10
 LOW_RANK = {"low_rank": {"k": 4}}
 CASES: dict[str, Case] = {
-    f"{stage}-{dtype}": Case(stage=stage, dtype=dtype, gas=2, clip=0.5)
+    f"{stage}-{dtype}": Case(stage=stage, dtype=dtype, gas=gas, clip=0.5)
     for stage in (0, 1, 2, 3)
-    for dtype in ("fp32", "bf16")
+    for dtype, gas in (("fp32", 1), ("bf16", 2))
 }
 CASES["2-fp16"] = Case(stage=2, dtype="fp16")
 CASES["3-low-rank"] = Case(stage=3, config=LOW_RANK)
@@ -96,21 +96,21 @@ def compare(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
         seen, state = unbroken(case, inside)
         problems = result[name] = []
         plain = name == f"{case.stage}-{case.dtype}"
-        ways = (("engine.load_checkpoint", False), ("forge.restore", True))
         for number, save in enumerate(SAVES if plain else SAVES[index % 2 :: 2]):
-            for how, restore in ways if plain else ways[number : number + 1]:
-                seen_again, state_again = resumed(case, inside, save, restore)
-                where = f"{how} after {save}"
-                if seen_again != seen[save:]:
-                    problems.append(f"{where}: {seen_again} is not {seen[save:]}")
-                assert state.keys() == state_again.keys(), where
-                problems += [f"{where}: {key}" for key in state if not torch.equal(state[key], state_again[key])]
+            restore = (number + (plain and case.dtype == "bf16")) % 2 == 1
+            seen_again, state_again = resumed(case, inside, save, restore)
+            where = f"{'forge.restore' if restore else 'engine.load_checkpoint'} after {save}"
+            if seen_again != seen[save:]:
+                problems.append(f"{where}: {seen_again} is not {seen[save:]}")
+            assert state.keys() == state_again.keys(), where
+            problems += [f"{where}: {key}" for key in state if not torch.equal(state[key], state_again[key])]
     return result
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resume_is_bit_for_bit(stage: int, tmp_path: Path) -> None:
-    """From every save and in both ways; saves and ways take turns where a case is about something else."""
+    """From every save and in both ways, half of the pairs in fp32 and half in bf16; where a case is about something
+    else, from two saves, each in one way."""
     cases = {name: case for name, case in CASES.items() if case.stage == stage}
     for rank in run_distributed(compare, 2, cases, str(tmp_path)):
         assert rank == {name: [] for name in cases}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +31,14 @@ CASES: dict[str, Case] = {
     "sparsegpt stage 2": Case(
         stage=2, config={"method": "naive_retrain", "importance": "sparsegpt", "low_rank": {"k": 4}}
     ),
-    "ast stage 3": Case(stage=3, config={"method": "ast", "distillation": None, "low_rank": {"k": 4, "shift": True}}),
+    "ast stage 3": Case(
+        stage=3,
+        config={"method": "ast", "max_steps": 10, "distillation": None, "low_rank": {"k": 4, "shift": True}},
+    ),
 }
+CASES = {name: replace(case, config={"max_steps": 6, **case.config}) for name, case in CASES.items()}
+NOT_STARTED = ("stage 0 llama", "fixed stage 1", "ast stage 3")
+"""What is also stepped without a start, once of each method."""
 
 
 def out_in(flat: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -44,21 +51,22 @@ def branch_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: weights[f"{name.removesuffix('weight')}low_rank_b"].float() for name in branches(engine.module)}
 
 
-def shift(case: Case) -> tuple[list[str], bool]:
+def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
     engine, forge = build(case)
     problems = []
     whole = gathered(forge, "dense")
     batch = my_part(batch_at(0))
     before = engine(**batch).logits.detach().float()
-    told = ""
-    try:
-        train_step(engine, case, 0)
-        forge.step(probe_of(engine, case, 0))
-    except sf.ForgeError as error:
-        told = str(error)
-    if "forge.start(probe)" not in told:
-        problems.append(f"a first step without start: {told!r}")
-    engine, forge = build(case)
+    if not_started:
+        told = ""
+        try:
+            train_step(engine, case, 0)
+            forge.step(probe_of(engine, case, 0))
+        except sf.ForgeError as error:
+            told = str(error)
+        if "forge.start(probe)" not in told:
+            problems.append(f"a first step without start: {told!r}")
+        engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
     if not all(branch.enabled for branch in branches(engine.module).values()):
         problems.append("a branch is off")
@@ -110,7 +118,7 @@ def shift(case: Case) -> tuple[list[str], bool]:
 
 
 def shift_all() -> dict[str, Any]:
-    return {name: shift(case) for name, case in CASES.items()}
+    return {name: shift(case, name in NOT_STARTED) for name, case in CASES.items()}
 
 
 def test_weights_are_shifted_into_the_branches() -> None:

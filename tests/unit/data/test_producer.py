@@ -146,13 +146,13 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
     """The producer is killed again and again while it makes chunks of some milliseconds each."""
     stream = write_stream(tmp_path / "text", texts(4000))
     sizes = Sizes(5, 20_000, 20_000)
-    some_job, count, rng = job(stream, tmp_path / "data", sizes), 60, random.Random(0)
+    some_job, count, rng = job(stream, tmp_path / "data", sizes), 30, random.Random(0)
     kills, done = 0, 0
     while done <= count:
         producer = Producer(some_job)
         last = done
         producer.wait(last)
-        if kills < 12:
+        if kills < 5:
             moment = time.monotonic() + rng.uniform(0, 0.12)
             while time.monotonic() < moment and last < count:
                 producer.want(last)
