@@ -1,9 +1,9 @@
-"""What a source can be exported as (`FORMATS`): written under a temporary name, proved, and renamed."""
+"""What a source can be exported as: written under a temporary name, proved, and renamed."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from sparseforge_ds.export.card import write_card
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
@@ -13,13 +13,13 @@ from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import parse_size, unfinished_folder, write_json
 from sparseforge_ds.mask.pattern import NM
 
-FORMATS = ("hf", "packed24", "mask")
+Format = Literal["hf", "packed24", "mask"]
 
 
 def export(
     source: Source,
     out: str | Path,
-    format: str = "hf",
+    format: Format = "hf",
     max_shard_size: str = "5GB",
     workers: int = 1,
     progress: bool = False,
@@ -33,8 +33,8 @@ def export(
     Returns what `sparsity.json` (of a mask, `mask.json`) holds; after `skip_proof`, for a machine that cannot hold the
     model, its `proof` is null.
     """
-    if format not in FORMATS:
-        raise ValueError(f"--format {format!r}: use one of {', '.join(FORMATS)}")
+    if format not in get_args(Format):
+        raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
     if format == "mask" and source.shifted:
         # A mask that was chosen after a shift fits no weights of the dense model.
         raise ValueError(

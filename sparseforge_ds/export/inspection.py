@@ -205,7 +205,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
     if (of_trainer := newest_of_trainer(path)) is not None:
         return of_trainer, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
-        what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
+        what = "mask, not a run; see: sparseforge export --help" if (path / "mask.json").is_file() else None
         what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
         raise ValueError(f"{path}: is an exported {what}")
     if any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):

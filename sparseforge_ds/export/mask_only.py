@@ -1,8 +1,8 @@
 """`mask`: only the mask, one bit a weight (the first in the lowest bit of a byte), for its dense model.
 
-`apply` gives mask * dense with exact +0.0, which for a run that only learned its mask is the model. From a run, the
-mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N non-zeros the first
-zeros count as kept. A permutation before the run lies beside the mask, and is applied to the dense model as it is read.
+With the dense model it is a source, mask * dense with exact +0.0: the model of a run that only learned its mask. From a
+run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N non-zeros
+the first zeros count as kept. A permutation before the run lies beside the mask, and the dense model is read in it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class MaskedSource(Source):
 
     def __init__(self, path: str | Path, model: str | Path | None, dtype: str = "auto") -> None:
         if model is None:
-            raise ValueError(f"{path}: is a mask; give the folder of the dense model that it belongs to")
+            raise ValueError(f"{path}: is a mask; give the folder of the dense model that it belongs to by --model")
         self._masks = masks = MaskFolder(path)
         self.model_folder = Path(model)
         self.folder = masks.folder

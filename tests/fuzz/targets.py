@@ -195,7 +195,7 @@ _EXPORT = {"consolidate": exported("hf"), "export mask": exported("mask")}
 TARGETS: dict[str, dict[str, Target]] = {
     **{name: {**_READ, **_EXPORT, "resume": resumed} for name in RUNS},
     **{name: {"verify": verified, **_EXPORT} for name in EXPORTS},
-    "mask": {"apply": applied},
+    "mask": {"export": applied},
 }
 """By subject, the tools that read such a folder."""
 for _subject in ("stage1_bf16", "hf_whole"):

@@ -51,7 +51,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
     """The parsers name them without importing what they choose from, so they are held against it here."""
     found = {name: options(command) for name, command in subcommands().items()}
     expected = {
-        ("export", "--format"): formats.FORMATS,
+        ("export", "--format"): get_args(formats.Format),
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
         ("generate", "--dtype"): pretrained.DTYPES,
