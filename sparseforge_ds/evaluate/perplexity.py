@@ -12,13 +12,11 @@ the document are scored, cut where the model's positions (or `seq_length`) end.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,15 +24,6 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.data.formats import is_plain_text
-from sparseforge_ds.evaluate.pretrained import (
-    adapter_of,
-    load_model,
-    load_tokenizer,
-    prune_by_magnitude,
-)
-from sparseforge_ds.evaluate.text import STDLIB, WIKITEXT, is_wikitext2, read_documents, read_wikitext2
-from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
@@ -55,6 +44,13 @@ class Perplexity:
     protocol: Protocol
     seq_length: int
     documents: int
+
+    def __str__(self) -> str:
+        return (
+            f"  perplexity {self.perplexity:.4f}  ({self.nll:.5f} nats a token)\n"
+            f"  {self.tokens} tokens of {self.documents} documents scored, {self.unscored} not\n"
+            f"  protocol {self.protocol}, seq_length {self.seq_length}"
+        )
 
 
 @dataclass(frozen=True)
@@ -179,58 +175,3 @@ def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
 def _positions(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT)
-
-
-def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
-    """Measure as the flags of `sparseforge evaluate` say, and print it for people; returns it on the first rank."""
-    pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
-    adapter = adapter_of(args.model, args.adapter)
-
-    def load() -> tuple[list[str], PreTrainedModel, PreTrainedTokenizerBase]:
-        documents = _read(args)
-        tokenizer = load_tokenizer(args.model)
-        model = load_model(args.model, args.dtype, adapter)
-        if pattern is not None:
-            prune_by_magnitude(model, pattern)
-        return documents, model, tokenizer
-
-    documents, model, tokenizer = ranks.all_or_raise(load)
-    as_one = args.text in STDLIB or is_wikitext2(args.text) or is_plain_text(args.text)
-    protocol: Protocol = args.protocol or ("windows" if as_one else "documents")
-    began = time.monotonic()
-    progress = ranks.first and sys.stderr.isatty()
-    found = measure(
-        model,
-        tokenizer,
-        documents,
-        protocol,
-        args.seq_length,
-        args.stride,
-        args.batch_size,
-        progress,
-        args.keep_tail,
-        ranks,
-    )
-    if not ranks.first:
-        return None
-    seconds = round(time.monotonic() - began, 2)
-    pruned = f", one-shot magnitude {pattern}" if pattern else ""
-    print(f"{args.model}{pruned} on {args.text}")
-    print(f"  perplexity {found.perplexity:.4f}  ({found.nll:.5f} nats a token)")
-    print(f"  {found.tokens} tokens of {found.documents} documents scored, {found.unscored} not")
-    dtype = str(model.dtype).removeprefix("torch.")
-    overlap = f", stride {args.stride}" if args.stride else ""
-    together = f", {ranks.world_size} ranks" if ranks.world_size > 1 else ""
-    print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{together}")
-    result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
-    result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
-    result |= {"dtype": dtype, "seconds": seconds, "ranks": ranks.world_size}
-    return result
-
-
-def _read(args: argparse.Namespace) -> list[str]:
-    if is_wikitext2(args.text):
-        if args.limit is not None:
-            raise ValueError(f"--limit {args.limit}: {WIKITEXT} is scored whole; leave the flag out")
-        return [read_wikitext2(args.text)]
-    return read_documents(args.text, args.text_field, args.limit)

@@ -25,16 +25,6 @@ NO_ADAPTER = "none"
 _CONFIG = "adapter_config.json"
 
 
-def write_result(flag: str, path: str | None, text: str) -> None:
-    """Write what a flag asks for, where it was given."""
-    if path is None:
-        return
-    try:
-        Path(path).write_text(text + "\n")
-    except OSError as error:
-        raise ValueError(f"--{flag} {path}: cannot be written ({error})") from None
-
-
 def adapter_of(name: str, given: str | None) -> str | None:
     """The adapter to measure a model with: what was given, else the one in the model's own folder, as export writes it.
 

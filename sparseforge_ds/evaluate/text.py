@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import DatasetDict, load_dataset, load_from_disk
 
-from sparseforge_ds.data.formats import KINDS, documents_of, is_readable
+from sparseforge_ds.data.formats import KINDS, documents_of, is_plain_text, is_readable
 from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.stdlib_text import Split, stdlib_file
 
@@ -19,10 +19,22 @@ _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
+def read_text(source: str, text_field: str, limit: int | None) -> list[str]:
+    """The documents that `--text` names; WikiText-2 is one."""
+    if not is_wikitext2(source):
+        return read_documents(source, text_field, limit)
+    if limit is not None:
+        raise ValueError(f"--limit {limit}: {WIKITEXT} is scored whole; leave the flag out")
+    return [read_wikitext2(source)]
+
+
+def as_one(source: str) -> bool:
+    """Whether the documents of a text belong together, as in a book."""
+    return source in STDLIB or is_wikitext2(source) or is_plain_text(source)
+
+
 def read_documents(source: str, text_field: str = "text", limit: int | None = None) -> list[str]:
     """The documents that have text of a file (a .txt file is one), `stdlib:heldout` or `stdlib:train`."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit}: use an integer >= 1")
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
     if not path.is_file() or not is_readable(path.name):
         raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")

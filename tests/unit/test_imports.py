@@ -99,7 +99,6 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "export.writer": {"huggingface_hub", "psutil"},
     "evaluate.harness": {"lm_eval", "jinja2"},
     "evaluate.pretrained": {"checkpoint.folder"},
-    "evaluate.perplexity": {"data.formats"},
     "evaluate.text": {"data.formats", "data.local_rows", "data.stdlib_text"},
     "evaluate.speed": {"matplotlib"},
     "evaluate.zero_shot": {"lm_eval"},
