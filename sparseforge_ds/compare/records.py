@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.checkpoint.disk import whole_file
 from sparseforge_ds.compare.assessment import Baselines
 from sparseforge_ds.compare.runs import Setting, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
@@ -104,10 +104,6 @@ def write_rows(
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a file under a temporary name, then rename it."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Write a file, whole or not at all."""
+    with whole_file(path) as file:
+        file.write(content.encode())

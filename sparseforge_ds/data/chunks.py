@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseforge_ds.data.packed import open_tokens, remove_leftovers, whole_file
+from sparseforge_ds.checkpoint.disk import whole_file
+from sparseforge_ds.data.packed import open_tokens, remove_leftovers
 
 Record = dict[str, Any]
 """What is known of a chunk, as JSON types.

@@ -7,20 +7,17 @@ trained on where not all are, and one that says whether it begins a document whe
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.checkpoint.disk import sync
+from sparseforge_ds.checkpoint.disk import whole_file
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.packing import cache_key, token_dtype, tokenise, without_text
 from sparseforge_ds.data.text_files import Source
@@ -107,24 +104,6 @@ def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame
     with whole_file(record) as file:
         file.write(json.dumps(asdict(packed)).encode())
     return packed
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when it is written and on the disk; when that fails, nothing of it stays.
-
-    Its temporary name is its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
-    """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

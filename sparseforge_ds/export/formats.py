@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.export.card import write_card
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.proof import prove_folder, require
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.export.writer import parse_size, unfinished_folder, write_json
+from sparseforge_ds.export.writer import parse_size, unfinished_folder
 from sparseforge_ds.mask.pattern import NM
 
 Format = Literal["hf", "packed24", "mask"]

@@ -18,14 +18,15 @@ from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import override
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.permuted_folder import read_text_config
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import HEAD, Source, choose_dtype, read_model_config, require_finite
-from sparseforge_ds.export.writer import write_json, write_tensors
+from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.record import Permutation, Reordering
 
 FORMAT = 1
@@ -166,7 +167,7 @@ class MaskedSource(Source):
                 "trained in"
             )
         shapes = {name: part.shape for name, part in self._stored.items()}
-        config = read_text_config(self.model_folder)
+        config = load_config(self.model_folder, str(self.model_folder)).get_text_config()
         return Reordering(self.permutation, str(self.model_config["model_type"]), config, shapes)
 
     def _prefix(self) -> str:

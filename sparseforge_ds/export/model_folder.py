@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
-from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
+from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
 from sparseforge_ds.model.families import LOW_RANK
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
@@ -18,19 +16,10 @@ from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import read_model_config
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
-from sparseforge_ds.model.registration import register_model_classes
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.channels import check_family
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
-
-
-def read_text_config(folder: Path) -> Any:
-    """transformers' config of the text model of a folder."""
-    register_model_classes()
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: its config.json cannot be used ({error})") from None
 
 
 class DenseFolder:
@@ -44,7 +33,7 @@ class DenseFolder:
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {what} already ({file}); permute the dense model that it was made of")
         check_family(self.model_type)
-        self.config = read_text_config(self.folder)
+        self.config = load_config(self.folder, str(folder)).get_text_config()
         self.tensors = TensorFolder(self.folder)
 
     def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]] | None) -> list[PrunableWeight]:

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import sync
+from sparseforge_ds.checkpoint.disk import sync, whole_file, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files, step_of
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.random_state import random_file, random_state
-from sparseforge_ds.train.run_folder import write_json
 
 _LOG = logging.getLogger(__name__)
 
@@ -221,9 +220,8 @@ class Checkpoints:
                 self._remove(folder)
 
     def _point(self, name: str, tag: str) -> None:
-        temporary = self.folder / f"{name}.tmp"
-        temporary.write_text(tag)
-        os.replace(temporary, self.folder / name)
+        with whole_file(self.folder / name) as file:
+            file.write(tag.encode())
 
     def _whole(self, folder: Path) -> bool:
         try:

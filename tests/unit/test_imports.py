@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "mask.pattern",
         "model.families",
+        "checkpoint.disk",
         "export",
         "evaluate",
     },
