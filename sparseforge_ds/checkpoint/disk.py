@@ -49,8 +49,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def whole_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """A folder that gets its name at the end of the block, when there is none, or an empty one; after an error nothing of
-    it stays. What a killed process left under the temporary name is removed."""
+    """A folder that gets its name at the end of the block, where none is by then, or an empty one; after an error
+    nothing of it stays. What a killed process left under the temporary name is removed."""
     temporary = temporary or path.with_name(f"{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
