@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.export import DTYPES
-from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table
+from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, means
 
 if TYPE_CHECKING:
     from sparseforge_ds.ranks import Ranks
@@ -76,7 +76,6 @@ def register(commands: Any) -> None:
     add("--include_path", metavar="DIR", help="folder of task files in the harness' format, which win over its own")
     add("--dense", metavar="MODEL", help="run the dense model too, in the same dtype")
     add("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
-    add("--markdown", metavar="FILE", help="also write the table to a file")
     parser.set_defaults(run=run)
 
 
@@ -88,15 +87,14 @@ def run(args: argparse.Namespace) -> int:
     given = vars(args)
     for flags, asked, of in (
         (("protocol", "seq_length", "stride", "keep_tail"), args.text is not None, "perplexity; give --text"),
-        (("include_path", "dense", "paper", "markdown"), asked_tasks, "accuracy; give --tasks or --suite"),
+        (("include_path", "dense", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not asked and (odd := [flag for flag in flags if given[flag]]):
             raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit {args.limit}: use an integer >= 1")
-    for flag in ("json", "markdown"):  # not after hours
-        if (path := given[flag]) is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{flag} {path}: cannot be written, there is no folder {Path(path).parent}")
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():  # not after hours
+        raise ValueError(f"--json {args.json}: cannot be written, there is no folder {Path(args.json).parent}")
     from sparseforge_ds.ranks import launched_ranks
 
     try:
@@ -155,16 +153,13 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             del model
             dense = load_model(args.dense, dtype)
             results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, args.limit, args.batch_size)
-        this, *other = ({"tasks": each, "means": zero_shot.means(each)} for each in results.values())
+        this, *other = ({"tasks": each, "means": means(each)} for each in results.values())
         found["zero_shot"] = {
             **this,
             "limit": args.limit,
             **({"dense": {"model": args.dense, **other[0]}} if other else {}),
         }
-        table = accuracy_table(results, args.paper)
-        print(table)
-        if args.markdown is not None:
-            Path(args.markdown).write_text(table + "\n")
+        print(accuracy_table(results, args.paper))
     return found
 
 

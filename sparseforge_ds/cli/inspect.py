@@ -61,11 +61,8 @@ def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
     versions = (found.run or {}).get("versions")
     if isinstance(versions, dict):
         lines.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    if found.inventory is not None:
-        lines += [("checkpoint", _entry(entry)) for entry in found.inventory.entries]
-        lines += [("leftover", f"{name}, of an interrupted save") for name in found.inventory.leftovers]
-    elif found.current is not None:
-        lines.append(("checkpoint", _entry(found.current)))
+    lines += [("checkpoint", _entry(entry)) for entry in found.checkpoints]
+    lines += [("leftover", f"{name}, of an interrupted save") for name in found.leftovers]
     lines += [("problem", problem) for problem in found.problems]
     lines.append(("complete", ("yes, all checksums agree" if checked else "yes") if found.ok else "NO"))
     return lines

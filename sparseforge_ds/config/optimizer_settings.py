@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import json
-import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,17 +65,15 @@ def _kind(name: str, params: Mapping[str, Any], on_host: bool) -> type:
         if params.get("torch_adam", False):
             return torch.optim.AdamW if lower == "adamw" or params.get("adam_w_mode", True) else torch.optim.Adam
         return DeepSpeedCPUAdam if on_host else FusedAdam
+    of_deepspeed: dict[str, type] = {
+        "adagrad": DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
+        "lamb": FusedLamb,
+        "lion": DeepSpeedCPULion if on_host else FusedLion,
+    }
+    if lower in of_deepspeed:
+        return of_deepspeed[lower]
     if lower in DEEPSPEED_OPTIMIZERS:
-        if lower.startswith("mu"):
-            if importlib.util.find_spec("mup") is None:
-                raise ValueError(f'optimizer.type = "{name}" needs the package mup, which is not installed; {_USE}')
-            names = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
-            return typing.cast(type, getattr(importlib.import_module("mup"), names[lower]))
-        return {
-            "adagrad": DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
-            "lamb": FusedLamb,
-            "lion": DeepSpeedCPULion if on_host else FusedLion,
-        }[lower]
+        raise ValueError(f'optimizer.type = "{name}" scales its steps by the width of layers, by mup; {_USE}')
     found = getattr(torch.optim, name, None)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         return found

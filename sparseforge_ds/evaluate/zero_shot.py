@@ -6,12 +6,9 @@ harness. Text of these benchmarks in the training data makes the comparison wort
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.harness import LoadedTasks
-from sparseforge_ds.evaluate.published import MEANS, mean_accuracy
 
 
 def measure(
@@ -49,9 +46,3 @@ def measure(
         results[task] = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         results[task]["items"] = output["n-samples"][task]["effective"]
     return results
-
-
-def means(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Mean accuracy over each suite of the paper's tables of which all tasks are there."""
-    found = {suite: mean_accuracy(results, suite) for suite in MEANS}
-    return {suite: mean for suite, mean in found.items() if mean is not None}

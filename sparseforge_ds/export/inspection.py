@@ -81,9 +81,12 @@ class Inspection:
     run: dict[str, Any] | None
     """`sparseforge.json`: coverage, flags, versions."""
     result: dict[str, Any] | None
-    inventory: Inventory | None
-    """All checkpoints, unless the path is a single one."""
-    current: SavedCheckpoint | None
+    leftovers: list[str]
+    """What interrupted saves left behind."""
+    checkpoints: list[SavedCheckpoint]
+    """All of the run, or the one that was asked for."""
+    checkpoint: SavedCheckpoint | None
+    """The one that `status` is of."""
     status: RunStatus | None
     problems: list[str]
     """Why the checkpoint cannot be resumed or exported, or what else is not in order."""
@@ -94,20 +97,10 @@ class Inspection:
         return self.status is not None and not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        inventory = self.inventory
-        return {
-            "ok": self.ok,
-            "path": str(self.path),
-            "run": self.run,
-            "result": self.result,
-            "leftovers": inventory.leftovers if inventory else [],
-            "checkpoints": [_plain_entry(entry) for entry in inventory.entries] if inventory else [],
-            "checkpoint": _plain_entry(self.current) if self.current else None,
-            "status": asdict(self.status) if self.status else None,
-            "mask": asdict(whole(self.status.masks)) if self.status and self.status.masks else None,
-            "problems": self.problems,
-        }
+        """Plain JSON types, with the masks as one."""
+        masks = self.status.masks if self.status else []
+        mask = asdict(whole(masks)) if masks else None
+        return {"ok": self.ok, **asdict(self), "path": str(self.path), "mask": mask}
 
 
 def inspect(
@@ -124,20 +117,17 @@ def inspect(
     description = _optional_json(run, "sparseforge.json")
     result = _optional_json(run, "result.json") if checkpoints is not None else None
     problems: list[str] = []
-    inventory = None
     if checkpoints is not None:
-        inventory = take_inventory(checkpoints)
-        if inventory.problem:
-            problems.append(inventory.problem)
-        if inventory.current is None:
-            problems.append(f"{checkpoints}: no checkpoint yet")
-        current = inventory.current
-        single = checkpoints / current.name if current else None
+        found = take_inventory(checkpoints)
+        problems += [found.problem] if found.problem else []
+        problems += [] if found.current else [f"{checkpoints}: no checkpoint yet"]
+        single = checkpoints / found.current.name if found.current else None
     else:
         assert single is not None
-        current = take_entry(single)
-    if current is not None and current.problem is not None:
-        problems.append(current.problem)
+        entry = take_entry(single)
+        found = Inventory([entry], [], entry, None)
+    if found.current is not None and found.current.problem is not None:
+        problems.append(found.current.problem)
     status = None
     if single is not None:
         try:
@@ -151,7 +141,7 @@ def inspect(
             for mask in status.masks
             if mask.strange
         ]
-    return Inspection(path, description, result, inventory, current, status, problems)
+    return Inspection(path, description, result, found.leftovers, found.entries, found.current, status, problems)
 
 
 def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
@@ -269,7 +259,3 @@ def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, r
     name, shape, axis = weight.name, weight.shape, weight.input_axis
     mask, dense = read_masked(checkpoint, name, released, 0, math.prod(shape))
     return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
-
-
-def _plain_entry(entry: SavedCheckpoint) -> dict[str, Any]:
-    return {**asdict(entry), "complete": entry.complete}
