@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from sparseforge_ds.config.deepspeed_keys import without_autos
+from sparseforge_ds.config.strict import nearest
 
 _SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """Parameters of Adam that DeepSpeed takes for itself."""
@@ -79,9 +79,8 @@ def _kind(name: str, params: Mapping[str, Any], on_host: bool) -> type:
         return found
     known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion"]
     known += [each for each in dir(torch.optim) if isinstance(getattr(torch.optim, each), type)]
-    by_lower = {each.lower(): each for each in known if each not in ("Optimizer", "Muon")}
-    near = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.5)
-    cure = f'did you mean "{by_lower[near[0]]}"?' if near else _USE
+    near = nearest(name, (each for each in known if each not in ("Optimizer", "Muon")))
+    cure = f'did you mean "{near}"?' if near else _USE
     raise ValueError(f'optimizer.type = "{name}": DeepSpeed has no such optimizer; {cure}')
 
 
@@ -117,8 +116,7 @@ def _check_names(name: str, kind: type, params: Mapping[str, Any]) -> None:
             continue
         if key == "max_grad_norm":
             raise ValueError('optimizer.params.max_grad_norm: use the key "gradient_clipping" beside "optimizer"')
-        near = difflib.get_close_matches(key.lower(), taken, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(taken)}"
+        hint = f"did you mean {near}?" if (near := nearest(key, taken)) else f"known are {', '.join(taken)}"
         if name.lower() in ("adam", "adamw") and key in inspect.signature(torch.optim.AdamW).parameters:
             hint = 'it belongs to torch\'s AdamW; add "torch_adam": true'
         raise ValueError(f"optimizer.params.{key}: {kind.__name__} has no such parameter; {hint}")

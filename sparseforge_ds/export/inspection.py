@@ -222,7 +222,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
     of_train = checkpoint.client_state.get("train", {})
     tokens, longer = of_train.get("tokens"), of_train.get("steps")
     trained = [name for name in checkpoint.shapes if name not in checkpoint.buffers]
-    dtypes = {str(checkpoint.trained_dtype(name)).removeprefix("torch.") for name in trained}
+    dtypes = {str(checkpoint.entries[name].trained_dtype).removeprefix("torch.") for name in trained}
     known: dict[str, Any] = {}
     if state is not None:
         saved = RunState.parse(state, str(folder))

@@ -92,7 +92,7 @@ class RunSource(Source):
         self.specs, self.prunable = {}, {}
         for name, part in self._published.items():
             real = self._origin[part.of]
-            kept = checkpoint.trained_dtype(real) if real in checkpoint.buffers else self.dtype
+            kept = checkpoint.entries[real].trained_dtype if real in checkpoint.buffers else self.dtype
             self.specs[name] = TensorSpec(part.shape, kept)
             if real in masked:
                 self.prunable[name] = SparseWeight(name, part.shape, masked[real].input_axis)

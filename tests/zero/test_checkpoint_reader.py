@@ -155,7 +155,7 @@ def test_masters_are_finer_than_the_trained_weights(saved: Any) -> None:
     checkpoint = Checkpoint(saved[2][0] / "stage3-bf16-small-sub-groups")
     weight = checkpoint.weight("a.weight")
     assert not torch.equal(weight, weight.bfloat16().float())
-    assert checkpoint.trained_dtype("a.weight") == torch.bfloat16
+    assert checkpoint.entries["a.weight"].trained_dtype == torch.bfloat16
 
 
 def test_unmapping_in_between_changes_nothing(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
