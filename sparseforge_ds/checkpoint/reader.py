@@ -82,6 +82,8 @@ class Checkpoint:
         if (self.folder / MANIFEST).exists():
             Manifest.read(self.folder).check_shards()
         self._files = files = RankFiles(self.folder)
+        self.files = (*files.model, *files.optimizer)
+        """Of all ranks."""
         self._first = first = files.model[0]
         try:
             files.open()
@@ -152,10 +154,6 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: {name} cannot be read, its files are damaged ({error!r:.200})") from None
         self._files.count(taken)
         return taken
-
-    def check_bytes(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the checksums of all bytes, or of one of `parts` shares of them, which reads them whole."""
-        self._files.check_bytes(part, parts)
 
     def _entry(self, name: str) -> StoredTensor:
         if name not in self.entries:

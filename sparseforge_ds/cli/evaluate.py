@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -139,7 +138,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
     if documents is not None:
         protocol: perplexity.Protocol = args.protocol or ("windows" if as_one(args.text) else "documents")
-        options = (args.seq_length, args.stride, args.batch_size, ranks.first and sys.stderr.isatty(), args.keep_tail)
+        options = (args.seq_length, args.stride, args.batch_size, args.keep_tail)
         began = time.monotonic()
         score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks)
         how = {"stride": args.stride, "keep_tail": args.keep_tail, "ranks": ranks.world_size}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 FORMATS = ("hf", "packed24", "mask")
@@ -66,12 +65,9 @@ def run(args: argparse.Namespace) -> int:
     from sparseforge_ds.export.formats import export
     from sparseforge_ds.export.open import open_source
     from sparseforge_ds.export.stored import Size
-    from sparseforge_ds.export.workers import default_workers
 
     source = open_source(args.source, args.model, args.dtype)
-    workers = default_workers() if args.workers is None else args.workers
-    progress = sys.stderr.isatty()
-    record = export(source, args.out, args.format, args.max_shard_size, workers, progress, args.skip_proof)
+    record = export(source, args.out, args.format, args.max_shard_size, args.workers, args.skip_proof)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(args.format, record)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.printing import printable
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Look, print, and say it in the exit code."""
     from sparseforge_ds.export.inspection import inspect
 
-    found = inspect(args.run_folder, args.quick, args.check, sys.stderr.isatty())
+    found = inspect(args.run_folder, args.quick, args.check)
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     """Permute, and say what was gained."""
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.export.permuted_folder import DenseFolder
-    from sparseforge_ds.export.workers import default_workers
     from sparseforge_ds.export.writer import unfinished_folder
 
     for flag in ("sequences", "seq_length", "rows"):
@@ -68,11 +66,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{flag} {getattr(args, flag)}: use an integer >= 1")
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     dense = DenseFolder(args.model)
-    progress = sys.stderr.isatty()
     with unfinished_folder(args.out) as folder:
-        found = _find(args, config, dense, progress)
-        workers = default_workers() if args.workers is None else args.workers
-        dense.write(found, folder, args.max_shard_size, workers, progress)
+        found = _find(args, config, dense)
+        dense.write(found, folder, args.max_shard_size, args.workers)
     for part, kept in found.facts["kept"].items():
         before, after = kept["before"], kept["after"]
         lost = 1 - (1 - after) / (1 - before)
@@ -81,12 +77,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder, progress: bool) -> Permutation:
+def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder) -> Permutation:
     import torch
 
     if args.text is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return dense.find(config, args.dimensions, args.rows, device=device, progress=progress)
+        return dense.find(config, args.dimensions, args.rows, device=device)
 
     from sparseforge_ds.evaluate.perplexity import windows
     from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
@@ -99,4 +95,4 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
     model = load_model(str(Path(args.model)))
     batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
     weights = prunable_weights(model, config)
-    return find_by_activations(model, weights, batches, config, args.dimensions, args.rows, progress)
+    return find_by_activations(model, weights, batches, config, args.dimensions, args.rows)

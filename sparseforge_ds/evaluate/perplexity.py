@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -70,7 +69,6 @@ def measure(
     seq_length: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
-    progress: bool = False,
     keep_tail: bool = False,
     ranks: Ranks | None = None,
 ) -> Perplexity:
@@ -100,7 +98,7 @@ def measure(
     ranks = ranks or Ranks()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
     batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
-    mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=not progress, file=sys.stderr)
+    mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=None if ranks.first else True)
     # Batches do not depend on the number of ranks, and fsum rounds once: the number is the same to the last bit.
     scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch) for batch in mine])))
     nll, tokens = math.fsum(score for score, _ in scores), sum(count for _, count in scores)

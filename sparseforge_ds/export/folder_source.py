@@ -29,7 +29,6 @@ from sparseforge_ds.export.source import (
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.export.verify import check_folder
-from sparseforge_ds.export.workers import default_workers
 from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.families import LOW_RANK
 from sparseforge_ds.permutation.record import Permutation
@@ -95,7 +94,7 @@ class FolderSource(Source):
                 "would be left behind; merge it into the weights, prune those again, or take the adapter out"
             )
         pattern = NM(2, 4)
-        report = check_folder(self.folder, pattern, workers=default_workers())
+        report = check_folder(self.folder, pattern)
         if report.violations or report.missing or not report.rows:
             worst = max(report.rows, key=lambda row: row.violations, default=None)
             why = (
@@ -148,7 +147,7 @@ class FolderSource(Source):
         return value
 
     @override
-    def check_bytes(self, workers: int = 1) -> None:
+    def check_bytes(self, workers: int | None = None) -> None:
         """Compare the adapter with its hash; weights are checked whenever they are read."""
         expected = self._sparsity.get("adapter_sha256")
         if expected is not None and hash_file(self.folder / TENSORS) != expected:

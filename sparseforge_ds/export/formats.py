@@ -22,8 +22,7 @@ def export(
     out: str | Path,
     format: Format = "hf",
     max_shard_size: str = "5GB",
-    workers: int = 1,
-    progress: bool = False,
+    workers: int | None = None,
     skip_proof: bool = False,
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
@@ -58,10 +57,10 @@ def export(
     source.check_bytes(workers)
     with unfinished_folder(out) as folder:
         if format == "mask":
-            file, record = folder / "mask.json", write_masks(source, folder, workers, progress)
-            proof = None if skip_proof else prove_masks(source, folder, progress)
+            file, record = folder / "mask.json", write_masks(source, folder, workers)
+            proof = None if skip_proof else prove_masks(source, folder)
         else:
-            file, record = folder / "sparsity.json", write_model(source, folder, packed, shard_bytes, workers, progress)
+            file, record = folder / "sparsity.json", write_model(source, folder, packed, shard_bytes, workers)
             proof = None if skip_proof else prove_folder(source, folder, plain=not packed)
         record["proof"] = proof
         write_json(file, record)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,12 +102,7 @@ class Inspection:
         return {"ok": self.ok, **asdict(self), "path": str(self.path), "mask": mask}
 
 
-def inspect(
-    path: str | Path,
-    quick: bool = False,
-    checksums: bool = False,
-    progress: bool = False,
-) -> Inspection:
+def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> Inspection:
     """What can be known, without a process group, of a run's folder, its `checkpoints`, one checkpoint, or the output
     folder of transformers' Trainer. `quick` reads no masks, `checksums` reads every byte of the checkpoint."""
     path = Path(path)
@@ -131,7 +125,7 @@ def inspect(
     status = None
     if single is not None:
         try:
-            status = _read(single, quick, checksums, progress)
+            status = _read(single, quick, checksums)
         except ValueError as error:
             if str(error) not in problems:
                 problems.append(str(error))
@@ -209,11 +203,12 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
     return read_json(run / name) if run is not None and (run / name).exists() else None
 
 
-def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStatus:
+def _read(folder: Path, quick: bool, checksums: bool) -> RunStatus:
     """Look into one checkpoint."""
     checkpoint = Checkpoint(folder)
     if checksums:
-        checkpoint.check_bytes()
+        for file in checkpoint.files:
+            file.check_bytes()
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             for name in manifest.files:
@@ -241,7 +236,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             "branch_parameters": sum(math.prod(s) for name, s in checkpoint.shapes.items() if name.endswith(LOW_RANK)),
         }
         if not quick:
-            bar = tqdm(saved.weights, unit=" weights", disable=not progress, file=sys.stderr)
+            bar = tqdm(saved.weights, unit=" weights", disable=None)
             released = step >= config.release_step
             masks = [_read_mask(checkpoint, weight, config.parsed_pattern, released) for weight in bar]
             known["masks"] = sorted(masks, key=lambda mask: (-mask.strange, -mask.undecided, mask.binary))

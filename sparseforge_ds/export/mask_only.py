@@ -8,7 +8,6 @@ the first zeros count as kept. A permutation before the run lies beside the mask
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from sparseforge_ds.permutation.record import Permutation, Reordering
 FORMAT = 1
 
 
-def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> dict[str, Any]:
+def write_masks(source: Source, folder: Path, workers: int | None) -> dict[str, Any]:
     """Write mask.safetensors and mask.json, and return what mask.json holds; its `proof` is null."""
     specs, rows = {}, {}
     for name, weight in source.prunable.items():
@@ -46,7 +45,7 @@ def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> d
         rows[name]["sha256"] = hash_tensor(packed)
         return {name: packed}
 
-    write_tensors(folder, "mask", specs, make, workers=workers, progress=progress)
+    write_tensors(folder, "mask", specs, make, workers=workers)
     record = {
         "format": FORMAT,
         "model_type": source.model_config.get("model_type"),
@@ -182,10 +181,10 @@ def masked(dense: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, dense, torch.zeros((), dtype=dense.dtype)) + 0.0
 
 
-def prove_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
+def prove_masks(source: Source, folder: Path) -> dict[str, Any]:
     """Read every mask back and compare it with the source's; returns what mask.json says of it."""
     written = MaskFolder(folder)
-    for name in tqdm(source.prunable, unit=" masks checked", disable=not progress, file=sys.stderr):
+    for name in tqdm(source.prunable, unit=" masks checked", disable=None):
         if not torch.equal(written.read(name), source.read_mask(name)):
             raise ValueError(f"{folder}: the proof failed: the mask of {name} does not unpack to the source's")
     return {"masks": "equal to the source's"}

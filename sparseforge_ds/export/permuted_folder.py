@@ -53,7 +53,6 @@ class DenseFolder:
         rows: int,
         shapes: dict[str, tuple[int, ...]] | None = None,
         device: torch.device | str = "cpu",
-        progress: bool = False,
     ) -> Permutation:
         """The permutation by magnitude; arguments as of `weights` and `find_permutation`."""
         return find_permutation(
@@ -67,7 +66,6 @@ class DenseFolder:
             rows,
             config.seed,
             device=device,
-            progress=progress,
         )
 
     def write(
@@ -75,8 +73,7 @@ class DenseFolder:
         permutation: Permutation,
         folder: Path,
         max_shard_size: str = "5GB",
-        workers: int = 1,
-        progress: bool = False,
+        workers: int | None = None,
     ) -> None:
         """Write the model with its channels in their new order, and the permutation beside it, one tensor at a time."""
         reorder = Reordering(permutation, self.model_type, self.config, self.tensors.shapes)
@@ -91,7 +88,6 @@ class DenseFolder:
             make,
             max_shard_bytes=parse_size(max_shard_size),
             workers=workers,
-            progress=progress,
         )
         copy_other_files(self.folder, folder)
         shutil.copyfile(self.folder / "config.json", folder / "config.json")

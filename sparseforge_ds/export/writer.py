@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +57,7 @@ def write_tensors(
     make: Callable[[str], Mapping[str, Tensor]],
     items: Sequence[str] | None = None,
     max_shard_bytes: int = NO_LIMIT,
-    workers: int = 1,
-    progress: bool = False,
+    workers: int | None = None,
 ) -> None:
     """Write `stem.safetensors`, or numbered files and their index when there is more than `max_shard_bytes`.
 
@@ -83,7 +81,7 @@ def write_tensors(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / f"{stem}.safetensors.index.json", index)
     left = set(specs)
-    bar = tqdm(total=split.metadata["total_size"], unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
+    bar = tqdm(total=split.metadata["total_size"], unit="B", unit_scale=True, disable=None)
 
     def write(item: str) -> None:
         for name, tensor in make(item).items():

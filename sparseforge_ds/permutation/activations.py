@@ -70,7 +70,6 @@ def find_by_activations(
     config: SparseForgeConfig,
     which: str,
     rows: int,
-    progress: bool = False,
 ) -> Permutation:
     """`find_permutation` of a whole model in memory, by Wanda's score."""
     weights = list(weights)
@@ -88,7 +87,6 @@ def find_by_activations(
         config.seed,
         squares,
         model.device,
-        progress,
     )
 
 

@@ -49,7 +49,6 @@ def find_permutation(
     seed: int = 0,
     squares: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
-    progress: bool = False,
 ) -> Permutation:
     """The order of every dimension in which the weights that read it keep the most score.
 
@@ -73,7 +72,7 @@ def find_permutation(
     input_axis = {weight.name: weight.input_axis for weight in weights}
     index: dict[str, Tensor] = {}
     totals = dict.fromkeys(["mlp", "heads", "residual"], torch.zeros(3, dtype=torch.float64))
-    for number, (name, held) in enumerate(tqdm(found.items(), unit=" dimensions", disable=not progress)):
+    for number, (name, held) in enumerate(tqdm(found.items(), unit=" dimensions", disable=None)):
         plain_BC = torch.arange(held.channels).expand(held.blocks, held.channels)
         axes = [axis for axis in held.axes if input_axis.get(axis.tensor) == axis.axis]
         if not axes:
