@@ -57,14 +57,14 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Permute, and say what was gained."""
-    from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
     from sparseforge_ds.export.permuted_folder import DenseFolder
     from sparseforge_ds.export.writer import unfinished_folder
 
-    for flag in ("sequences", "seq_length", "rows"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag} {getattr(args, flag)}: use an integer >= 1")
-    config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
+    if args.seq_length < 1:
+        raise ValueError(f"--seq_length {args.seq_length}: use an integer >= 1")
+    settings = PermuteConfig(dimensions=args.dimensions, sequences=args.sequences, rows=args.rows)
+    config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed, permute=settings)
     dense = DenseFolder(args.model)
     with unfinished_folder(args.out) as folder:
         found = _find(args, config, dense)
@@ -82,17 +82,15 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
 
     if args.text is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return dense.find(config, args.dimensions, args.rows, device=device)
+        return dense.find(config, device=device)
 
     from sparseforge_ds.evaluate.perplexity import windows
     from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
     from sparseforge_ds.evaluate.text import read_documents
-    from sparseforge_ds.model.families import prunable_weights
     from sparseforge_ds.permutation.activations import find_by_activations
 
     documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
     passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length, keep_tail=False)
     model = load_model(str(Path(args.model)))
     batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
-    weights = prunable_weights(model, config)
-    return find_by_activations(model, weights, batches, config, args.dimensions, args.rows)
+    return find_by_activations(model, batches, config)

@@ -49,8 +49,6 @@ class DenseFolder:
     def find(
         self,
         config: SparseForgeConfig,
-        which: str,
-        rows: int,
         shapes: dict[str, tuple[int, ...]] | None = None,
         device: torch.device | str = "cpu",
     ) -> Permutation:
@@ -61,10 +59,7 @@ class DenseFolder:
             self.weights(config, shapes),
             self.model_type,
             self.config,
-            config.parsed_pattern,
-            which,
-            rows,
-            config.seed,
+            config,
             device=device,
         )
 

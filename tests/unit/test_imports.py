@@ -74,7 +74,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.evaluate": {"evaluate", "ranks"},
     "cli.generate": {"transformers", "evaluate"},
     "cli.inspect": {"model.coverage"},
-    "cli.permute": {"evaluate", "model.families", "permutation"},
+    "cli.permute": {"evaluate", "permutation"},
     "cli.train": {"train.run"},
     "cli.plan": {"transformers", "planning", "train"},
     "compare.figures": {"matplotlib", "pandas"},
