@@ -67,7 +67,6 @@ def register(commands: Any) -> None:
     add("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
     add("--seq_length", type=int, metavar="N", help="tokens of a window or of a document at most")
     add("--stride", type=int, metavar="N", help="distance of window starts (default: seq_length, no overlap)")
-    add("--keep_tail", action="store_true", help="also score what does not fill the last window")
     group = parser.add_argument_group("zero-shot accuracy")
     which, add = group.add_mutually_exclusive_group(), group.add_argument
     which.add_argument("--tasks", metavar="NAMES", help="names of the harness, with commas between")
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("nothing to measure: give --text for perplexity, --tasks or --suite for accuracy, or both")
     given = vars(args)
     for flags, asked, of in (
-        (("protocol", "seq_length", "stride", "keep_tail"), args.text is not None, "perplexity; give --text"),
+        (("protocol", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
         (("include_path", "dense", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not asked and (odd := [flag for flag in flags if given[flag]]):
@@ -138,10 +137,10 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
     if documents is not None:
         protocol: perplexity.Protocol = args.protocol or ("windows" if as_one(args.text) else "documents")
-        options = (args.seq_length, args.stride, args.batch_size, args.keep_tail)
+        options = (args.seq_length, args.stride, args.batch_size)
         began = time.monotonic()
         score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks)
-        how = {"stride": args.stride, "keep_tail": args.keep_tail, "ranks": ranks.world_size}
+        how = {"stride": args.stride, "ranks": ranks.world_size}
         seconds = round(time.monotonic() - began, 2)
         found["perplexity"] = {"text": args.text, **asdict(score), **how, "seconds": seconds}
         if ranks.first:

@@ -90,7 +90,7 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
     from sparseforge_ds.permutation.activations import find_by_activations
 
     documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
-    passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length, keep_tail=False)
+    passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length)
     model = load_model(str(Path(args.model)))
     batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
     return find_by_activations(model, batches, config)

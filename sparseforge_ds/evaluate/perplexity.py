@@ -4,7 +4,7 @@ Softmax in fp32, one number over the whole text (not a mean of perplexities), by
 
 `windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
 the tokenizer's default special tokens. Windows of `seq_length` do not overlap; every token of one but the first is
-scored. The tail is dropped unless `keep_tail`; with `stride` a window scores only what no earlier one scored.
+scored. The tail is dropped; with `stride` a window scores only what no earlier one scored.
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
 the document are scored, cut where the model's positions (or `seq_length`) end.
@@ -69,7 +69,6 @@ def measure(
     seq_length: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
-    keep_tail: bool = False,
     ranks: Ranks | None = None,
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
@@ -89,10 +88,9 @@ def measure(
     if batch_size < 1:
         raise ValueError(f"--batch_size {batch_size}: use an integer >= 1")
     if protocol == "windows":
-        passages, total = windows(tokenizer, documents, seq_length, stride or seq_length, keep_tail)
-    elif stride is not None or keep_tail:
-        flag = "--stride" if stride is not None else "--keep_tail"
-        raise ValueError(f"{flag} belongs to --protocol windows; documents are scored whole")
+        passages, total = windows(tokenizer, documents, seq_length, stride or seq_length)
+    elif stride is not None:
+        raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
     else:
         passages, total = whole_documents(tokenizer, documents, seq_length)
     ranks = ranks or Ranks()
@@ -110,7 +108,7 @@ def measure(
 
 
 def windows(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int, keep_tail: bool
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int
 ) -> tuple[list[Passage], int]:
     """The windows of the joined documents, and the tokens that these have. Raises ValueError where the text is shorter
     than a window, or the stride is longer."""
@@ -122,9 +120,6 @@ def windows(
     starts = range(0, len(ids) - seq_length + 1, stride)
     overlap = max(1, seq_length - stride)
     passages = [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts]
-    tail = ids[starts[-1] + stride :]
-    if keep_tail and len(tail) > overlap:
-        passages.append(Passage(tail, overlap))
     return passages, len(ids)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets import load_dataset
 
 from sparseforge_ds.data.formats import KINDS, documents_of, is_plain_text, is_readable
 from sparseforge_ds.data.local_rows import load_rows
@@ -55,23 +54,18 @@ def is_wikitext2(source: str) -> bool:
 
 
 def read_wikitext2(source: str) -> str:
-    """The test split as the papers score it: all rows, blank ones too, joined by two newlines. From the hub, a
-    folder of `save_to_disk` or a file of rows."""
-    path = source.removeprefix(WIKITEXT).removeprefix(":")
+    """The test split as the papers score it: all rows, blank ones too, joined by two newlines."""
+    path = Path(source.removeprefix(WIKITEXT).removeprefix(":"))
     try:
-        rows = _local(Path(path)) if path else load_dataset(*_HUB, split="test")
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if source == WIKITEXT:
+            rows = load_dataset(*_HUB, split="test")
+        elif path.suffix in _BUILDERS:
+            rows = load_rows(_BUILDERS[path.suffix], data_files=[str(path.absolute())], split="train")
+        else:
+            raise ValueError(f"give a file of {', '.join(_BUILDERS)}")
+    except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise ValueError(f"--text {source}: cannot be read ({reason})") from None
     if "text" not in rows.column_names:
         raise ValueError(f"--text {source}: its rows have no column 'text' ({', '.join(rows.column_names)})")
     return "\n\n".join(rows["text"])
-
-
-def _local(path: Path) -> Any:
-    if path.is_dir():
-        found = load_from_disk(str(path))
-        return found["test"] if isinstance(found, DatasetDict) else found
-    if path.suffix not in _BUILDERS:
-        raise ValueError(f"give a folder of save_to_disk, or a file of {', '.join(_BUILDERS)}")
-    return load_rows(_BUILDERS[path.suffix], data_files=[str(path.absolute())], split="train")
