@@ -10,17 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SUITES = {
-    "paper": (
-        "arc_challenge",
-        "arc_easy",
-        "boolq",
-        "hellaswag",
-        "openbookqa",
-        "rte",
-        "winogrande",
-        "race",
-        "piqa",
-    ),
+    "paper": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande", "race", "piqa"),
     "with_race": ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "winogrande", "race", "piqa"),
     "with_rte": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande"),
 }
