@@ -176,6 +176,7 @@ struct Fp32 {
 
 AVX512_BLOCK(avx512_bf16, Bf16, ISA_BF16)
 AVX512_BLOCK(avx512_fp32, Fp32, ISA_FP32)
+#include "linear24_avx2.h"
 #endif
 
 // ------------------------------------------------------------------------------------------------ portable

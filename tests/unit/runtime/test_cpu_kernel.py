@@ -83,7 +83,7 @@ def test_within_the_stated_bound_of_fp64(
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -> None:
-    """A tile has 64 outputs of 14336 inputs, and up to 73 rows of x are multiplied without one."""
+    """A tile has 64 or 256 outputs of 14336 inputs, and up to 24 or 73 rows of x are multiplied without one."""
     torch.manual_seed(0)
     values, positions = packed(300, 14336, dtype)
     x, bias = torch.randn(75, 14336).to(dtype), torch.randn(300).to(dtype)
