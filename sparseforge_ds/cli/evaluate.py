@@ -125,7 +125,8 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     def load() -> Any:
         documents = None if args.text is None else read_text(args.text, args.text_field, args.limit)
         tokenizers = [load_tokenizer(name) for name in (args.model, args.dense) if name is not None]
-        tasks = load_tasks(_tasks(args), args.include_path, args.limit) if args.tasks or args.suite else None
+        names = _tasks(args)
+        tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
         model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
             prune_by_magnitude(model, pattern)
@@ -152,17 +153,16 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             dense = load_model(args.dense, dtype)
             results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, args.limit, args.batch_size)
         this, *other = ({"tasks": each, "means": means(each)} for each in results.values())
-        found["zero_shot"] = {
-            **this,
-            "limit": args.limit,
-            **({"dense": {"model": args.dense, **other[0]}} if other else {}),
-        }
+        found["zero_shot"] = {**this, "limit": args.limit}
+        if other:
+            found["zero_shot"]["dense"] = {"model": args.dense, **other[0]}
         print(accuracy_table(results, args.paper))
     return found
 
 
-def _tasks(args: argparse.Namespace) -> list[str]:
-    tasks = list(SUITES[args.suite]) if args.suite else list(dict.fromkeys(filter(None, args.tasks.split(","))))
-    if not tasks:
+def _tasks(args: argparse.Namespace) -> list[str] | None:
+    if args.tasks is None:
+        return list(SUITES[args.suite]) if args.suite else None
+    if not (tasks := list(dict.fromkeys(filter(None, args.tasks.split(","))))):
         raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
     return tasks
