@@ -118,7 +118,7 @@ def _unknown(word: str) -> str:
         return (
             f"{flag}: the deepspeed launcher has this flag: write it before the script, deepspeed {flag} ... train.py"
         )
-    near = name if name in known else nearest(_SHORT.get(name, name), known, likeness=0.6)
+    near = name if name in known else nearest(_SHORT.get(name, name), known)
     # Not imported before something is wrong, so that --help need not wait for DeepSpeed.
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.deepspeed_keys import KEYS

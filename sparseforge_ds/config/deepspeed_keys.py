@@ -166,4 +166,4 @@ def _cure(key: str) -> str:
         return "it belongs in optimizer.params"
     if key in DeepSpeedZeroConfig.model_fields:
         return 'it belongs in "zero_optimization"'
-    return f"did you mean {close!r}?" if (close := nearest(key, KEYS, likeness=0.6)) else "remove it"
+    return f"did you mean {close!r}?" if (close := nearest(key, KEYS)) else "remove it"

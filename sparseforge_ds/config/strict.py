@@ -20,7 +20,7 @@ def require(condition: bool, key: str, value: object, cure: str) -> None:
         raise ValueError(f"sparseforge.{key} = {json.dumps(value)} is not valid: {cure}")
 
 
-def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str | None:
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """The known word that is most like another one, whatever their case; None where none is."""
     by_lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=likeness)

@@ -77,13 +77,14 @@ def test_a_batch_that_cannot_be_divided_names_ones_that_can(keys, world_size):
 )
 def test_what_is_accepted_adds_up(train, micro, accumulation, world_size):
     try:
-        result = batch(train, micro, accumulation, world_size)
+        found = batch(train, micro, accumulation, world_size)
     except ValueError:
         assume(False)
         return
-    assert result.train == train == result.micro * result.accumulation * world_size
-    assert micro in (None, result.micro)
-    assert accumulation in (None, result.accumulation)
+    its_train, its_micro, its_accumulation = (found[name] for name in BATCH)
+    assert its_train == train == its_micro * its_accumulation * world_size
+    assert micro in (None, its_micro)
+    assert accumulation in (None, its_accumulation)
 
 
 @pytest.mark.parametrize("value", [0, -4, 2.5, "8", True])
