@@ -18,14 +18,15 @@ from tqdm import tqdm
 
 from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.permutation.channels import Axis, Dimension, dimensions
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.permutation.search import best_order, kept_score
 
 
-def check_pattern(pattern: NM, found: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
+def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
     """Raise ValueError where groups are not those of neighbouring channels of one block."""
+    assert isinstance(pattern, NM)  # `SparseForgeConfig` refuses others
     axes = {weight.name: weight.input_axis for weight in weights}
     for held in found.values():
         read = any(axes.get(axis.tensor) == axis.axis for axis in held.axes)
@@ -65,8 +66,8 @@ def find_permutation(
     weights = list(weights)
     settings, pattern, seed = config.permute or PermuteConfig(), config.parsed_pattern, config.seed
     found = dimensions(model_type, of_model, shapes, settings.dimensions)
-    assert isinstance(pattern, NM)  # `SparseForgeConfig` refuses others
     check_pattern(pattern, found, weights)
+    assert isinstance(pattern, NM)
     input_axis = {weight.name: weight.input_axis for weight in weights}
     index: dict[str, Tensor] = {}
     totals = dict.fromkeys(["mlp", "heads", "residual"], torch.zeros(3, dtype=torch.float64))
