@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.family_table import Published, Row, register_family
     from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.head import loss_in_head
-    from sparseforge_ds.model.low_rank import low_rank_share, prepare
+    from sparseforge_ds.model.low_rank import prepare
     from sparseforge_ds.runtime.extension_locks import clear_extension_locks
     from sparseforge_ds.train.teacher import Teacher
 
@@ -31,7 +31,6 @@ _WHERE = {
     "any_family": "model.any_family",
     "distillation_loss": "model.distill",
     "loss_in_head": "model.head",
-    "low_rank_share": "model.low_rank",
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
     "register_family": "model.family_table",
@@ -50,7 +49,6 @@ __all__ = [
     "any_family",
     "distillation_loss",
     "loss_in_head",
-    "low_rank_share",
     "param_groups",
     "prepare",
     "register_model_classes",

@@ -22,7 +22,7 @@ def texts(count: int = 60) -> list[str]:
 
 def stream_of(folder: Path) -> LocalText:
     """The files of a folder as a stream."""
-    return LocalText(f"stream:{folder}", find_files(folder), "text", streamed=True)
+    return LocalText(f"stream:{folder}", find_files(folder), streamed=True)
 
 
 def write_stream(folder: Path, documents: list[str] | None = None) -> LocalText:

@@ -17,7 +17,7 @@ _EPILOG = """\
 exit code: 0 a configuration fits; 1 none of those given fits; 2 an error, said in one line
 
 Nothing is allocated: memory and operations are derived from the shapes of the model on torch's meta device.
-The reserve, the peak of the GPU and the utilisation (--reserve, --peak_tflops, --mfu) are assumptions; state yours.
+The reserve, the peak of the GPU and the utilisation (--reserve, --gpu, --mfu) are assumptions; state yours.
 
 example:
   sparseforge plan --model Qwen/Qwen3-14B --gpus 8 --gpu h100 --deepspeed ds_configs/zero3.json --tokens 5B
@@ -50,12 +50,11 @@ def register(commands: Any) -> None:
     add("--any_family", action="store_true", help="as for the launcher: prune a family that the table does not know")
     add("--max_steps", type=int, metavar="N", help="steps of the run (default: the JSON's)")
     add("--tokens", type=_tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
-    add("--gpu", metavar="NAME", default="h100", help="a100, b200, h100, h200, l40s or v100: its peak (default: h100)")
-    add("--peak_tflops", type=_positive, metavar="X", help="of one GPU in this precision, instead of --gpu")
+    peak = "a100, b200, h100, h200, l40s or v100, or its peak in TFLOPS (default: h100)"
+    add("--gpu", metavar="NAME", default="h100", help=peak)
     add("--mfu", type=float, default=0.4, metavar="SHARE", help="of the peak that is reached (default: 0.4)")
     reserve = "of a GPU for the driver, communication buffers and fragmentation (default: 4)"
     add("--reserve", type=float, default=4.0, metavar="GIB", help=reserve)
-    add("--host_memory", type=_positive, metavar="GIB", help="of the host, for each GPU (default: any amount)")
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -71,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
         import transformers
 
         from sparseforge_ds.config.arguments import RunArguments
-        from sparseforge_ds.planning.duration import PEAK_TFLOPS
-        from sparseforge_ds.planning.plan import GIB, Machine
+        from sparseforge_ds.planning.plan import GIB, PEAK_TFLOPS, Machine
         from sparseforge_ds.train.banner import spec_rows, table
         from sparseforge_ds.train.dry_run import find_config, plan_of
         from sparseforge_ds.train.spec import Hardware, make_spec
@@ -80,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
     gpu = args.gpu.lower()
-    if gpu not in PEAK_TFLOPS and args.peak_tflops is None:
-        raise ValueError(f"--gpu {args.gpu}: known are {', '.join(PEAK_TFLOPS)}; give --peak_tflops for another one")
+    try:
+        tflops = PEAK_TFLOPS[gpu] if gpu in PEAK_TFLOPS else _positive(gpu)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ValueError(f"--gpu {args.gpu}: known are {', '.join(PEAK_TFLOPS)}; or give its TFLOPS") from None
     if not 0 < args.mfu <= 1:
         raise ValueError(f"--mfu {args.mfu} is not valid: use a share, 0 < share <= 1")
     if not 0 <= args.reserve < args.gpu_memory:
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
     machine = Machine(
         device=int(args.gpu_memory * GIB),
         reserve=int(args.reserve * GIB),
-        host=None if args.host_memory is None else int(args.host_memory * GIB),
-        tflops=args.peak_tflops or PEAK_TFLOPS[gpu],
+        tflops=tflops,
         mfu=args.mfu,
     )
     of_a_run = {field.name for field in dataclasses.fields(RunArguments)} - {"deepspeed"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,8 @@ def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], no
     lines = summarize(rows, config.compared_with)
     table = markdown(lines, rows, config, notes)
     write_text(out / "table.md", table)
-    stored = ((row["run"], out / "histories" / f"{row['run']}.json") for row in rows if row["kind"] == "result")
-    histories = {name: json.loads(path.read_text()) for name, path in stored if path.exists()}
     lines["bytes"] = [cost_of(line, config).bytes for line in lines.itertuples()]
-    figures = draw(lines, rows, histories, out / "figures")
+    figures = draw(lines, out / "figures")
     tried = selection_table(rows, config)
     tables = [*results_tables(lines, config), *([] if tried is None else [tried])]
     words = [*legend_lines(lines, config), *notes]

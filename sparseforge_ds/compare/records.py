@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.disk import whole_file
-from sparseforge_ds.compare.assessment import Baselines
-from sparseforge_ds.compare.runs import Setting, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.compare.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
 
-_FOUND = ("validation_perplexity", "test_perplexity", "diverged", "sparsity", "seconds", "resumed", "agreement")
+_FOUND = ("validation_perplexity", "test_perplexity", "diverged", "sparsity", "seconds", "resumed")
 
 
 class Records:
-    """`OUT/records`: a file for each run with what it was to be and what it came to, beside its history."""
+    """`OUT/records`: a file for each run with what it was to be and what it came to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,16 +62,15 @@ def settled(record: Mapping[str, Any]) -> bool:
 
 
 def write_rows(
-    out: Path, config: CompareConfig, baselines: Baselines, records: Records, chosen: Mapping[str, Setting]
+    out: Path, config: CompareConfig, baselines: dict[str, Any], records: Records, chosen: Mapping[str, Run]
 ) -> list[dict[str, Any]]:
     """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done."""
-    values = asdict(baselines)
     rows: list[dict[str, Any]] = []
     row: dict[str, Any]
     for kind, name, which in (("dense", "dense", "dense"), ("one_shot", "one-shot magnitude", "magnitude")):
         row = {"kind": kind, "method": name, "run": None, "seed": None, "steps": 0, "tokens": 0}
         row |= {"learning_rate": None, "decides": False, "chosen": False}
-        row |= {f"{text}_perplexity": values[f"{which}_{text}"] for text in ("validation", "test")}
+        row |= {f"{text}_perplexity": baselines[f"{which}_{text}"] for text in ("validation", "test")}
         rows.append({**row, "seconds": None, "command": None})
     deciding, untrained = selection_runs(config), one_shot_runs(config)
     counting = result_runs(config, chosen) if chosen else []
@@ -90,7 +88,8 @@ def write_rows(
             "learning_rate": run.learning_rate if run.trained else None,
             "decay": run.decay,
             "decides": run in deciding,
-            "chosen": chosen.get(run.method.name) == run.setting,
+            "chosen": run.method.name in chosen
+            and replace(chosen[run.method.name], seed=run.seed, steps=run.steps) == run,
             "at_the_edge": run.trained and at_the_edge(run.method.learning_rates, run.learning_rate),
             "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
             **{key: record.get(key) for key in _FOUND},
@@ -104,6 +103,6 @@ def write_rows(
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file that is there whole or not at all."""
     with whole_file(path) as file:
         file.write(content.encode())

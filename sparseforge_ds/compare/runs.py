@@ -5,22 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparseforge_ds.compare.settings import CompareConfig, Method
 
 NO_TRAINING = 1e-12
 """Learning rate of a step that must not change anything."""
-
-
-class Setting(NamedTuple):
-    """What is chosen for a method on the validation text."""
-
-    learning_rate: float
-    decay: float | None = None
-    """`method.decay`; None: what its block says."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +26,6 @@ class Run:
     trained: bool = True
     decay: float | None = None
     """Instead of the block's."""
-
-    @property
-    def setting(self) -> Setting:
-        """What distinguishes it among the runs of its method, seed and budget."""
-        return Setting(self.learning_rate, self.decay)
 
     @property
     def name(self) -> str:
@@ -88,13 +75,8 @@ class Run:
 
 def selection_runs(config: CompareConfig) -> list[Run]:
     """Runs that decide a learning rate and a decay: none where there is nothing to choose from."""
-    return [
-        Run(method, rate, config.seeds[0], config.budgets[0], decay=decay)
-        for method in config.methods.values()
-        if len(method.learning_rates) > 1 or len(method.decays) > 1
-        for rate in method.learning_rates
-        for decay in method.decays or (None,)
-    ]
+    grids = [_grid(config, method) for method in config.methods.values()]
+    return [run for grid in grids if len(grid) > 1 for run in grid]
 
 
 def one_shot_runs(config: CompareConfig) -> list[Run]:
@@ -104,32 +86,33 @@ def one_shot_runs(config: CompareConfig) -> list[Run]:
     ]
 
 
-def result_runs(config: CompareConfig, chosen: Mapping[str, Setting]) -> list[Run]:
-    """Runs that count, with what was chosen for every method."""
+def result_runs(config: CompareConfig, chosen: Mapping[str, Run]) -> list[Run]:
+    """Runs that count: those chosen for every method, with all seeds and budgets."""
     return [
-        Run(method, chosen[method.name].learning_rate, seed, steps, decay=chosen[method.name].decay)
+        replace(chosen[name], seed=seed, steps=steps)
         for steps in config.budgets
         for seed in config.seeds
-        for method in config.methods.values()
+        for name in config.methods
     ]
 
 
-def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[str, Setting]:
-    """Learning rate and decay of every method: the lowest perplexity on the validation text, by the name of a run. A
-    run that diverged has an infinite one. Raises ValueError where a method diverges at all of its learning rates."""
-    chosen = {
-        name: Setting(method.learning_rates[0], method.decays[0] if method.decays else None)
-        for name, method in config.methods.items()
-    }
-    tried: dict[str, list[Run]] = {}
-    for run in selection_runs(config):
-        tried.setdefault(run.method.name, []).append(run)
-    for name, runs in tried.items():
-        best = min(runs, key=lambda run: validation[run.name])
-        if math.isinf(validation[best.name]):
+def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[str, Run]:
+    """The run of every method whose learning rate and decay are taken: that of the lowest perplexity on the validation
+    text, by the name of a run. One that diverged has an infinite one. Raises ValueError where all of them have."""
+    chosen = {}
+    for name, method in config.methods.items():
+        chosen[name] = min(_grid(config, method), key=lambda run: validation.get(run.name, 0.0))
+        if math.isinf(validation.get(chosen[name].name, 0.0)):
             raise ValueError(f"methods.{name}: diverges at all learning rates; add lower ones")
-        chosen[name] = best.setting
     return chosen
+
+
+def _grid(config: CompareConfig, method: Method) -> list[Run]:
+    return [
+        Run(method, rate, config.seeds[0], config.budgets[0], decay=decay)
+        for rate in method.learning_rates
+        for decay in method.decays or (None,)
+    ]
 
 
 def at_the_edge(grid: Sequence[float], value: float | None) -> bool:

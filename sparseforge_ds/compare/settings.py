@@ -98,7 +98,8 @@ class CompareConfig:
     save_every: int = 500
     """Steps between checkpoints, from which an interrupted run goes on."""
     points: int = 40
-    """Measurements of mask values in a run, and half as many of the gap, which cost two forwards each; 0: none."""
+    """Measurements of mask values in a run's TensorBoard log, and half as many of the gap, which cost two forwards
+    each; 0: none."""
     text_field: str = "text"
     """Field of a record that holds the text."""
     evaluation_length: int | None = None

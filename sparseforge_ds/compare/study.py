@@ -7,7 +7,6 @@ OUT/
   index.html       table and figures on one page
   figures/         PNG files
   records/         what each run was to be and what it came to
-  histories/       its curves
   runs/            its DeepSpeed JSON, log and TensorBoard folder
   models/          its exported model
   data/            the token cache of all runs
@@ -25,7 +24,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +31,10 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from sparseforge_ds.compare.assessment import Baselines, Evaluator
-from sparseforge_ds.compare.history import read_history
+from sparseforge_ds.compare.assessment import Evaluator
 from sparseforge_ds.compare.page import write_pages
 from sparseforge_ds.compare.records import Records, settled, write_rows, write_text
-from sparseforge_ds.compare.runs import Run, Setting, choose, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.compare.runs import Run, choose, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.compare.texts import read_texts
 from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trainer
@@ -64,8 +61,8 @@ class Study:
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
-        self.chosen: dict[str, Setting] = {}
-        for name in ("runs", "models", "histories"):
+        self.chosen: dict[str, Run] = {}
+        for name in ("runs", "models"):
             (out / name).mkdir(parents=True, exist_ok=True)
 
     def run(self) -> str:
@@ -87,15 +84,15 @@ class Study:
             for name in records.keys() - names:
                 shutil.rmtree(self.out / "models" / name, ignore_errors=True)
             self._do_all(counting, names)
-            return write_pages(self.out, config, self._write_rows(), self.texts.notes, self.baselines.pattern)
+            return write_pages(self.out, config, self._write_rows(), self.texts.notes, self.evaluator.pruned.pattern)
 
-    def _baselines(self) -> Baselines:
+    def _baselines(self) -> dict[str, Any]:
         pruned = self.evaluator.pruned
         wanted = {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude}
         wanted = {"model": self.config.model, **wanted, **self.evaluator.conditions}
         record = self.records.open(_BASELINES, wanted)
         found = self.evaluator.baselines(record.get("found", {}))
-        self.records.write(_BASELINES, {**record, "found": asdict(found)})
+        self.records.write(_BASELINES, {**record, "found": found})
         return found
 
     def _do_all(self, runs: list[Run], counting: set[str]) -> None:
@@ -142,7 +139,7 @@ class Study:
             news.append("diverged" if "diverged" in record else f"validation {record['validation_perplexity']:.4g}")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if untested and "diverged" not in record:
-            record["test_perplexity"] = self.evaluator.test(model)
+            record["test_perplexity"] = self.evaluator.perplexity(model, "test")
             self.records.write(run.name, record)
             news.append(f"test {record['test_perplexity']:.4g}")
         if counts and not self.config.keep_models:
@@ -154,14 +151,12 @@ class Study:
             result, resumed = self.trainer.train(folder, run.arguments(self.config, folder), slot)
         except RunDivergedError as error:
             return {"diverged": str(error)}
-        if run.trained:
-            write_text(self.out / "histories" / f"{run.name}.json", json.dumps(read_history(folder)) + "\n")
         found = {"sparsity": self.evaluator.export(folder, model), "seconds": result.get("seconds"), "resumed": resumed}
-        return found | self.evaluator.validate(model)
+        return found | {"validation_perplexity": self.evaluator.perplexity(model, "validation")}
 
     def _wanted(self, run: Run) -> dict[str, Any]:
         config = self.config
-        measured = {"dtype": self.baselines.dtype, **self.evaluator.conditions}
+        measured = {"dtype": self.baselines["dtype"], **self.evaluator.conditions}
         json_of_run = run.deepspeed(config)
         # What the block means, too: defaults may change between two releases that go on with one study.
         meant = json.loads(json.dumps(SparseForgeConfig.from_dict(json_of_run["sparseforge"]).comparable()))

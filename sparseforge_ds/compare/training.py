@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,7 +66,7 @@ class Trainer:
 
         The worker's `slot` decides the GPUs. Returns result.json, and whether an earlier start was continued.
         """
-        _wait_for(folder / ".lock", _GRACE)
+        _wait_for(folder / ".lock")
         resumed = has_checkpoint(folder)
         log = folder.with_name(f"{folder.name}.log")
         if not resumed:
@@ -142,12 +141,7 @@ def train_rank(environment: dict[str, str], log: str, threads: int, arguments: l
 def _result_of(folder: Path) -> dict[str, Any]:
     """`result.json` of a run; empty where it has none."""
     path = folder / "result.json"
-    try:
-        return dict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); remove the folder, and the run is made again") from None
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -155,20 +149,11 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step_*[0-9]"))
 
 
-def _wait_for(lock: Path, seconds: float) -> None:
+def _wait_for(lock: Path) -> None:
     """Until no process of an earlier start, which may be saving still, holds the lock of a run folder."""
-    if not lock.exists():
-        return
-    until = time.monotonic() + seconds
-    with lock.open() as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise ValueError(f"{lock.parent}: a process of an earlier start still works there") from None
-                time.sleep(0.1)
+    if lock.exists():
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _end(processes: list[BaseProcess]) -> None:

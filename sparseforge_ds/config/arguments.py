@@ -59,7 +59,7 @@ class RunArguments:
     )
     teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
     dataset: list[str] = _list_flag(
-        "training text: .txt, .jsonl, .json, .csv or .tsv (also with .gz, .zst, .bz2 or .xz), .parquet or "
+        "training text: .txt, .jsonl or .json (also with .gz, .zst, .bz2 or .xz), .parquet or "
         ".arrow file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), "
         "or stdlib, the documentation of Python's standard library (default: stdlib). A hub id, or stream: before "
         "a path, is tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a "

@@ -7,7 +7,6 @@ sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparseforge_ds.config.run_state import differences
 from sparseforge_ds.data.micro_batch import IGNORED, Layout, MicroBatch
 from sparseforge_ds.data.turns import Turns
 from sparseforge_ds.data.windows import Reading, Windows, first_of, ids_of, trained_of
@@ -68,7 +68,6 @@ class Batches:
         self.position = 0
         """Sequences that the run has consumed, over all ranks."""
         self._turns = Turns(parts)
-        self._before: list[Reading] = []
 
     def __iter__(self) -> Batches:
         return self
@@ -183,23 +182,9 @@ class Batches:
             tag = "data" if len(self.sources) == 1 else f"data/{number}_{name}"
             result[f"{tag}/tokens"] = float(reading.windows * self.seq_length)
             result[f"{tag}/epochs"] = reading.epochs
+            if reading.skipped:
+                result[f"{tag}/without_text"] = float(reading.skipped)
         return result
-
-    def news(self) -> list[str]:
-        """Lines about the sources that have begun again since the last call, for the 1st, 2nd, 4th, 8th, ... time.
-
-        And of streams, when the documents without text that were skipped have become twice as many.
-        """
-        now = self.reading()
-        before, self._before = self._before or [dataclasses.replace(each, skipped=0) for each in now], now
-        lines = []
-        for old, new in zip(before, now, strict=True):
-            times = int(new.epochs)
-            if times.bit_length() > int(old.epochs).bit_length():
-                lines.append(f"--dataset {new.name}: read {times} time{'s' * (times > 1)}, begins again")
-            if new.skipped.bit_length() > old.skipped.bit_length():
-                lines.append(f"--dataset {new.name}: {new.skipped:,} documents without text were skipped so far")
-        return lines
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in, as JSON types."""
@@ -227,7 +212,7 @@ class Batches:
             source.load(own, count)
 
     def _take_other_data(self, state: Mapping[str, Any]) -> None:
-        unlike = differences(state, self.state_dict(), [source.name for source in self.sources])
+        unlike = differences(_facts(state), _facts(self.state_dict()), "data")
         unlike = unlike or [f"keys were {[own['key'] for own in state['sources']]}"]
         what = "; ".join([*unlike[:_SHOWN], *([f"and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else [])])
         if not self.takes_other_data:
@@ -239,31 +224,11 @@ class Batches:
             _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", what)
 
 
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the tokens of a state's text, by names that users know."""
+    sources = {f"source{number}": own["facts"] for number, own in enumerate(state["sources"], start=1)}
+    return {"shares": state["parts"], **sources}
+
+
 def _ids(row_BS: np.ndarray) -> Tensor:
     return torch.from_numpy(ids_of(row_BS).astype(np.int64))
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """What two texts have otherwise, as lines for people.
-
-    Args:
-        before: state of the batches of the one.
-        now: of the other.
-        names: of its sources.
-    """
-    sources = before["sources"], now["sources"]
-    if len(sources[0]) != len(sources[1]):
-        return [f"sources were {len(sources[0])}, are {len(sources[1])}"]
-    lines = []
-    if before["parts"] != now["parts"]:
-        lines.append(f"shares were {before['parts']}, are {now['parts']}")
-    for name_of_source, old, new in zip(names, *sources, strict=True):
-        whose = f"{name_of_source}: " if len(names) > 1 else ""
-        was, here = (
-            {**own["facts"], **{f"file {name}": content for name, content in own["facts"].get("files", {}).items()}}
-            for own in (old, new)
-        )
-        for name in dict.fromkeys([*was, *here]):
-            if name != "files" and was.get(name) != here.get(name):
-                lines.append(f"{whose}{name} was {was.get(name, 'not there')}, is {here.get(name, 'not there')}")
-    return lines

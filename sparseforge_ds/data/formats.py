@@ -6,7 +6,6 @@ casts all of them to the fields of the first, and fails where they differ.
 
 from __future__ import annotations
 
-import csv
 import glob
 import gzip
 import itertools
@@ -14,7 +13,6 @@ import json
 import locale
 import logging
 import lzma
-import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ from sparseforge_ds.config.arguments import LossOn, SampleBy
 from sparseforge_ds.data.documents import Conversation, Document, PromptAndCompletion
 from sparseforge_ds.data.local_rows import load_rows
 
-_LINES = (".txt", ".jsonl", ".json", ".csv", ".tsv")
+_LINES = (".txt", ".jsonl", ".json")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _COLUMNS = (".parquet", ".arrow")
 _SUFFIXES = (*_COLUMNS, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
@@ -118,10 +116,8 @@ def _documents_of(file: str, text_field: str, sample_by: SampleBy) -> Iterator[D
         yield from (
             text if whole else text.strip("\n") for text in _text(file, sample_by=sample_by) if whole or text.strip()
         )
-    elif kind in (".json", ".jsonl"):
-        yield from _of_json(file, kind, text_field)
     else:
-        yield from _of_table(file, text_field, "," if kind == ".csv" else "\t")
+        yield from _of_json(file, kind, text_field)
 
 
 def _rows(builder: str, file: str, **options: Any) -> Any:
@@ -171,26 +167,6 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
                 "line, or in a .json file one array of objects)"
             ) from None
         yield document_of(record, text_field, f"{file}, line {number}")
-
-
-def _of_table(file: str, text_field: str, delimiter: str) -> Iterator[Document]:
-    csv.field_size_limit(sys.maxsize)  # a document may be longer than the 128 KiB that are usual
-    rows = csv.reader(_text(file, sample_by="line", keep_linebreaks=True), delimiter=delimiter, strict=True)
-    try:
-        header = next(rows, None)
-        if header is None:
-            return
-        _fields(header, text_field, f"{file}, line 1")
-        for row in rows:
-            if row and len(row) != len(header):
-                raise ValueError(
-                    f"{file}, line {rows.line_num}: {len(row)} fields, its first line names {len(header)}; "
-                    f"put text with {delimiter!r} or line ends in it between quotation marks"
-                )
-            if row:
-                yield document_of(dict(zip(header, row, strict=True)), text_field, f"{file}, line {rows.line_num}")
-    except csv.Error as error:
-        raise ValueError(f"{file}, line {rows.line_num}: not a readable table ({error}); repair it") from None
 
 
 def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:

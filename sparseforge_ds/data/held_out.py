@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.packing import tokenise, unsuitable, without_text
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
-from sparseforge_ds.data.text_files import LocalText, Source
+from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
 from sparseforge_ds.data.windows import ids_of, trained_of
 
 
@@ -42,13 +42,13 @@ def find_held_out(arguments: RunArguments) -> Source | None:
     Raises:
         ValueError: as `find_source`.
     """
-    name, how = arguments.eval_dataset, (arguments.loss_on, arguments.document_attention)
+    name, options = arguments.eval_dataset, TextOptions.of(arguments, arguments.eval_split)
     if name is None:
         return None
     with _naming_our_flags():
         if name == HELD_OUT_TEXT:
-            return LocalText(name, find_files(stdlib_file("heldout")), "text", "document", False, *how)
-        return find_source(name, arguments.text_field, arguments.eval_split, arguments.sample_by, *how)
+            return LocalText(name, find_files(stdlib_file("heldout")), replace(options, text_field="text"))
+        return find_source(name, options)
 
 
 def read_held_out(

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.config.arguments import LossOn, SampleBy
+from typing_extensions import override
+
 from sparseforge_ds.data.formats import KINDS, is_readable
 from sparseforge_ds.data.splits import choose, describe, split_of
-from sparseforge_ds.data.text_files import Reader, Source
+from sparseforge_ds.data.text_files import DEFAULTS, Reader, Source, TextOptions
 
 _log = logging.getLogger(__name__)
 
@@ -25,27 +26,23 @@ class HubText(Source):
     """A split of `owner/name`, `owner/name:config` or `owner/name:folder/of/it`."""
 
     name: str
-    text_field: str
-    split: str = "train"
-    sample_by: SampleBy = "document"
-    loss_on: LossOn = "all"
-    document_attention: bool = False
+    options: TextOptions = DEFAULTS
     streamed = True
 
     @property
+    @override
     def facts(self) -> dict[str, Any]:
-        """See `Source`; without the revision, which the reader's state has."""
-        how = {"--text_field": self.text_field, "--split": self.split, "--sample_by": self.sample_by}
-        learned = {"--loss_on": self.loss_on, "--document_attention": self.document_attention}
-        return {"hub dataset": self.name, **how, **learned}
+        """Without the revision, which the reader's state has."""
+        return {"hub dataset": self.name, **{f"--{name}": value for name, value in vars(self.options).items()}}
 
+    @override
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """See `Source`; reads the state's `revision`, or today's without one."""
+        """Of the state's `revision`, or today's without one."""
         if state is None or state["revision"] is None:
             state = {**(state or {}), "revision": self._latest_revision()}
         files = self._find_files(state["revision"])
-        _log.info("--dataset %s: %s", self.name, describe(files, self.split))
-        return Reader(files, self.text_field, self.sample_by, state, self.loss_on)
+        _log.info("--dataset %s: %s", self.name, describe(files, self.options.split))
+        return Reader(files, self.options, state)
 
     def _find_files(self, revision: str | None) -> list[str]:
         """Addresses of the split's files, in the order of their names."""
@@ -66,7 +63,7 @@ class HubText(Source):
                     splits[file] = split_of(file.partition(f"/{part}/")[2])
                 elif not is_folder:
                     splits[file] = splits.get(file, frozenset()) | {str(split)}
-        chosen, _ = choose(splits, self.split, who)
+        chosen, _ = choose(splits, self.options.split, who)
         for file in chosen:
             if not is_readable(file):
                 raise ValueError(

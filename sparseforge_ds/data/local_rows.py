@@ -12,7 +12,7 @@ def load_rows(builder: str, **options: Any) -> Any:
     ten seconds a file where names cannot be resolved.
 
     Args:
-        builder: text, json, csv, parquet or arrow.
+        builder: text, json, parquet or arrow.
         **options: of `load_dataset`.
     """
     import datasets  # heavy

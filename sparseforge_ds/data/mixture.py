@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from sparseforge_ds.config.arguments import EMBEDDED_TEXT, LossOn, SampleBy
+from sparseforge_ds.config.arguments import EMBEDDED_TEXT
 from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
-from sparseforge_ds.data.text_files import LocalText, Source
+from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions
 from sparseforge_ds.data.turns import whole_parts
 
 STREAM = "stream:"
@@ -32,23 +32,8 @@ class Mixture:
         return tuple(part / sum(self.parts) for part in self.parts)
 
 
-def find_text(
-    dataset: Sequence[str],
-    text_field: str,
-    split: str = "train",
-    sample_by: SampleBy = "document",
-    loss_on: LossOn = "all",
-    document_attention: bool = False,
-) -> Mixture:
-    """The text of a run.
-
-    Args:
-        dataset: the values of `--dataset`, each a source or source=weight.
-        text_field: field of a record that holds the text.
-        split: split of a folder or hub dataset, or several, joined by +.
-        sample_by: what is a document of a .txt file.
-        loss_on: which tokens are trained on.
-        document_attention: whether attention stays inside documents.
+def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixture:
+    """The text of a run: the values of `--dataset`, each a source or source=weight.
 
     Raises:
         ValueError: a source or file cannot be used or comes twice, a weight is missing or no number above 0, or there
@@ -66,56 +51,40 @@ def find_text(
             "(without any, all have the same)"
         )
     parts = whole_parts(names, [Fraction(1) if weight is None else weight for _, weight in pairs])
-    sources = tuple(find_source(name, text_field, split, sample_by, loss_on, document_attention) for name in names)
+    sources = tuple(find_source(name, options) for name in names)
     owners: dict[Path, str] = {}
     for path, name in ((path.resolve(), source.name) for source in sources for path in _paths(source)):
         if owners.setdefault(path, name) != name:
             raise ValueError(f"--dataset {owners[path]} and {name}: both read {path}; name it once, with one weight")
-    if sample_by != "document" and not any(
+    if options.sample_by != "document" and not any(
         isinstance(source, HubText) or any(is_plain_text(path.name) for path in _paths(source)) for source in sources
     ):
         raise ValueError(
-            f"--sample_by {sample_by}: it divides .txt files, and --dataset {' '.join(names)} has none; leave it out"
+            f"--sample_by {options.sample_by}: it divides .txt files, and --dataset {' '.join(names)} has none; leave "
+            "it out"
         )
     return Mixture(sources, parts)
 
 
-def find_source(
-    dataset: str,
-    text_field: str,
-    split: str = "train",
-    sample_by: SampleBy = "document",
-    loss_on: LossOn = "all",
-    document_attention: bool = False,
-) -> Source:
-    """One source of `--dataset`.
+def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
+    """One source of `--dataset`: a path, stream: and a path, a hub id, or stdlib.
 
     Looks, but reads nothing except the first record of a file, whose field must exist.
-
-    Args:
-        dataset: a path, stream: and a path, a hub id, or stdlib.
-        text_field: field of a record that holds the text.
-        split: split of a folder or hub dataset, or several, joined by +.
-        sample_by: what is a document of a .txt file.
-        loss_on: which tokens are trained on.
-        document_attention: whether attention stays inside documents.
 
     Raises:
         ValueError: no such file, a folder without usable files or that split, an unknown kind of file, a field that is
             missing, or plain text where the loss is on the completion.
     """
     if dataset == EMBEDDED_TEXT:
-        if "train" not in split.split("+"):
-            raise ValueError(f"--split {split}: --dataset {EMBEDDED_TEXT} has train only; name another text")
-        files = find_files(stdlib_file("train"))
-        embedded = LocalText(dataset, files, "text", loss_on=loss_on, document_attention=document_attention)
-        if loss_on == "completion":
+        if "train" not in options.split.split("+"):
+            raise ValueError(f"--split {options.split}: --dataset {EMBEDDED_TEXT} has train only; name another text")
+        embedded = LocalText(dataset, find_files(stdlib_file("train")), replace(options, text_field="text"))
+        if options.loss_on == "completion":
             next(embedded.read())  # for its error
         return embedded
     path = Path(dataset.removeprefix(STREAM))
     if path.exists():
-        files, streamed = find_files(path, split), dataset.startswith(STREAM)
-        source = LocalText(dataset, files, text_field, sample_by, streamed, loss_on, document_attention)
+        source = LocalText(dataset, find_files(path, options.split), options, dataset.startswith(STREAM))
         for number in range(len(source.files.paths)):
             next(source.read({"file": number}), None)
         return source
@@ -125,7 +94,7 @@ def find_source(
             f"--dataset {dataset}: no such file or folder; give a file of {KINDS}, a folder of them, "
             f"{STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}; in a mixture with =WEIGHT"
         )
-    return HubText(dataset, text_field, split, sample_by, loss_on, document_attention)
+    return HubText(dataset, options)
 
 
 def file_lines(source: Source) -> list[str]:
@@ -133,7 +102,7 @@ def file_lines(source: Source) -> list[str]:
     if not isinstance(source, LocalText) or source.name == EMBEDDED_TEXT:
         return []
     lines = [source.files.line()]
-    if source.sample_by == "document" and any(map(is_plain_text, source.files.names)):
+    if source.options.sample_by == "document" and any(map(is_plain_text, source.files.names)):
         lines.append("a .txt file is one document; --sample_by paragraph or line divides it")
     return lines
 

@@ -6,13 +6,35 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from sparseforge_ds.config.arguments import LossOn, SampleBy
+from typing_extensions import override
+
+from sparseforge_ds.config.arguments import LossOn, RunArguments, SampleBy
 from sparseforge_ds.data.documents import Document
 from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.splits import Files
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How files become documents, and documents tokens: the run flags of the same names."""
+
+    text_field: str = "text"
+    split: str = "train"
+    sample_by: SampleBy = "document"
+    loss_on: LossOn = "all"
+    document_attention: bool = False
+
+    @classmethod
+    def of(cls, arguments: RunArguments, split: str | None = None) -> TextOptions:
+        """Those of a run, with another split if one is given."""
+        found = cls(**{item.name: getattr(arguments, item.name) for item in fields(cls)})
+        return found if split is None else replace(found, split=split)
+
+
+DEFAULTS = TextOptions()
 
 
 class Reader:
@@ -20,22 +42,13 @@ class Reader:
 
     Args:
         files: paths or addresses.
-        text_field: field of a record that holds the text.
-        sample_by: what is a document of a .txt file.
+        options: how they are read.
         state: where to begin, as `state` gave it; without a file at the first document.
-        loss_on: with `completion` plain text is refused.
     """
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        text_field: str,
-        sample_by: SampleBy,
-        state: Mapping[str, Any],
-        loss_on: LossOn = "all",
-    ) -> None:
+    def __init__(self, files: Sequence[str], options: TextOptions, state: Mapping[str, Any]) -> None:
         self._files = files
-        self._how = text_field, sample_by, loss_on
+        self._how = options.text_field, options.sample_by, options.loss_on
         self._pinned = {name: value for name, value in state.items() if name not in ("file", "record")}
         self._go_to(state.get("file", 0), state.get("record", 0))
 
@@ -70,12 +83,9 @@ class Source(ABC):
 
     name: str
     """What users call it."""
+    options: TextOptions = DEFAULTS
     streamed: bool
     """Whether it is tokenised while the run goes on, and not whole before it starts."""
-    loss_on: LossOn = "all"
-    """Which of its tokens are trained on."""
-    document_attention: bool = False
-    """Whether attention stays inside its documents, so that its tokens say where each begins."""
 
     @property
     @abstractmethod
@@ -93,7 +103,7 @@ class Source(ABC):
     @property
     def marks(self) -> tuple[LossOn, bool]:
         """What its tokens say beside their ids: which are trained on, and which begin a document."""
-        return self.loss_on, self.document_attention
+        return self.options.loss_on, self.options.document_attention
 
     @property
     def identity(self) -> str:
@@ -107,19 +117,15 @@ class LocalText(Source):
 
     name: str
     files: Files
-    text_field: str
-    sample_by: SampleBy = "document"
+    options: TextOptions = DEFAULTS
     streamed: bool = False
-    loss_on: LossOn = "all"
-    document_attention: bool = False
 
     @property
+    @override
     def facts(self) -> dict[str, Any]:
-        """See `Source`."""
-        how = {"--text_field": self.text_field, "--sample_by": self.sample_by, "--loss_on": self.loss_on}
-        return {**how, "--document_attention": self.document_attention, "files": self.files.contents}
+        how = {f"--{name}": getattr(self.options, name) for name in ("text_field", "sample_by", "loss_on")}
+        return {**how, "--document_attention": self.options.document_attention, "files": self.files.contents}
 
+    @override
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """See `Source`."""
-        files = [str(path) for path in self.files.paths]
-        return Reader(files, self.text_field, self.sample_by, state or {}, self.loss_on)
+        return Reader([str(path) for path in self.files.paths], self.options, state or {})

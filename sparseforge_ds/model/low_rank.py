@@ -8,16 +8,13 @@ first step from a shift of the weights, or as published from what a mask removes
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.branch import add_branch, branches
+from sparseforge_ds.model.branch import add_branch
 from sparseforge_ds.model.experts import expert_lists, join_gradients, leaf_modules
-from sparseforge_ds.model.families import LOW_RANK, PrunableWeight, full_shape
+from sparseforge_ds.model.families import LOW_RANK, PrunableWeight
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
 
@@ -54,26 +51,6 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     for layer in layers.values():
         add_branch(layer, k)
     return model
-
-
-def low_rank_share(model: nn.Module, weights: Iterable[PrunableWeight]) -> tuple[float, float]:
-    """What the branches cost, as two fractions (0.0, 0.0 without branches).
-
-    Returns:
-        Parameter share: elements of all B over the elements of all other parameters of the model.
-        FLOP share: FLOPs per token of the branches (block sums and the matmul with B) over the dense FLOPs of the
-        `weights`' own matmuls. Kernels that skip half of those FLOPs double the share.
-    """
-    added = branches(model)
-    of_branches = sum(math.prod(full_shape(branch.low_rank_b)) for branch in added.values())
-    of_model = sum(math.prod(full_shape(parameter)) for parameter in model.parameters()) - of_branches
-    dense_flops, branch_flops = 0, 0
-    for weight in weights:
-        dense_flops += 2 * weight.numel
-        if weight.name in added:
-            outputs, runs = full_shape(added[weight.name].low_rank_b)
-            branch_flops += 2 * outputs * runs + weight.shape[weight.input_axis]
-    return of_branches / of_model, branch_flops / dense_flops
 
 
 def _check(weight: PrunableWeight, k: int) -> None:

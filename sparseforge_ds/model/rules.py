@@ -107,26 +107,15 @@ def check_globs(
                 f"sparseforge.{key}: {glob!r} matches no weight that can be pruned, only {hit[0]}{more}, "
                 f"{why(hit[0])}; {key} chooses from names such as {next(iter(names), 'none')}"
             )
-        example = f", for example {_near(glob, names)!r}" if names else ", and this model has none to choose from"
+        near = max(
+            dict.fromkeys(map(name_pattern, names)),
+            key=lambda pattern: difflib.SequenceMatcher(None, pattern, glob).find_longest_match().size,
+            default=None,
+        )
+        example = f", for example {near!r}" if near else ", and this model has none to choose from"
         raise ValueError(
             f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names{example}"
         )
-
-
-def _near(glob: str, names: Collection[str]) -> str:
-    """A glob that matches, most like one that does not."""
-    core = glob.strip("*.")
-    tried = (f"*.{core}.*", f"*.{core}", f"{core}.*", f"*{core}*") if core else ()
-    found = next((each for each in tried if fnmatch.filter(names, each)), None)
-    if found is not None:
-        return found
-    words = [word for word in re.split(r"[.*]+", core.lower()) if word not in ("weight", "")]
-
-    def likeness(pattern: str) -> float:
-        parts = pattern.lower().split(".")
-        return sum(max(difflib.SequenceMatcher(None, word, part).ratio() for part in parts) for word in words)
-
-    return max(dict.fromkeys(name_pattern(name) for name in names), key=likeness)
 
 
 def name_pattern(name: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -47,10 +47,6 @@ class Architecture:
     """What ZeRO-3 must gather at once at the very least."""
     active: int
     """Parameters that one token uses: all, less the experts that it is not routed to."""
-    multiplied: int
-    """Elements of the matrices that one token is multiplied with, the head included and the embedding not."""
-    attended: int
-    """Elements of a query and a value of one position, over all layers and heads."""
     hidden: int
     vocabulary: int
 
@@ -142,11 +138,9 @@ def describe(
     """
     config = model.config.get_text_config()
     masked = {weight.name for weight in weights}
-    share = _expert_share(config)
-    used = {n: int(p.numel() * (share if ".experts." in f".{n}" else 1)) for n, p in model.named_parameters()}
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    head = model.get_output_embeddings()
-    tied = head.weight.numel() if head is not None and id(head.weight) in embeddings else 0
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    share = 1.0 if experts is None or chosen is None else chosen / experts  # of the routed experts, for one token
     return Architecture(
         parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),
         matrices=tuple(_matrices(weight) for weight in weights),
@@ -156,9 +150,7 @@ def describe(
             sum(p.numel() for p in module.parameters(recurse=any(name.endswith(leaf) for leaf in leaf_suffixes)))
             for name, module in model.named_modules()
         ),
-        active=sum(used.values()),
-        multiplied=tied + sum(used[n] for n, p in model.named_parameters() if p.dim() > 1 and id(p) not in embeddings),
-        attended=getattr(config, "num_hidden_layers", 0) * _attention_width(config),
+        active=sum(int(p.numel() * (share if ".experts." in f".{n}" else 1)) for n, p in model.named_parameters()),
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
     )
@@ -168,20 +160,3 @@ def _matrices(weight: PrunableWeight) -> tuple[int, int, int]:
     """An entry of `Architecture.matrices`."""
     outputs, inputs = weight.shape[-2:] if weight.input_axis == -1 else weight.shape[:-3:-1]
     return weight.numel // (outputs * inputs), outputs, inputs
-
-
-def _expert_share(config: PretrainedConfig) -> float:
-    """Share of the routed experts that one token uses; 1 without experts."""
-    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    return 1.0 if experts is None or chosen is None else chosen / experts
-
-
-def _attention_width(config: PretrainedConfig) -> int:
-    """Heads times the widths of a query and a value; 0 in a state-space model."""
-    heads = int(getattr(config, "num_attention_heads", None) or 0)
-    if not heads:
-        return 0
-    if getattr(config, "qk_nope_head_dim", None):
-        return heads * int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    return heads * 2 * int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
@@ -20,15 +17,12 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     """The config of a model folder, a config.json, a hub id, or the embedded model; weights are not looked for.
 
-    Configs of the models in the paper's tables are part of the package, and so are the sizes of common other ones, so
-    that they can be planned without the hub.
+    Configs of the models in the paper's tables are part of the package, so that they can be planned without the hub.
     """
     path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
-    if not path.exists():
-        if (known := known_models().get(name)) is not None:
-            return AutoConfig.for_model(**known)
-        if name.count("/") == 1 and ".." not in name and (published := _ASSETS / "published" / name).is_dir():
-            path = published
+    if not path.exists() and name.count("/") == 1 and ".." not in name:
+        published = _ASSETS / "published" / name
+        path = published if published.is_dir() else path
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in this folder")
     remote = not path.exists()
@@ -40,7 +34,7 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     except ValueError as error:
         if not remote:
             raise
-        why = f"neither a folder, nor a model whose sizes the package knows, nor in the cache; {unreachable}"
+        why = f"neither a folder nor in the cache; {unreachable}"
         why = str(error) if unreachable is None else f"{flag} {name}: {why}"
         raise ValueError(f"{why}; check the name and the network, or give a model folder or its config.json") from None
     require_causal(config, f"{flag} {name}")
@@ -56,16 +50,3 @@ def require_causal(config: PretrainedConfig, who: str) -> None:
         )
     if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
         raise ValueError(f"{who}: the config of this {config.model_type} model has no vocab_size; complete config.json")
-
-
-@cache
-def known_models() -> dict[str, dict[str, Any]]:
-    """Arguments of `AutoConfig.for_model` by hub id, for common models: their sizes, and nothing to train from.
-
-    Where the numbers come from: the published config.json files as LitGPT's table of models cites them one by one
-    (github.com/Lightning-AI/litgpt, litgpt/config.py, where a vocabulary is padded_vocab_size); the defaults of the
-    config classes of transformers, for OLMoE (but for its experts' 1,024) and Qwen1.5-MoE; NVIDIA's documentation of
-    Megatron Bridge, for GPT-OSS; AMD's Primus, for DeepSeek-V2-Lite. A test holds each against the size that is stated.
-    """
-    entries = json.loads((_ASSETS / "known_models.json").read_text(encoding="utf-8"))
-    return {name: entry["config"] for entry in entries for name in entry["names"]}

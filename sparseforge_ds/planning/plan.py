@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import Architecture
-from sparseforge_ds.planning.duration import Duration, duration
 from sparseforge_ds.planning.memory import Memory, memory
-from sparseforge_ds.planning.recommend import Advice, advise, fewest_ranks, fits
 from sparseforge_ds.planning.settings import Settings
 from sparseforge_ds.planning.states import Kinds, checkpoint_bytes
 
 GIB = 2**30
+PEAK_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "v100": 125.0}
+"""Dense 16-bit tensor-core peaks of the manufacturer's data sheets, SXM where there are several."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,10 @@ class Machine:
     """Bytes of a GPU."""
     reserve: int
     """Bytes of a GPU that are not to be planned with."""
-    host: int | None = None
-    """Bytes of the host's memory for one rank; None when it does not matter."""
     tflops: float = 989.0
     """Peak of a GPU in the dtype of the run, in 10^12 operations a second."""
     mfu: float = 0.4
+    """Share of the peak that a run reaches."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,20 @@ class Plan:
 
     machine: Machine
     settings: Settings
-    model: Architecture
     memory: Memory
-    duration: Duration
+    seconds_per_step: float
+    steps: int
     checkpoint: int
     """Bytes on disk while masks move."""
     frozen_checkpoint: int
-    advice: Advice | None
-    """When it does not fit."""
-    ranks_that_fit: int | None
-    """The fewest ranks on which it fits unchanged; None where there are none."""
+    ladder: list[tuple[str, int]]
+    """Where it does not fit: changes, each on top of those before it and dearest last, with the peak that is then
+    left, until it fits or there is nothing more to change."""
 
     @property
     def fits(self) -> bool:
         """Whether a rank finds room."""
-        return self.advice is None
+        return self.memory.peak <= self.machine.device
 
     def memory_lines(self) -> Iterator[tuple[str, str]]:
         """A GPU for people, kind by kind and phase by phase."""
@@ -80,37 +79,31 @@ class Plan:
         """Disk, time and the verdict, for people."""
         frozen = f"{self.frozen_checkpoint / GIB:.2f} once masks are frozen"
         yield "checkpoint", f"{_gib(self.checkpoint)}  GiB on disk, {frozen}"
-        took, machine = self.duration, self.machine
-        whole = sum(took.flops.values())
-        parts = ", ".join(f"{kind} {flops / whole:.0%}" for kind, flops in took.flops.items())
-        yield "operations of a step", f"{whole:.3g}: {parts}"
-        of_step = f"{took.steps:,} steps of {took.tokens_per_step:,} tokens; {took.seconds_per_step:.2f} s a step and "
-        assumed = f"if {machine.mfu:.0%} of {machine.tflops:g} TFLOPS are reached (assumed)"
-        yield "time", f"{of_step}{took.hours:,.1f} hours {assumed}"
-        peak, device = self.memory.peak / GIB, machine.device / GIB
-        if self.advice is None:
-            yield "verdict", f"fits, with {device - peak:.1f} of {device:.0f} GiB to spare"
+        machine, hours = self.machine, self.seconds_per_step * self.steps / 3600
+        of_steps = (
+            f"{self.steps:,} steps of {self.settings.tokens_per_step:,} tokens; {self.seconds_per_step:.2f} s each"
+        )
+        yield "time", f"{hours:,.1f} hours: {of_steps}, at {machine.mfu:.0%} of {machine.tflops:g} TFLOPS (assumed)"
+        peak, room = self.memory.peak / GIB, machine.device / GIB
+        if self.fits:
+            yield "verdict", f"fits, with {room - peak:.1f} of {room:.0f} GiB to spare"
             return
-        yield "verdict", f"does not fit: {peak:.1f} GiB where there are {device:.0f}"
-        after = f"{self.advice.memory.peak / GIB:.1f} GiB"
-        yield "", f"it fits ({after}) with:" if self.advice.fits else f"not even this is enough ({after}):"
-        yield from (("", f"  {line}") for line in self.advice.lines)
-        if self.advice.memory.host:
-            yield "", f"  and {self.advice.memory.host_total / GIB:.0f} GiB of the host's memory for each GPU"
-        if self.ranks_that_fit is not None:
-            yield "", f"or, as it is, on {self.ranks_that_fit} GPUs"
+        yield "verdict", f"does not fit: {peak:.1f} GiB where there are {room:.0f}; one on top of the other:"
+        for change, size in self.ladder:
+            yield f"  + {change}", f"{_gib(size)}{'  fits' if size <= machine.device else ''}"
+        if not self.ladder or self.ladder[-1][1] > machine.device:
+            yield "", "take more GPUs, or larger ones"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, in bytes and seconds."""
-        plan, advice = self.memory, self.advice
         return {
             "fits": self.fits,
-            "memory": {"device": self.machine.device, "peak": plan.peak, "worst": plan.worst, **vars(plan)},
-            "time": vars(self.duration),
+            "memory": {"device": self.machine.device, "peak": self.memory.peak, "worst": self.memory.worst}
+            | vars(self.memory),
+            "time": {"steps": self.steps, "seconds_per_step": self.seconds_per_step},
             "checkpoint": self.checkpoint,
             "frozen_checkpoint": self.frozen_checkpoint,
-            "advice": advice and {"changes": advice.lines, "peak": advice.memory.peak, "fits": advice.fits},
-            "ranks_that_fit": self.ranks_that_fit,
+            "ladder": self.ladder,
         }
 
 
@@ -142,22 +135,47 @@ def make_plan(
             teacher=told if settings.teacher else None,
         )
 
-    estimate = cache(partial(memory, model, trace=activations, teacher=other, reserve=machine.reserve))
+    def estimate(changed: Settings) -> Memory:
+        return memory(model, changed, activations, teacher=other, reserve=machine.reserve)
+
+    # Two operations a weight and token forward, four backward; attention's own, some percent, are left out.
+    taught = (other or model).active if settings.teacher else 0
+    operations = 2 * settings.tokens_per_step * ((3 + settings.checkpointing) * model.active + taught)
     found = estimate(settings)
-    limits = machine.device, machine.host
-    roomy = fits(found, *limits)
-    tokens = tokens or settings.forge.max_steps * settings.tokens_per_step
     return Plan(
         machine=machine,
         settings=settings,
-        model=model,
         memory=found,
-        duration=duration(model, settings, other, tokens=tokens, tflops=machine.tflops, mfu=machine.mfu),
+        seconds_per_step=operations / (settings.ranks * machine.tflops * 1e12 * machine.mfu),
+        steps=settings.forge.max_steps if tokens is None else math.ceil(tokens / settings.tokens_per_step),
         checkpoint=checkpoint_bytes(model, settings),
         frozen_checkpoint=checkpoint_bytes(model, settings, frozen=True),
-        advice=None if roomy else advise(settings, estimate, *limits),
-        ranks_that_fit=settings.ranks if roomy else fewest_ranks(settings, estimate, *limits),
+        ladder=[]
+        if found.peak <= machine.device
+        else ladder(settings, lambda each: estimate(each).peak, machine.device),
     )
+
+
+def ladder(settings: Settings, peak: Callable[[Settings], int], device: int) -> list[tuple[str, int]]:
+    """`Plan.ladder` for a GPU of `device` bytes; the global batch stays."""
+    found = []
+    for change, values in (
+        ("--activation_checkpointing", {"checkpointing": True}),
+        ("--micro_batch 1", {"micro_batch": 1, "accumulation": settings.accumulation * settings.micro_batch}),
+        ("ZeRO stage 3", {"stage": 3, "overlapped": True} if settings.ranks > 1 and settings.stage < 3 else {}),
+        ("offload_optimizer to the CPU", {"optimizer_on_host": True}),
+        ("offload_param to the CPU", {"weights_on_host": True}),
+    ):
+        changed = replace(settings, **values)  # type: ignore[arg-type]
+        if changed == settings or (changed.optimizer_on_host and not changed.stage):
+            continue
+        if changed.weights_on_host and changed.stage < 3:
+            continue
+        settings = changed
+        found.append((change, peak(settings)))
+        if found[-1][1] <= device:
+            break
+    return found
 
 
 def _parts(kinds: Kinds) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
@@ -39,8 +38,10 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
     config, arguments, coverage = spec.config, spec.arguments, spec.coverage
     steps, schedule = spec.steps, config.resolved_schedule
-    batch = spec.deepspeed
-    rate = spec.learning_rate
+    batch, rate, permute, rank = spec.deepspeed, spec.learning_rate, config.permute, config.low_rank
+    by_layers = arguments.any_family and spec.model.config.model_type not in FAMILIES
+    memory = memory_per_rank(spec)
+    kinds = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
     return [
         ("model", f"{spec.model.name} ({spec.model.config.model_type}, {coverage.total:,} parameters)"),
         ("teacher", spec.teacher.name if spec.teacher else "none"),
@@ -48,7 +49,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             "pruned",
             f"{config.pattern} in {coverage.weights} weights: {coverage}",
         ),
-        *_family_line(spec),
+        *([("any_family", pasteable(config))] if by_layers else []),
         *(("left dense", line) for line in coverage.lines(but={line.partition(" (")[0] for line in spec.uncovered})),
         *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in spec.uncovered),
         *(("allow_dense", line) for line in spec.unneeded),
@@ -58,8 +59,8 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(steps) if stop > start),
         ),
         *_longer_line(spec),
-        *_permute_line(config),
-        *_low_rank_line(spec),
+        *([("permuted", f"{permute.dimensions}, by {permute.score}: before the first step")] if permute else []),
+        *([("low rank", f"SLoRB, a number for {rank.k} inputs of a pruned weight's output")] if rank else []),
         (
             "rate",
             f"{rate.peak:g} after {round(rate.warmup * rate.max_steps)} warm-up steps, "
@@ -70,7 +71,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             f"{batch['train_batch_size']} x {arguments.seq_length} tokens = {batch_line(batch, spec.world_size)}",
         ),
         ("deepspeed", f"ZeRO-{spec.stage}, {str(spec.dtype).removeprefix('torch.')}"),
-        ("memory", _memory_line(memory_per_rank(spec))),
+        ("memory", f"about {readable_bytes(sum(memory.values()))} a rank before activations: {kinds}"),
         ("output", str(spec.folder)),
     ]
 
@@ -81,12 +82,6 @@ def table(rows: Iterable[Row]) -> str:
     width = max(len(name) for name, _ in lines)
     below = "\n" + " " * (width + 4)
     return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
-
-
-def _family_line(spec: RunSpec) -> list[Row]:
-    """What `--any_family` came to."""
-    asked = spec.arguments.any_family and spec.model.config.model_type not in FAMILIES
-    return [("any_family", pasteable(spec.config))] if asked else []
 
 
 def _mask_line(spec: RunSpec) -> str:
@@ -109,20 +104,6 @@ def _longer_line(spec: RunSpec) -> list[Row]:
     ]
 
 
-def _permute_line(config: SparseForgeConfig) -> list[Row]:
-    if config.permute is None:
-        return []
-    return [("permuted", f"{config.permute.dimensions}, by {config.permute.score}: the student before the first step")]
-
-
-def _low_rank_line(spec: RunSpec) -> list[Row]:
-    if spec.config.low_rank is None:
-        return []
-    parameters, flops = spec.low_rank_share
-    cost = f"{parameters:.1%} more parameters, {flops:.1%} more FLOPs in the pruned layers"
-    return [("low rank", f"SLoRB over runs of {spec.config.low_rank.k} inputs: {cost}")]
-
-
 def memory_per_rank(spec: RunSpec) -> dict[str, int]:
     """Bytes that one rank holds from step to step, as the planner counts them: no activations and gathered weights.
 
@@ -138,8 +119,3 @@ def readable_bytes(size: float) -> str:
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _memory_line(memory: dict[str, int]) -> str:
-    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
-    return f"about {readable_bytes(sum(memory.values()))} a rank before activations: {parts}"

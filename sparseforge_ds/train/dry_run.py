@@ -6,22 +6,15 @@ here is listed as not checked. Nothing is allocated or written, and no process t
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
-from torch import nn
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunArguments
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
-from sparseforge_ds.model.family_table import LOW_RANK
-from sparseforge_ds.model.rules import name_pattern
-from sparseforge_ds.planning.architecture import empty_model
 from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.planning.plan import GIB, Machine, Plan, make_plan
 from sparseforge_ds.planning.settings import check_estimable
@@ -30,15 +23,9 @@ from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
 from sparseforge_ds.train.length import laid_out_over, lengthened
 from sparseforge_ds.train.pretrained import Pretrained, find_model
 from sparseforge_ds.train.ranks import world_size_from_launcher
-from sparseforge_ds.train.run_folder import begins_anew, check_beginning, room_for_checkpoints
+from sparseforge_ds.train.run_folder import begins_anew, check_beginning, check_room, room_for_checkpoints
 from sparseforge_ds.train.spec import Hardware, RunSpec, make_spec
 
-_PHASES = {
-    "heating": "the mask is soft",
-    "hardening": "the mask becomes binary",
-    "moving": "the mask moves",
-    "frozen": "finetune under the frozen mask",
-}
 _RESERVE = 4 * GIB
 """Of a GPU, as `sparseforge plan` assumes by default."""
 
@@ -62,11 +49,8 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
     )
     if (laid_out := laid_out_over(spec)) is not None:
         spec = lengthened(spec, laid_out)
-    model = empty_model(spec.model.config, spec.config, spec.dtype)
     yield f"dry run for {spec.world_size} GPUs: nothing is loaded, allocated or written"
     yield table(row for row in spec_rows(spec) if row[0] != "memory")
-    yield "steps\n" + table(_phases(spec))
-    yield "matrices\n" + table(_matrices(spec, model))
     yield "text\n" + table(_text(arguments, spec, unchecked))
     yield "output\n" + table(_output(spec, elsewhere, unchecked))
     yield from _memory(spec, unchecked)
@@ -89,41 +73,6 @@ def _find(name: str, flag: str, frame: DocumentFrame, unchecked: list[str]) -> P
 def find_config(name: str, flag: str) -> Pretrained:
     """A model of which only the config is read."""
     return Pretrained(name, Path(name), read_model_config(name, flag))
-
-
-def _phases(spec: RunSpec) -> Iterator[Row]:
-    """Steps, tokens and mask updates of every phase."""
-    schedule, steps = spec.config.resolved_schedule, spec.steps
-    for name, first, last in schedule.phases(steps):
-        if last > first:
-            updates = sum(map(schedule.is_update, range(first, last)))
-            tokens = (last - first) * spec.tokens_per_step
-            yield name, f"{first:,} to {last:,}: {_PHASES[name]}, {tokens:,} tokens, {updates:,} mask updates"
-    yield "in all", f"{steps:,} steps of {spec.tokens_per_step:,} tokens: {steps * spec.tokens_per_step:,} tokens"
-    every = spec.arguments.save_every
-    saves = -(-steps // every) if every else 1
-    yield "saves", f"{saves}, {f'every {every} steps and ' if every else ''}at the end"
-    if spec.config.branch_step >= 0:
-        when = f"branches come in at step {spec.config.branch_step:,}"
-        yield "SLoRB", "weights are shifted into branches before the first step" if spec.config.shifts else when
-
-
-def _matrices(spec: RunSpec, model: nn.Module) -> Iterator[Row]:
-    """A line for every kind of matrix: how many, their shape, and how the pattern divides them."""
-    weights = {weight.name: weight for weight in spec.weights}
-    kinds: Counter[tuple[str, tuple[int, ...], str]] = Counter()
-    for name, parameter in model.named_parameters():
-        if weight := weights.get(name):
-            inputs = weight.shape[weight.input_axis]
-            along = f"{spec.config.pattern} along axis {weight.input_axis} ({inputs:,} inputs)"
-            kinds[name_pattern(name), weight.shape, along] += 1
-        elif parameter.dim() > 1 and not name.endswith(f".{LOW_RANK}"):
-            kinds[name_pattern(name), tuple(parameter.shape), "dense"] += 1
-    for (name, shape, how), count in kinds.items():
-        yield name, f"{count} x {shape} = {count * math.prod(shape):,}; {how}"
-    added = sum(p.numel() for name, p in model.named_parameters() if name.endswith(f".{LOW_RANK}"))
-    if added:
-        yield "SLoRB", f"{added:,} parameters more, {readable_bytes(added * spec.layout.low)} to deploy"
 
 
 def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Iterator[Row]:
@@ -149,12 +98,7 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
     if elsewhere:
         unchecked.append(f"--output_dir: whether the disk of those machines has room for {readable_bytes(needed)}")
         return
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise ValueError(
-            f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
-            f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"
-        )
+    check_room(spec, shutil.disk_usage(parent).free)
 
 
 def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
@@ -165,8 +109,10 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
         unchecked.append(f"memory: {error}")
         return
     yield table(found.memory_lines())
-    if found.advice is not None:
-        cure = "; ".join(found.advice.lines) if found.advice.fits else "take more GPUs, or larger ones"
+    if not found.fits:
+        changes = [change for change, size in found.ladder]
+        enough = bool(found.ladder) and found.ladder[-1][1] <= found.machine.device
+        cure = f"it fits with {' and '.join(changes)}" if enough else "take more GPUs, or larger ones"
         raise ValueError(
             f"a GPU needs {found.memory.peak / GIB:.1f} GiB, in {found.memory.worst}, and has "
             f"{spec.arguments.gpu_memory:g} (--gpu_memory); {cure}"

@@ -121,8 +121,6 @@ def train(
                 scalars["train/grad_norm"] = float(norm)
             scalars |= batches.scalars()
             monitor.step(step, scalars, forge.phase, forge.dials)
-            for line in batches.news():
-                _LOG.info(line)
             if updated:
                 monitor.write(step, forge.metrics)
             _look_closer(context, monitor, step)

@@ -1,9 +1,10 @@
 """SIGTERM and Ctrl-C: the run is to end. What a process does then depends on where it is.
 
-Before training there is nothing to save: it ends at once. In training the signal is only noted; the ranks agree on it
-at the end of an optimizer step, save, and end together (loop.py). More of the same signal change nothing, because
-launchers send it again to ranks that have had it: whoever cannot wait sends SIGKILL, which costs the steps since the
-newest checkpoint and nothing else. A second Ctrl-C, which a person presses, ends the process like that.
+Before training there is nothing to save: it ends at once, and the next start removes what is half-written. In training
+the signal is only noted; the ranks agree on it at the end of an optimizer step, save, and end together (loop.py). More
+of the same signal change nothing, because launchers send it again to ranks that have had it: whoever cannot wait sends
+SIGKILL, which costs the steps since the newest checkpoint and nothing else. A second Ctrl-C, which a person presses,
+ends the process like that.
 
 The exit code is 143 or 130, as of a process that the signal ended, and not 0: `train && consolidate` must not take a
 half-trained model. `deepspeed` itself dies of both without telling its ranks; that they have lost it counts as SIGTERM.
@@ -16,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -28,8 +28,6 @@ import psutil  # type: ignore[import-untyped]
 
 from sparseforge_ds.train.ranks import rank_from_launcher
 
-_PATIENCE = 5.0
-"""Seconds that a start-up has for cleaning up before it is cut off inside whatever it waits for."""
 _ECHO = 2.0
 """Seconds in which another SIGINT is the first one, passed on by a launcher."""
 _LOOK = 1.0
@@ -51,10 +49,6 @@ class Stopped(Exception):
         self.exit_code = _SHELL + number
 
 
-class _AtOnce(SystemExit):
-    """The signal came before training: on the way out, what is half-written is removed."""
-
-
 class Preemption(AbstractContextManager["Preemption"]):
     """Listens for SIGTERM and SIGINT in a `with` block of the main thread."""
 
@@ -63,10 +57,8 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._training = False
         self._parents = _launchers()
         self._before: dict[int, Any] = {}
-        self._unraisable = sys.unraisablehook
 
     def __enter__(self) -> Preemption:
-        sys.unraisablehook = self._handle_unraisable
         # The interpreter runs handlers between two bytecodes of the main thread, which may be waiting for another rank
         # in C for hours; the byte that arrives here wakes a thread of its own at once.
         self._reader, self._writer = socket.socketpair()
@@ -88,7 +80,6 @@ class Preemption(AbstractContextManager["Preemption"]):
         for number, handler in self._before.items():
             # What a launcher sends again now must not change the exit code.
             signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
-        sys.unraisablehook = self._unraisable
         self._writer.close()
 
     def begin_training(self) -> None:
@@ -101,18 +92,10 @@ class Preemption(AbstractContextManager["Preemption"]):
         return self._noted
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        first, self._noted = not self._noted, self._noted or number
-        if not self._training and first:
-            raise _AtOnce(_SHELL + number)
-
-    def _handle_unraisable(self, unraisable: Any) -> None:
-        # Python ran the handler inside a finalizer or a weakref's callback, from which no exception gets out.
-        if isinstance(unraisable.exc_value, _AtOnce):
-            self._end(self._noted)
-        self._unraisable(unraisable)
+        self._noted = self._noted or number
 
     def _watch(self) -> None:
-        first, since, pressed = 0, 0.0, 0.0
+        first, pressed = 0, 0.0
         # torchrun turns the second Ctrl-C into SIGTERM.
         again = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
         while True:
@@ -123,9 +106,11 @@ class Preemption(AbstractContextManager["Preemption"]):
                 number = received[0]
                 if number in self._before:
                     now = time.monotonic()
+                    if not self._training:
+                        self._end(number)
                     if not first:
-                        first, since = number, now
-                        if self._training and number == signal.SIGINT:
+                        first = number
+                        if number == signal.SIGINT:
                             _tell("SIGINT: the run saves at the end of this step; Ctrl-C again ends it without")
                     elif pressed and now - pressed > _ECHO and number in again:
                         self._end(signal.SIGINT)
@@ -133,12 +118,13 @@ class Preemption(AbstractContextManager["Preemption"]):
                         pressed = now
             elif not first and self._has_lost_its_launcher():
                 os.kill(os.getpid(), signal.SIGTERM)  # which whoever is gone should have passed on
-            if first and not self._training and time.monotonic() - since >= _PATIENCE:
-                self._end(first)
         self._reader.close()
 
     def _has_lost_its_launcher(self) -> bool:
-        return any(_parent(child) != parent for child, parent in self._parents)
+        try:
+            return any(child.ppid() != parent for child, parent in self._parents)
+        except psutil.NoSuchProcess:
+            return True
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -156,37 +142,23 @@ def _tell(line: str) -> None:
             os.write(1, f"{line}\n".encode())
 
 
-def _launchers() -> list[tuple[int, int]]:
-    """(process, its parent) for every two that stay together as long as the launcher of this rank lives.
-
-    They are this process and torchrun, or this process, launch.py and the `deepspeed` command that started it. A parent
-    of -1 is one that had gone before this process looked.
-    """
-    me = (os.getpid(), os.getppid())
+def _launchers() -> list[tuple[psutil.Process, int]]:
+    """A process and the id of its parent, for every two that stay together as long as the launcher of this rank lives:
+    this process and torchrun, or this process, launch.py and the `deepspeed` command that started it."""
+    me = psutil.Process()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return [me]
+        return [(me, me.ppid())]
     try:
-        launch = psutil.Process(os.getppid())
-        if "deepspeed.launcher.launch" not in launch.cmdline():
+        launch = me.parent()
+        if launch is None or "deepspeed.launcher.launch" not in launch.cmdline():
             return []
-        runner = launch.parent()
-        if runner is not None and _is_deepspeed(runner):
-            return [me, (launch.pid, runner.pid)]
-        # Over ssh it leads a session; an orphan stays in the session of the command that has gone.
-        session = os.getsid(launch.pid)
-        orphaned = runner is None or runner.pid == 1 or session not in (launch.pid, os.getsid(runner.pid))
-        return [me, (launch.pid, -1)] if orphaned else [me]
-    except (psutil.Error, ProcessLookupError):  # gone, or not ours to look at
+        runner = launch.parent()  # over ssh it is something else
+        above = [(launch, runner.pid)] if runner is not None and _is_deepspeed(runner) else []
+        return [(me, launch.pid), *above]
+    except psutil.Error:  # gone, or not ours to look at
         return []
 
 
 def _is_deepspeed(process: psutil.Process) -> bool:
     words = process.cmdline()
     return any(Path(word).name in ("deepspeed", "ds") for word in words[:2]) or "deepspeed.launcher.runner" in words
-
-
-def _parent(process: int) -> int | None:
-    try:
-        return int(psutil.Process(process).ppid())
-    except psutil.Error:
-        return None

@@ -52,8 +52,6 @@ _LOG = logging.getLogger(__name__)
 
 def describe(spec: RunSpec) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
-    low_rank = spec.config.low_rank
-    parameter_share, flop_share = spec.low_rank_share
     run = RunState.of(spec.config, spec.weights).to_dict()
     del run["step"], run["refreshes"]  # the checkpoints have them
     description = {
@@ -61,9 +59,6 @@ def describe(spec: RunSpec) -> dict[str, Any]:
         "coverage": asdict(spec.coverage),
         "model_type": spec.model.config.model_type,
         "run": flags(spec.arguments),
-        "low_rank": None
-        if low_rank is None
-        else {"k": low_rank.k, "parameter_share": parameter_share, "flop_share": flop_share},
         "versions": {each.__name__: each.__version__ for each in (sparseforge_ds, torch, deepspeed, transformers)},
     }
     return dict(json.loads(json.dumps(description)))
@@ -82,8 +77,12 @@ def check_folder(spec: RunSpec) -> None:
         pass  # writable, on every rank
     # A start sweeps up what an interrupted save left, before it writes anything.
     swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
-    needed, free = room_for_checkpoints(spec), shutil.disk_usage(spec.folder).free + swept
-    if needed > free:
+    check_room(spec, shutil.disk_usage(spec.folder).free + swept)
+
+
+def check_room(spec: RunSpec, free: int) -> None:
+    """Raise a ValueError where the checkpoints of a run take more than the bytes that are free."""
+    if (needed := room_for_checkpoints(spec)) > free:
         raise ValueError(
             f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
             f"{readable_bytes(needed)}; make room, or raise --save_every or lower --keep_checkpoints"

@@ -24,12 +24,12 @@ from sparseforge_ds.config.deepspeed_config import (
 from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import check_trained, frame_tokens
-from sparseforge_ds.data.text_files import LocalText, Source
+from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
-from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.find import check_pattern
 from sparseforge_ds.permutation.record import Permutation
@@ -84,8 +84,6 @@ class RunSpec:
     """Linear weights that nobody has decided about, as lines for people; too few of them to stop."""
     unneeded: tuple[str, ...]
     """Globs of `allow_dense` that allow nothing, as lines for people."""
-    low_rank_share: tuple[float, float]
-    """What SLoRB's branches add, as shares of the parameters and of the pruned layers' FLOPs; zeros without them."""
     sizes: Architecture
     teacher_sizes: Architecture | None
     """When the teacher is another model."""
@@ -238,7 +236,6 @@ def make_spec(
         coverage=coverage(empty, weights),
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
-        low_rank_share=low_rank_share(empty, weights),
         text=_find_text(arguments, config, model),
         held_out=find_held_out(arguments),
         steps=config.max_steps,
@@ -258,8 +255,7 @@ def _check_channels(empty: PreTrainedModel, config: SparseForgeConfig) -> None:
 
 
 def _find_text(arguments: RunArguments, config: SparseForgeConfig, model: Pretrained) -> Mixture:
-    marks = arguments.loss_on, arguments.document_attention
-    text = find_text(arguments.dataset, arguments.text_field, arguments.split, arguments.sample_by, *marks)
+    text = find_text(arguments.dataset, TextOptions.of(arguments))
     if arguments.loss_on == "completion":
         if config.importance == "gauss_newton":
             raise ValueError(

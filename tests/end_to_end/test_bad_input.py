@@ -358,13 +358,18 @@ def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
     with text.open("a") as file:
         file.write('{"text": "one more document"}\n')
     message = resumable.refused("--resume")
-    assert "trained on other data (file text.jsonl was 16,944 bytes, hash" in message
+    assert 'trained on other data (data.source1.files.text.jsonl was "16,944 bytes, hash' in message
     assert "is 16,974 bytes, hash" in message
     assert "or go on with this text by --resume_other_data" in message
     capfd.readouterr()
     assert resumable.train("--resume", "--resume_other_data") == [(0, "")] * 2
     said = capfd.readouterr().out
-    assert said.count("--resume_other_data: goes on with another text than the checkpoint's: file text.jsonl was") == 1
+    assert (
+        said.count(
+            "--resume_other_data: goes on with another text than the checkpoint's: data.source1.files.text.jsonl was"
+        )
+        == 1
+    )
     assert (resumable.run / "checkpoints" / "step_000008").is_dir()
 
 

@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from tests.distributed import PATIENCE, ROOT
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.unit.compare.test_figures import distinct_colours
@@ -107,9 +109,9 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     table = (out / "table.md").read_text()
     assert table.strip() in finished.stdout and "| soft | 0.5625 | 0.5 | 3,072 | 0.003 (edge) | 2 |" in table
     assert "diverged" in table, "the learning rate that was too high is shown"
-    for name in ("perplexity", "bytes", "undecided", "flip_rate", "gap", "mask_values", "agreement"):
+    for name in ("perplexity", "bytes"):
         assert distinct_colours(out / "figures" / f"{name}.png") > 20, f"{name} is blank"
-    assert (out / "index.html").read_text().count("data:image/png;base64,") == 7
+    assert (out / "index.html").read_text().count("data:image/png;base64,") == 2
     assert not list((out / "runs").glob("*/checkpoints")), "they are large, and of no use any more"
     assert {path.name for path in (out / "models").iterdir()} == {row["run"] for row in rows if row["kind"] == "result"}
 
@@ -122,9 +124,6 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert row["sparsity"]["zeros"] == pytest.approx(0.5)
         assert math.isfinite(row["test_perplexity"]) and math.isfinite(row["validation_perplexity"])
         assert row["command"].startswith("deepspeed --num_gpus 1 launch/train.py --deepspeed ")
-        assert all(0.3 < share <= 1 for share in row["agreement"].values()) and len(row["agreement"]) == 14
-        if row["method"] == "fixed":
-            assert set(row["agreement"].values()) == {1.0}
     for row in kinds["tried"]:
         assert row["learning_rate"] == TOO_MUCH and "loss" in row["diverged"]
         assert row["test_perplexity"] is None, "the test text has no part in the choice"
@@ -134,9 +133,9 @@ def check_order(out: Path) -> None:
     """At the same seed, the first step of a fixed mask sees the same tokens at every start; another seed, others."""
     first = {}
     for seed in (0, 1):
-        history = json.loads((out / "histories" / f"fixed-lr0.003-seed{seed}-steps{STEPS}.json").read_text())
-        soft = json.loads((out / "histories" / f"soft-lr0.003-seed{seed}-steps{STEPS}.json").read_text())
-        assert history["loss"]["steps"] == soft["loss"]["steps"] == list(range(1, STEPS + 1))
-        assert sum(soft["mask_values"]["values"][0]) == sum(soft["mask_values"]["values"][-1])
-        first[seed] = history["cross_entropy"]["values"][0]
+        log = EventAccumulator(str(out / "runs" / f"fixed-lr0.003-seed{seed}-steps{STEPS}" / "tensorboard"))
+        log.Reload()
+        events = log.Scalars("loss/cross_entropy")
+        assert [event.step for event in events] == list(range(1, STEPS + 1))
+        first[seed] = events[0].value
     assert first[0] != first[1]

@@ -17,7 +17,7 @@ from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.groups import param_groups
-from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.model.low_rank import prepare
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
@@ -63,7 +63,6 @@ def _table(model: Any, config: SparseForgeConfig) -> dict[str, Any]:
         "groups": {g["name"]: [name_of[id(p)] for p in g["params"]] for g in param_groups(model, config)},
         "branches": list(branches(model)),
         "b_shapes": [tuple(getattr(b.low_rank_b, "ds_shape", b.low_rank_b.shape)) for b in branches(model).values()],
-        "share": low_rank_share(model, weights),
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.compare.runs import (
-    Setting,
+    Run,
     at_the_edge,
     choose,
     one_shot_runs,
@@ -27,7 +27,7 @@ def test_the_grid(tmp_path: Path) -> None:
     ], "ours has one learning rate, so there is nothing to choose"
     assert [run.name for run in one_shot_runs(config)] == ["pruned-seed3-steps0", "pruned-seed0-steps0"]
     chosen = choose(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
-    assert chosen == {"ours": Setting(0.5), "fixed": Setting(0.002)}
+    assert {name: run.learning_rate for name, run in chosen.items()} == {"ours": 0.5, "fixed": 0.002}
     counting = result_runs(config, chosen)
     assert len(counting) == 2 * 2 * 2
     again = {run.name for run in counting} & {run.name for run in selection_runs(config)}
@@ -52,7 +52,7 @@ def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
     assert tried[1].name == "cast-lr0.001-decay0.1-seed3-steps40"
     assert tried[1].deepspeed(config)["sparseforge"]["method"] == {"name": "cast", "decay": 0.1}
     chosen = choose(config, {run.name: 4.0 if run is tried[2] else 5.0 for run in tried})
-    assert chosen["cast"] == Setting(2e-3, 0.01)
+    assert chosen["cast"] is not tried[2] and chosen["cast"] == tried[2]
     counting = [run for run in result_runs(config, chosen) if run.method.name == "cast"]
     assert {run.decay for run in counting} == {0.01} and tried[2] in counting
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_a_method_that_always_diverges(tmp_path: Path) -> None:
 
 def test_the_command_is_the_launchers(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, flags={"warmup": 0.1, "activation_checkpointing": True}, ranks=2))
-    run = next(run for run in result_runs(config, dict.fromkeys(config.methods, Setting(0.25))))
+    run = Run(config.methods["ours"], 0.25, 3, 40)
     folder = Path("out/runs") / run.name
     arguments = parse_arguments(run.arguments(config, folder))
     assert arguments.learning_rate == 0.25 and arguments.seed == 3 and arguments.warmup == 0.1

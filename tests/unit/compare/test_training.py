@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trainer, _result_of, _wait_for
-from tests.distributed import PATIENCE
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
@@ -31,18 +30,13 @@ def test_the_result_of_a_run(tmp_path: Path) -> None:
     assert _result_of(tmp_path) == {}
     (tmp_path / "result.json").write_text('{"seconds": 3}')
     assert _result_of(tmp_path) == {"seconds": 3}
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(ValueError, match=r"result\.json: damaged .*; remove the folder, and the run is made again"):
-        _result_of(tmp_path)
 
 
 def test_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
     lock = tmp_path / ".lock"
-    _wait_for(lock, 0.0)  # no such file: nobody works there
+    _wait_for(lock)  # no such file: nobody works there
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="a process of an earlier start still works there"):
-            _wait_for(lock, 0.0)
         released = threading.Event()
 
         def release() -> None:
@@ -50,5 +44,5 @@ def test_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
             fcntl.flock(held, fcntl.LOCK_UN)
 
         threading.Timer(0.3, release).start()
-        _wait_for(lock, PATIENCE)
+        _wait_for(lock)
         assert released.is_set()

@@ -19,6 +19,7 @@ from sparseforge_ds.data.mixture import find_source, find_text
 from sparseforge_ds.data.packed import pack
 from sparseforge_ds.data.packing import encode, encode_trained
 from sparseforge_ds.data.producer import Maker
+from sparseforge_ds.data.text_files import TextOptions
 from sparseforge_ds.data.windows import PackedWindows, ids_of, trained_of
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.spec import make_spec
@@ -123,12 +124,14 @@ def test_plain_text_is_refused_at_once(tmp_path, stream):
     write(tmp_path / "b.jsonl", [{"text": "a text"}])
     for name in ("a.txt", "b.jsonl"):
         with pytest.raises(ValueError, match=f"{name}, document 1: is plain text, .*--loss_on completion.*messages"):
-            find_text([f"{stream}{tmp_path / name}"], "text", loss_on="completion")
+            find_text([f"{stream}{tmp_path / name}"], TextOptions(loss_on="completion"))
     with pytest.raises(ValueError, match="is plain text, .*--loss_on completion"):
-        find_text(["stdlib"], "text", loss_on="completion")
-    late = find_source(stream + write(tmp_path / "c.jsonl", [{"text": ""}, PAIR, {"text": "x"}]), "text", "train")
+        find_text(["stdlib"], TextOptions(loss_on="completion"))
+    late = find_source(
+        stream + write(tmp_path / "c.jsonl", [{"text": ""}, PAIR, {"text": "x"}]), TextOptions(split="train")
+    )
     assert list(late.read()) == ["", "abcde", "x"]
-    late = find_source(f"{stream}{tmp_path / 'c.jsonl'}", "text", loss_on="completion")
+    late = find_source(f"{stream}{tmp_path / 'c.jsonl'}", TextOptions(loss_on="completion"))
     with pytest.raises(ValueError, match="c.jsonl, document 3: is plain text"):
         list(late.read())
 
@@ -153,7 +156,7 @@ def test_a_run_is_refused_before_any_text_is_tokenised(tmp_path, template, impor
         seq_length=16,
     )
     if message is None:
-        assert [source.loss_on for source in make_spec(arguments, 1).text.sources] == ["completion"] * 2
+        assert [source.options.loss_on for source in make_spec(arguments, 1).text.sources] == ["completion"] * 2
     else:
         with pytest.raises(ValueError, match=message):
             make_spec(arguments, 1)
@@ -162,7 +165,7 @@ def test_a_run_is_refused_before_any_text_is_tokenised(tmp_path, template, impor
 def test_a_cache_of_its_own_with_a_mark_for_every_token(tmp_path):
     path = write(tmp_path / "a.jsonl", pairs())
     caches = {
-        loss_on: pack(find_source(path, "text", loss_on=loss_on), byte_tokenizer(), tmp_path / "data", "both")
+        loss_on: pack(find_source(path, TextOptions(loss_on=loss_on)), byte_tokenizer(), tmp_path / "data", "both")
         for loss_on in ("all", "completion")
     }
     whole, marked = caches["all"], caches["completion"]
@@ -172,16 +175,16 @@ def test_a_cache_of_its_own_with_a_mark_for_every_token(tmp_path):
     assert np.array_equal(trained_of(token), np.isin(ids_of(token), byte_tokenizer()("c</s>")["input_ids"]))
     assert whole.trained is None and marked.trained == np.count_nonzero(trained_of(token))
     assert marked.counted() == f"40 documents, loss on {marked.trained:,} of "
-    again = pack(find_source(path, "text", loss_on="completion"), byte_tokenizer(), tmp_path / "data", "both")
+    again = pack(find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data", "both")
     assert again == marked
 
 
 def test_a_stream_has_the_marks_of_the_cache_however_often_it_stops(tmp_path):
     path = write(tmp_path / "a.jsonl", pairs())
-    packed = pack(find_source(path, "text", loss_on="completion"), byte_tokenizer(), tmp_path / "data").open()
+    packed = pack(find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data").open()
     endless, row = np.tile(packed, 6), []
     for chunk in range(6):
-        maker = Maker(job(find_source(f"stream:{path}", "text", loss_on="completion"), tmp_path / "chunks"))
+        maker = Maker(job(find_source(f"stream:{path}", TextOptions(loss_on="completion")), tmp_path / "chunks"))
         maker.make()
         maker.chunks.check(chunk)
         row.append(maker.chunks.open(chunk))

@@ -14,6 +14,7 @@ from sparseforge_ds.data.micro_batch import IGNORED, Layout
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.packed import pack
 from sparseforge_ds.data.producer import Job, Maker
+from sparseforge_ds.data.text_files import TextOptions
 from sparseforge_ds.data.windows import PackedWindows, first_of, ids_of, trained_of
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.spec import make_spec
@@ -60,10 +61,10 @@ def test_documents_of_every_kind_begin_where_they_begin(tmp_path, loss_on, frame
     tokenizer.chat_template = TEMPLATE
     path = write(tmp_path / "a.jsonl", RECORDS if loss_on == "all" else RECORDS[1:3])
     how = {"loss_on": loss_on, "document_attention": True}
-    packed = pack(find_source(path, "text", **how), tokenizer, tmp_path / "data", frame)
+    packed = pack(find_source(path, TextOptions(**how)), tokenizer, tmp_path / "data", frame)
     assert shown(packed.open()) == expected
     assert packed.dtype == "uint16,?,?" and packed.trained == sum(letter.isupper() for letter in expected)
-    stream = Job(find_source(f"stream:{path}", "text", **how), tokenizer, tmp_path / "chunks", SIZES, 264, frame)
+    stream = Job(find_source(f"stream:{path}", TextOptions(**how)), tokenizer, tmp_path / "chunks", SIZES, 264, frame)
     maker = Maker(stream)
     maker.make()
     row = maker.chunks.open(0)
@@ -108,7 +109,7 @@ def test_a_run_is_not_continued_with_the_other_attention(tmp_path):
         )
         batches = open_text(make_spec(arguments, 1), Ranks())
         states[document_attention] = batches.state_dict()
-    with pytest.raises(ValueError, match="other data .*--document_attention was True, is False"):
+    with pytest.raises(ValueError, match="other data .*--document_attention was true, is false"):
         batches.load_state_dict(states[True])
 
 

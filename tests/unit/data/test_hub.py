@@ -19,6 +19,7 @@ from sparseforge_ds.data import formats
 from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.mixture import find_source
+from sparseforge_ds.data.text_files import TextOptions
 from tests.distributed import PATIENCE, ROOT
 from tests.hub_folders import write_c4, write_dolmino
 from tests.pretend_hub import REVISION, pretend_hub
@@ -28,7 +29,7 @@ from tests.pretend_hub import REVISION, pretend_hub
 def c4(tmp_path):
     """Three shards of unequal length, and a validation split that is not to be read."""
     write_c4(tmp_path, (7, 1, 12))
-    return HubText(f"{tmp_path}:en", "text")
+    return HubText(f"{tmp_path}:en")
 
 
 def test_a_reader_continues_from_every_document(c4):
@@ -48,7 +49,7 @@ def test_a_reader_continues_from_every_document(c4):
 
 def test_a_missing_field_names_the_line(c4):
     with pytest.raises(ValueError, match=r"00000-of-00003.json.gz, line 1: no field 'body'.*text, timestamp, url"):
-        next(HubText(c4.name, "body").read())
+        next(HubText(c4.name, TextOptions("body")).read())
 
 
 def test_a_shard_that_breaks_off_is_named(c4, tmp_path):
@@ -66,11 +67,11 @@ def test_shards_of_every_schema_and_compression_are_read(tmp_path, part, count):
     expected = write_dolmino(tmp_path)
     folder = part if part.startswith("data") or not part else f"data/{part}"
     wanted = [text for path, texts in sorted(expected.items()) if path.startswith(folder) for text in texts]
-    assert list(HubText(f"{tmp_path}:{part}".rstrip(":"), "text").read()) == wanted
+    assert list(HubText(f"{tmp_path}:{part}".rstrip(":")).read()) == wanted
     assert len(wanted) == count
     if part:
-        assert list(find_source(f"stream:{tmp_path}/{folder}", "text").read()) == wanted
-        assert list(find_source(f"{tmp_path}/{folder}", "text").read()) == wanted
+        assert list(find_source(f"stream:{tmp_path}/{folder}").read()) == wanted
+        assert list(find_source(f"{tmp_path}/{folder}").read()) == wanted
 
 
 def test_reading_by_datasets_itself_would_fail(tmp_path):
@@ -92,22 +93,22 @@ def test_reading_by_datasets_itself_would_fail(tmp_path):
 def test_what_cannot_be_read_says_so(tmp_path, part, message):
     write_dolmino(tmp_path)
     with pytest.raises(ValueError, match=message):
-        HubText(f"{tmp_path}:{part}", "text").read()
+        HubText(f"{tmp_path}:{part}").read()
 
 
 def test_other_splits_are_read_on_request_and_a_folder_is_read_by_them_too(c4, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     validation = ["validation 0", "validation 1"]
-    assert list(HubText(c4.name, "text", "validation").read()) == validation
+    assert list(HubText(c4.name, TextOptions(split="validation")).read()) == validation
     assert "1 file of split validation: " in caplog.text
-    assert sorted(HubText(c4.name, "text", "train+validation").read()) == sorted([*c4.read(), *validation])
-    assert HubText(c4.name, "text", "validation").identity != c4.identity
+    assert sorted(HubText(c4.name, TextOptions(split="train+validation")).read()) == sorted([*c4.read(), *validation])
+    assert HubText(c4.name, TextOptions(split="validation")).identity != c4.identity
     (tmp_path / "en").rename(tmp_path / "sub")
     (tmp_path / "en").mkdir()
     (tmp_path / "sub").rename(tmp_path / "en" / "sub")
     folder = f"{tmp_path}:en/sub"
-    assert list(HubText(folder, "text").read())[0] == "0 0" and len(list(HubText(folder, "text").read())) == 20
-    assert list(HubText(folder, "text", "validation").read()) == validation
+    assert list(HubText(folder).read())[0] == "0 0" and len(list(HubText(folder).read())) == 20
+    assert list(HubText(folder, TextOptions(split="validation")).read()) == validation
 
 
 def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):
@@ -171,12 +172,12 @@ def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda _, name: SimpleNamespace(sha=newest[0]))
-    reader = HubText("allenai/c4:en", "text").read()
+    reader = HubText("allenai/c4:en").read()
     next(reader)
     state = json.loads(json.dumps(reader.state()))
     newest[0] = "second"
-    HubText("allenai/c4:en", "text").read(state).rewind()
-    HubText("allenai/c4:en", "text").read()
+    HubText("allenai/c4:en").read(state).rewind()
+    HubText("allenai/c4:en").read()
     assert asked == [("allenai/c4", "en", "first")] * 2 + [("allenai/c4", "en", "second")]
 
 
@@ -184,17 +185,17 @@ def test_a_dataset_that_cannot_be_had_says_so(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="--dataset owner/name: neither a local file or folder nor a readable hub"):
-        HubText("owner/name", "text").read()
+        HubText("owner/name").read()
 
 
 CLIENT = """
 import json, sys
 from sparseforge_ds.data.hub import HubText
 name = "allenai/dolmino-mix-1124"
-parts = {part: list(HubText(f"{name}:{part}", "text").read()) for part in ("math", "dclm", "data/math/gsm8k")}
-reader = HubText(name, "text").read()
+parts = {part: list(HubText(f"{name}:{part}").read()) for part in ("math", "dclm", "data/math/gsm8k")}
+reader = HubText(name).read()
 begun = [next(reader) for _ in range(13)]
-again = HubText(name, "text").read(json.loads(json.dumps(reader.state())))
+again = HubText(name).read(json.loads(json.dumps(reader.state())))
 print(json.dumps({"parts": parts, "all": [*begun, *again], "rest": list(reader), "state": reader.state()}))
 """
 

@@ -8,7 +8,7 @@ import pytest
 
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.mixture import file_lines, find_text
-from sparseforge_ds.data.text_files import LocalText
+from sparseforge_ds.data.text_files import LocalText, TextOptions
 from sparseforge_ds.data.turns import whole_parts
 
 
@@ -31,24 +31,24 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 def test_weights_are_ratios(folder, dataset, parts):
-    mixture = find_text(dataset, "text")
+    mixture = find_text(dataset)
     assert mixture.parts == parts
     assert sum(mixture.shares) == pytest.approx(1)
 
 
 def test_sources_may_be_of_every_kind(folder):
-    mixture = find_text(["a.jsonl=1", "stream:b.jsonl=2", "allenai/c4:en=3", "stdlib=4"], "text")
+    mixture = find_text(["a.jsonl=1", "stream:b.jsonl=2", "allenai/c4:en=3", "stdlib=4"])
     assert [type(source) for source in mixture.sources] == [LocalText, LocalText, HubText, LocalText]
     assert [source.streamed for source in mixture.sources] == [False, True, True, False]
     assert [source.name for source in mixture.sources] == ["a.jsonl", "stream:b.jsonl", "allenai/c4:en", "stdlib"]
 
 
 def test_one_source_needs_no_weight_and_what_exists_under_its_whole_name_has_none(folder):
-    assert find_text(["a.jsonl=3"], "text") == find_text(["a.jsonl"], "text")
-    assert find_text(["date=2024.jsonl"], "text").sources[0].name == "date=2024.jsonl"
+    assert find_text(["a.jsonl=3"]) == find_text(["a.jsonl"])
+    assert find_text(["date=2024.jsonl"]).sources[0].name == "date=2024.jsonl"
     (folder / "date=7").mkdir()
     (folder / "date=7" / "x.jsonl").write_text('{"text": "x"}\n')
-    mixture = find_text(["stream:date=7=0.5", "date=2024.jsonl=0.5"], "text")
+    mixture = find_text(["stream:date=7=0.5", "date=2024.jsonl=0.5"])
     assert mixture.parts == (1, 1)
 
 
@@ -64,19 +64,19 @@ def test_many_digits_are_rounded_to_a_share_of_65536():
 
 def test_dividing_needs_plain_text(folder):
     (folder / "a.txt").write_text("one\n\ntwo\n")
-    assert list(find_text(["a.txt"], "text", sample_by="paragraph").sources[0].read()) == ["one", "two"]
-    mixture = find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text", sample_by="line")
+    assert list(find_text(["a.txt"], TextOptions(sample_by="paragraph")).sources[0].read()) == ["one", "two"]
+    mixture = find_text(["a.jsonl", "stream:a.txt", "owner/name"], TextOptions(sample_by="line"))
     assert [source.identity for source in mixture.sources[1:]] != [
-        source.identity for source in find_text(["a.jsonl", "stream:a.txt", "owner/name"], "text").sources[1:]
+        source.identity for source in find_text(["a.jsonl", "stream:a.txt", "owner/name"]).sources[1:]
     ]
     assert file_lines(mixture.sources[1]) == ["a.txt, 9 bytes"]
-    assert file_lines(find_text(["a.txt"], "text").sources[0]) == [
+    assert file_lines(find_text(["a.txt"]).sources[0]) == [
         "a.txt, 9 bytes",
         "a .txt file is one document; --sample_by paragraph or line divides it",
     ]
     for dataset in ("a.jsonl", "stdlib"):
         with pytest.raises(ValueError, match=f"--sample_by line: it divides .txt files, and --dataset {dataset} has"):
-            find_text([dataset], "text", sample_by="line")
+            find_text([dataset], TextOptions(sample_by="line"))
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_dividing_needs_plain_text(folder):
 )
 def test_what_cannot_be_meant_is_one_error(folder, dataset, message):
     with pytest.raises(ValueError, match=message):
-        find_text(dataset, "text")
+        find_text(dataset)

@@ -72,7 +72,7 @@ def hub_stream(folder):
             file.writelines(
                 json.dumps({"text": text, "url": "x"}) + "\n" for text in texts()[part * 20 : part * 20 + 20]
             )
-    return HubText(str(folder), "text")
+    return HubText(str(folder))
 
 
 @pytest.mark.parametrize(

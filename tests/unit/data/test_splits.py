@@ -10,6 +10,7 @@ import pytest
 
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.splits import find_files, split_of
+from sparseforge_ds.data.text_files import TextOptions
 from tests.hub_folders import write_c4, write_dolmino
 
 RECORD = '{"text": "x"}\n'
@@ -41,7 +42,7 @@ def test_a_saved_dataset_dict_is_read_by_its_splits(tmp_path, stream):
     folder = saved_dict(tmp_path / "saved")
 
     def texts(split, folder=folder):
-        source = find_source(f"{stream}{folder}", "text", split)
+        source = find_source(f"{stream}{folder}", TextOptions(split=split))
         return list(source.read())
 
     assert texts("train") == ["one", "two"]

@@ -11,7 +11,7 @@ import pytest
 
 from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.splits import find_files
-from sparseforge_ds.data.text_files import LocalText
+from sparseforge_ds.data.text_files import LocalText, TextOptions
 from tests.hub_folders import zstd
 
 TEXTS = [f"text {i}" for i in range(5)]
@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 def stream(folder):
-    return LocalText("stream:x", find_files(folder), "text")
+    return LocalText("stream:x", find_files(folder))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "json.gz", "jsonl.zst", "json.zst"])
@@ -60,6 +60,6 @@ def test_a_reader_continues_from_every_document(folder):
 def test_identity_follows_files_and_field(folder):
     before = stream(folder).identity
     assert before == stream(folder).identity
-    assert before != LocalText("stream:x", find_files(folder), "body").identity
+    assert before != LocalText("stream:x", find_files(folder), TextOptions("body")).identity
     (folder / "c.jsonl").write_text("")
     assert before != stream(folder).identity

@@ -167,7 +167,7 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "field.jsonl").write_text('{"content": "a cat"}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "a cat"}\n{"text": \n')
     (tmp_path / "empty.txt").write_text("  \n")
-    (tmp_path / "other.csv").write_text("a,b\n")
+    (tmp_path / "other.jsonl").write_text('{"a": "b"}\n')
     (tmp_path / "other.xml").write_text("<text/>")
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     good = str(tmp_path / "good.jsonl")
@@ -176,7 +176,7 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (str(tmp_path / "none"), "--text", good): "none: has no tokenizer",
         (str(tmp_path / "no_tokenizer"), "--text", good): "no_tokenizer: has no tokenizer",
         (stories, "--text", str(tmp_path / "none.txt")): "none.txt: give a file of .txt, .jsonl",
-        (stories, "--text", str(tmp_path / "other.csv")): "other.csv, line 1: no field 'text'",
+        (stories, "--text", str(tmp_path / "other.jsonl")): "other.jsonl, line 1: no field 'text'",
         (stories, "--text", str(tmp_path / "other.xml")): "give a file of .txt, .jsonl",
         (stories, "--text", str(tmp_path / "chat.jsonl")): "chat.jsonl, record 1: a conversation; name another",
         (stories, "--text", str(tmp_path / "empty.txt")): "there is no text",

@@ -96,7 +96,7 @@ def test_a_dry_run_resolves_the_whole_recipe(recipe, bash, capsys, monkeypatch):
     assert f"{RECIPES[recipe]:,} parameters" in text
     assert f"{'99.9' if 'moe' in recipe else '100.0'}% of the linear weights" in text
     assert ("left dense" in text) == ("moe" in recipe)  # the routers
-    assert re.search(r"frozen .* finetune under the frozen mask", text)
+    assert re.search(r"schedule +.*frozen \d+-\d+", text)
     assert "its weights and tokenizer are on the hub" in text
     assert not (ROOT / "runs" / "nothing_here").exists()
     peak = re.search(r"peak +([0-9.]+) +of 80", text)

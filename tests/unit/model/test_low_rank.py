@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.branch import Branch, add_branch, branches
-from sparseforge_ds.model.families import FAMILIES, coverage, prunable_weights
-from sparseforge_ds.model.low_rank import low_rank_share, prepare
+from sparseforge_ds.model.families import FAMILIES, prunable_weights
+from sparseforge_ds.model.low_rank import prepare
 from tests.reference import branch_start
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
 
@@ -118,7 +118,6 @@ def test_without_low_rank_nothing_happens() -> None:
     assert prepare(model, SparseForgeConfig()) is model
     assert model.model.layers[0].mlp.up_proj is layer
     assert branches(model) == {}
-    assert low_rank_share(model, prunable_weights(model, SparseForgeConfig())) == (0.0, 0.0)
 
 
 def _layers(bias: bool = True) -> list[Branch]:
@@ -254,16 +253,6 @@ def test_the_start_repairs_a_real_model(assets: Path) -> None:
             branch.enabled = enabled
         losses.append(model(input_ids=batch, labels=batch).loss.item())
     assert losses[1] < losses[0] - 0.5
-
-
-def test_the_share_of_parameters_and_flops() -> None:
-    model = prepare(tiny_llama(), CONFIG)
-    weights = prunable_weights(model, CONFIG)
-    parameters, flops = low_rank_share(model, weights)
-    others = coverage(model, weights).total - 18432 // 4
-    assert parameters == (18432 // 4) / others
-    sums = sum(weight.shape[-1] for weight in weights)
-    assert flops == (2 * 18432 // 4 + sums) / (2 * 18432)
 
 
 def test_a_k_that_does_not_divide_names_the_weight_and_changes_nothing() -> None:

@@ -125,10 +125,10 @@ def test_a_glob_that_allows_nothing_is_said_and_no_error(glob: str, masked: bool
 @pytest.mark.parametrize(
     ("glob", "near"),
     [
-        ("q_proj", "*.q_proj.*"),
-        ("*.mlp", "*.mlp.*"),
-        ("up_proj.weight", "*.up_proj.weight"),
-        ("self_attn.q", "*self_attn.q*"),
+        ("q_proj", "model.layers.*.self_attn.q_proj.weight"),
+        ("*.mlp", "model.layers.*.mlp.gate_proj.weight"),
+        ("up_proj.weight", "model.layers.*.mlp.up_proj.weight"),
+        ("self_attn.q", "model.layers.*.self_attn.q_proj.weight"),
         ("*.qproj.weight", "model.layers.*.self_attn.q_proj.weight"),
         ("transformer.h.*.mlp.down_proj.weight", "model.layers.*.mlp.down_proj.weight"),
         ("**.x", None),

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
-from sparseforge_ds.planning.duration import forward_flops
 from sparseforge_ds.planning.model_config import read_model_config
 from tests import tiny_models
 from tests.unit.planning.published_configs import PUBLISHED, gpt2_xl, llama2_7b, qwen3_14b
@@ -50,7 +48,6 @@ def test_what_is_pruned_of_full_size_models() -> None:
     xl = architecture(gpt2_xl())
     assert xl.masked == 48 * 12 * 1600**2
     assert xl.input_first and not qwen.input_first and (1, 4 * 1600, 1600) in xl.matrices
-    assert xl.multiplied == xl.masked + 50257 * 1600  # the tied head multiplies, positions do not
 
 
 def test_low_rank_branches_are_parameters() -> None:
@@ -68,17 +65,6 @@ def test_a_token_uses_some_of_the_experts() -> None:
     assert unused > 0
     assert found.active == found.total - unused
     assert found.largest_module == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
-
-
-@pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.tiny_gpt2, tiny_models.tiny_qwen3])
-def test_operations_of_a_forward_pass_are_counted(make: Callable[..., PreTrainedModel]) -> None:
-    model = make(attn_implementation="eager")
-    length = 32
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
-    found = architecture(model.config)
-    causal = length * found.attended * length  # eager computes both halves
-    assert forward_flops(found, length) * length + causal == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.BUILDERS["falcon"]])

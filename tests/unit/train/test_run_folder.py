@@ -50,7 +50,7 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     write_folder(first)
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
-    keys = {"version", "config", "weights", "coverage", "model_type", "run", "low_rank", "versions", "config_sha256"}
+    keys = {"version", "config", "weights", "coverage", "model_type", "run", "versions", "config_sha256"}
     assert set(record) == {*keys, "permutation"}
     assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
     assert SparseForgeConfig.from_dict(record["config"]) == first.config
@@ -76,15 +76,6 @@ def test_a_sentencepiece_model_travels_with_the_run(spec, tmp_path):
     (tmp_path / "model" / "tokenizer.model").write_bytes(b"pieces")
     write_folder(first)
     assert (tmp_path / "run" / "model" / "tokenizer.model").read_bytes() == b"pieces"
-
-
-def test_low_rank_is_recorded(spec, tmp_path):
-    write_folder_of = spec(block={"low_rank": {"k": 8}})
-    check_folder(write_folder_of)
-    write_folder(write_folder_of)
-    recorded = json.loads((tmp_path / "run" / "sparseforge.json").read_text())["low_rank"]
-    assert recorded.keys() == {"k", "parameter_share", "flop_share"} and recorded["k"] == 8
-    assert 0 < recorded["parameter_share"] < 1 / 8 and 0 < recorded["flop_share"] < 1
 
 
 def test_a_folder_is_written_again_by_a_resumed_run(spec):

@@ -116,11 +116,7 @@ def test_a_frame_that_the_tokenizer_does_not_have_is_found_at_once(arguments, mo
 
 def test_the_banner_says_what_low_rank_branches_cost(arguments):
     spec = make_spec(arguments(deepspeed_json(3, low_rank={"k": 8})), world_size=1)
-    parameters, flops = spec.low_rank_share
-    added = sum(weight.numel // 8 for weight in spec.weights)
-    assert parameters == pytest.approx(added / (spec.coverage.total - added))
-    text = banner(spec, TEXT)
-    assert f"runs of 8 inputs: {parameters:.1%} more parameters, {flops:.1%} more FLOPs" in text
+    assert "SLoRB, a number for 8 inputs of a pruned weight's output" in banner(spec, TEXT)
     assert "SLoRB" not in banner(make_spec(arguments(), world_size=1), TEXT)
 
 
@@ -162,7 +158,11 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
             r"curvature.sequences = 3: 2 ranks .* read 4 at a time; use a multiple of that, or null",
         ),
         ({"include": ["*.embed_tokens.*"]}, {}, "only model.embed_tokens.weight, which stays dense"),
-        ({"include": ["q_proj"]}, {}, r"'q_proj' matches no weight.*for example '\*\.q_proj\.\*'"),
+        (
+            {"include": ["q_proj"]},
+            {},
+            r"'q_proj' matches no .*example 'model\.layers\.\*\.self_attn\.q_proj\.weight'",
+        ),
         ({"method": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
     ],
 )
