@@ -5,12 +5,10 @@
 #
 # Prints held-out perplexity of the dense model, of one-shot magnitude and Wanda 2:4, of both fixed masks retrained, of
 # SparseForge with the paper's literal choices (preset paper_like_no_low_rank), and with the defaults of ds_configs/zero3.json.
-# A fixed mask is the same trainer with hardening at step 0. One-shot Wanda is that trainer stopped after a single step
-# whose learning rate is too small to matter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 3 ]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 model=$1 text=$2 heldout=$3 steps=${4:-400} seed=${5:-0}
@@ -38,14 +36,14 @@ print(f"{sys.argv[1]:<20} {json.load(open(sys.argv[2]))['perplexity']['perplexit
 PYTHON
 }
 
-train() { # name, preset, steps and flags
-    local name=$1 preset=$2
+train() { # name, sparseforge block, steps
+    local name=$1 block=$2
     shift 2
     python -c '
 import json, sys
 content = json.load(open("ds_configs/zero3.json"))
-content["sparseforge"]["preset"] = sys.argv[1]
-json.dump(content, open(sys.argv[2], "w"))' "$preset" "$folder/$name.ds.json"
+content["sparseforge"] = json.loads(sys.argv[1])
+json.dump(content, open(sys.argv[2], "w"))' "$block" "$folder/$name.ds.json"
     deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
         --deepspeed "$folder/$name.ds.json" --model "$model" --dataset "$text" --seed "$seed" \
         --output_dir "$folder/$name" "$@" >"$folder/$name.log" 2>&1 || { tail -n 20 "$folder/$name.log" >&2; exit 1; }
@@ -57,8 +55,8 @@ json.dump(content, open(sys.argv[2], "w"))' "$preset" "$folder/$name.ds.json"
 echo "held-out perplexity per token, seed $seed, $steps steps"
 perplexity dense "$model"
 perplexity one_shot_magnitude "$model" --one_shot 2:4
-train one_shot_wanda fixed_wanda --max_steps 1 --learning_rate 1e-12
-train fixed_magnitude fixed_magnitude --max_steps "$steps"
-train fixed_wanda fixed_wanda --max_steps "$steps"
-train sparseforge_paper paper_like_no_low_rank --max_steps "$steps"
-train sparseforge default --max_steps "$steps"
+train one_shot_wanda '{"method": "oneshot", "importance": "wanda"}' --max_steps 0
+train fixed_magnitude '{"method": "naive_retrain"}' --max_steps "$steps"
+train fixed_wanda '{"method": "naive_retrain", "importance": "wanda"}' --max_steps "$steps"
+train sparseforge_paper '{"preset": "paper_like_no_low_rank"}' --max_steps "$steps"
+train sparseforge '{}' --max_steps "$steps"

@@ -1,13 +1,15 @@
-"""What must be on the disk before it gets its final name."""
+"""What gets its final name when all of it is on the disk: after a power cut too it is there whole, or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def sync(path: Path) -> None:
@@ -29,9 +31,9 @@ def sync_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when it is written and on the disk; when that fails, nothing of it stays.
+    """A file that gets its name at the end of the block; after an error nothing of it stays.
 
-    Its temporary name is its own, because two runs may fill one folder at once (sparseforge compare), with equal bytes.
+    Its temporary name is its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -39,7 +41,29 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync(path.parent)
+        temporary.replace(path)
+        sync(path.absolute().parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """A folder that gets its name at the end of the block, where none is by then, or an empty one; after an error
+    nothing of it stays. What a killed process left under the temporary name is removed."""
+    temporary = temporary or path.with_name(f"{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_tree(temporary)
+        temporary.replace(path)
+        sync(path.absolute().parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
+    """A whole file of JSON that people read, too."""
+    with whole_file(path) as file:
+        file.write((json.dumps(content, indent=indent) + "\n").encode())

@@ -1,17 +1,33 @@
-"""Which weights the files of a checkpoint hold, and in which slots of which flats: names, shapes and sizes only."""
+"""Which weights the files of a checkpoint hold, and in which slots of which flats: names, shapes and sizes only.
+
+A *flat* is one rank's one-dimensional fp32 partition of an optimizer group (ZeRO-1/2), of a sub-group (ZeRO-3), or the
+whole of a group or a parameter (stage 0). The offline twin of `zero/shard.py`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from sparseforge_ds.checkpoint import layout
 from sparseforge_ds.checkpoint.rank_files import RankFiles
 from sparseforge_ds.checkpoint.zero_partitions import field, stage0_names, zero12_alignment, zero12_partitions
 
 FlatShapes = list[dict[str, tuple[int, ...]]]
 """Names and full shapes of the weights in each flat, in its order."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements [start, stop) of the flat `group` of `rank`."""
+
+    rank: int
+    group: int
+    start: int
+    stop: int
 
 
 def read_aliases(files: RankFiles, module: dict[str, Any]) -> dict[str, str]:
@@ -36,7 +52,7 @@ def read_flat_shapes(files: RankFiles, module: dict[str, Any], forge_state: dict
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
-def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[layout.Slot]]:
+def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[Slot]]:
     """Where the elements of every weight lie, all inside of the flats that are there."""
     first, masters = files.model[0], files.flats(0).masters
     if masters is not None and len(masters) != len(flat_shapes):
@@ -44,15 +60,15 @@ def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[layo
             f"{files.state_file(0).path}: has {len(masters)} partitions, {first.path.name} names {len(flat_shapes)}"
         )
     if files.stage == 3:
-        slots = layout.zero3_slots(flat_shapes, files.world_size)
+        slots = zero3_slots(flat_shapes, files.world_size)
     elif files.stage == 0:
-        slots = layout.whole_slots(flat_shapes)
+        slots = whole_slots(flat_shapes)
     else:
         partitions = [zero12_partitions(archive, files.flats(r)) for r, archive in enumerate(files.optimizer)]
         for archive, partition in zip(files.optimizer, partitions, strict=True):
             if partition != partitions[0]:
                 raise ValueError(f"{archive.path}: partitions of {partition} elements, rank 0 has {partitions[0]}")
-        slots = layout.zero12_slots(flat_shapes, zero12_alignment(files.optimizer[0], flat_shapes), partitions[0])
+        slots = zero12_slots(flat_shapes, zero12_alignment(files.optimizer[0], flat_shapes), partitions[0])
     _check_flats(files, slots)
     return slots
 
@@ -77,11 +93,66 @@ def read_shapes(
     return {name: held[name] for name in names}
 
 
+def zero3_slots(sub_groups: Sequence[Mapping[str, Sequence[int]]], world_size: int) -> dict[str, list[Slot]]:
+    """ZeRO-3 cuts every weight by itself into `world_size` equal pieces, the last ones padded. Sub-groups are names
+    and full shapes in the order of their flats. Slots end to end are the flat weight; padding is left out."""
+    slots: dict[str, list[Slot]] = {}
+    for group, shapes in enumerate(sub_groups):
+        offset = 0
+        for name, shape in shapes.items():
+            numel = math.prod(shape)
+            piece = math.ceil(numel / world_size)
+            slots[name] = [
+                Slot(rank, group, offset, offset + min(piece, numel - rank * piece))
+                for rank in range(world_size)
+                if numel > rank * piece
+            ]
+            offset += piece
+    return slots
+
+
+def zero12_slots(
+    groups: Sequence[Mapping[str, Sequence[int]]], paddings: Sequence[Sequence[int]], partitions: Sequence[int]
+) -> dict[str, list[Slot]]:
+    """ZeRO-1/2 lay the weights of a group end to end and cut the whole into equal partitions.
+
+    Args:
+        groups: names and full shapes in the order of each group's flat (with `round_robin_gradients`, the saved order).
+        paddings: elements of alignment after each weight of each group.
+        partitions: elements of one rank's partition of each group, padding included.
+    """
+    slots: dict[str, list[Slot]] = {}
+    for group, (shapes, gaps, partition) in enumerate(zip(groups, paddings, partitions, strict=True)):
+        offset = 0
+        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+            numel = math.prod(shape)
+            slots[name] = _cut(group, offset, offset + numel, partition)
+            offset += numel + gap
+    return slots
+
+
+def whole_slots(flats: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[Slot]]:
+    """Stage 0 holds everything on every rank, in flats of one or of several weights."""
+    sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in flats]
+    return zero12_slots(flats, [[0] * len(shapes) for shapes in flats], sizes)
+
+
+def _cut(group: int, start: int, stop: int, partition: int) -> list[Slot]:
+    """The run [start, stop) of a whole group, cut at multiples of `partition`."""
+    slots = []
+    while start < stop:
+        rank = start // partition
+        end = min(stop, (rank + 1) * partition)
+        slots.append(Slot(rank, group, start - rank * partition, end - rank * partition))
+        start = end
+    return slots
+
+
 def _shapes(module: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in module.items() if isinstance(value, Tensor)}
 
 
-def _check_flats(files: RankFiles, slots: dict[str, list[layout.Slot]]) -> None:
+def _check_flats(files: RankFiles, slots: dict[str, list[Slot]]) -> None:
     """Every slot lies inside the flat it points into, and all masters have one dtype, as DeepSpeed has them."""
     masters = [m for rank in range(max(1, len(files.optimizer))) for m in files.flats(rank).masters or ()]
     if len(dtypes := sorted({str(master.dtype) for master in masters})) > 1:

@@ -90,8 +90,3 @@ class RankFiles:
         self._flats = {}
         for archive in (*self.model, *self.optimizer):
             archive.release()
-
-    def check_bytes(self, part: int, parts: int) -> None:
-        """Compare the checksums of every `parts`-th file."""
-        for archive in (*self.model, *self.optimizer)[part::parts]:
-            archive.check_bytes()

@@ -82,6 +82,8 @@ class Checkpoint:
         if (self.folder / MANIFEST).exists():
             Manifest.read(self.folder).check_shards()
         self._files = files = RankFiles(self.folder)
+        self.files = (*files.model, *files.optimizer)
+        """Of all ranks."""
         self._first = first = files.model[0]
         try:
             files.open()
@@ -128,11 +130,6 @@ class Checkpoint:
         entry = self.entries.get(name)
         return () if entry is None else tuple(sorted(entry.states))
 
-    def scalars(self, name: str) -> dict[str, Number]:
-        """The optimizer states of a weight that are one number, such as step."""
-        entry = self.entries.get(name)
-        return {} if entry is None else dict(entry.scalars)
-
     def state(self, name: str, key: str) -> Tensor:
         """A per-element optimizer state in the weight's full shape, in the dtype in which it was saved."""
         return self.slice(name, key, 0, self._entry(name).numel).view(self.shapes[name])
@@ -157,14 +154,6 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: {name} cannot be read, its files are damaged ({error!r:.200})") from None
         self._files.count(taken)
         return taken
-
-    def trained_dtype(self, name: str) -> torch.dtype:
-        """The dtype that the network computed with."""
-        return self._entry(name).trained_dtype
-
-    def check_bytes(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the checksums of all bytes, or of one of `parts` shares of them, which reads them whole."""
-        self._files.check_bytes(part, parts)
 
     def _entry(self, name: str) -> StoredTensor:
         if name not in self.entries:

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.cli.export import DTYPES
+
 _EPILOG = """\
 Both models are loaded into this process and measured in turns, on the GPU where there is one. Prefill reads a prompt;
 decode writes tokens one after the other. Leave the machine to it: what else runs makes the quartiles wide.
@@ -36,7 +38,7 @@ def register(commands: Any) -> None:
     add("--generated", type=int, default=16, metavar="N", help="tokens that decode writes (default: 16)")
     add("--repeats", type=int, default=5, metavar="N", help="turns of each (default: 5)")
     add("--threads", type=int, metavar="N", help="threads on the CPU (default: torch's)")
-    add("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
+    add("--dtype", default="auto", choices=DTYPES, help="default: as stored")
     add("--out", metavar="OUT", help="folder for bench.json and bench.png")
     parser.set_defaults(run=run)
 

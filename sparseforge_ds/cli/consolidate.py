@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from sparseforge_ds.cli.export import add_out, add_source_options, write
+from sparseforge_ds.cli.export import add_options, run
 
 _EPILOG = """\
 examples:
@@ -23,13 +22,5 @@ def register(commands: Any) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="RUN", help="a run folder (its newest checkpoint), or one checkpoint folder")
-    add_out(parser)
-    add_source_options(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Consolidate, and say what was made."""
-    from sparseforge_ds.export.open import open_source
-
-    return write(open_source(args.source, args.model, args.dtype), args)
+    add_options(parser)
+    parser.set_defaults(run=run, format="hf")

@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.export import DTYPES
-from sparseforge_ds.evaluate.published import PUBLISHED, SUITES
+from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, means
+
+if TYPE_CHECKING:
+    from sparseforge_ds.ranks import Ranks
 
 _EPILOG = """\
 --text asks for perplexity, --tasks or --suite (extra zero_shot) for accuracy, and both may be asked for at once.
@@ -61,7 +67,6 @@ def register(commands: Any) -> None:
     add("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
     add("--seq_length", type=int, metavar="N", help="tokens of a window or of a document at most")
     add("--stride", type=int, metavar="N", help="distance of window starts (default: seq_length, no overlap)")
-    add("--keep_tail", action="store_true", help="also score what does not fill the last window")
     group = parser.add_argument_group("zero-shot accuracy")
     which, add = group.add_mutually_exclusive_group(), group.add_argument
     which.add_argument("--tasks", metavar="NAMES", help="names of the harness, with commas between")
@@ -69,7 +74,6 @@ def register(commands: Any) -> None:
     add("--include_path", metavar="DIR", help="folder of task files in the harness' format, which win over its own")
     add("--dense", metavar="MODEL", help="run the dense model too, in the same dtype")
     add("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
-    add("--markdown", metavar="FILE", help="also write the table to a file")
     parser.set_defaults(run=run)
 
 
@@ -80,29 +84,85 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("nothing to measure: give --text for perplexity, --tasks or --suite for accuracy, or both")
     given = vars(args)
     for flags, asked, of in (
-        (("protocol", "seq_length", "stride", "keep_tail"), args.text is not None, "perplexity; give --text"),
-        (("include_path", "dense", "paper", "markdown"), asked_tasks, "accuracy; give --tasks or --suite"),
+        (("protocol", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
+        (("include_path", "dense", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not asked and (odd := [flag for flag in flags if given[flag]]):
             raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
-    from sparseforge_ds.evaluate import perplexity, zero_shot
-    from sparseforge_ds.evaluate.pretrained import write_result
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit {args.limit}: use an integer >= 1")
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():  # not after hours
+        raise ValueError(f"--json {args.json}: cannot be written, there is no folder {Path(args.json).parent}")
     from sparseforge_ds.ranks import launched_ranks
 
-    found: dict[str, Any] = {"model": args.model}
     try:
         with launched_ranks() as ranks:
             if asked_tasks and ranks.world_size > 1:
                 raise ValueError(f"--tasks and --suite run in one process, and there are {ranks.world_size}; use one")
-            if args.text is not None:
-                found["perplexity"] = perplexity.run(args, ranks)
-            if asked_tasks:
-                found["zero_shot"] = zero_shot.run(args)
+            found = _measure(args, ranks)
     except ValueError:
         if os.environ.get("RANK", "0") == "0":
             raise
         return 2
     if ranks.first:
-        write_result("json", args.json, json.dumps(found, indent=2))
+        if args.json is not None:
+            Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
         print(json.dumps(found))
     return 0
+
+
+def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """What is asked for, of a model that is loaded once, printed for people on the first rank."""
+    from sparseforge_ds.evaluate import perplexity, zero_shot
+    from sparseforge_ds.evaluate.harness import load_tasks
+    from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
+    from sparseforge_ds.evaluate.text import as_one, read_text
+    from sparseforge_ds.mask.pattern import parse_pattern
+
+    pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
+    adapter = adapter_of(args.model, args.adapter)
+
+    def load() -> Any:
+        documents = None if args.text is None else read_text(args.text, args.text_field, args.limit)
+        tokenizers = [load_tokenizer(name) for name in (args.model, args.dense) if name is not None]
+        names = _tasks(args)
+        tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
+        model = load_model(args.model, args.dtype, adapter)
+        if pattern is not None:
+            prune_by_magnitude(model, pattern)
+        return documents, tokenizers, tasks, model
+
+    documents, tokenizers, tasks, model = ranks.all_or_raise(load)
+    dtype = str(model.dtype).removeprefix("torch.")
+    found: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
+    title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
+    if documents is not None:
+        protocol: perplexity.Protocol = args.protocol or ("windows" if as_one(args.text) else "documents")
+        options = (args.seq_length, args.stride, args.batch_size)
+        began = time.monotonic()
+        score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks)
+        how = {"stride": args.stride, "ranks": ranks.world_size}
+        seconds = round(time.monotonic() - began, 2)
+        found["perplexity"] = {"text": args.text, **asdict(score), **how, "seconds": seconds}
+        if ranks.first:
+            print(f"{title} on {args.text}\n{score}, {seconds} s")
+    if tasks is not None:
+        results = {"this": zero_shot.measure(model, tokenizers[0], tasks, args.limit, args.batch_size)}
+        if args.dense is not None:
+            del model
+            dense = load_model(args.dense, dtype)
+            results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, args.limit, args.batch_size)
+        this, *other = ({"tasks": each, "means": means(each)} for each in results.values())
+        found["zero_shot"] = {**this, "limit": args.limit}
+        if other:
+            found["zero_shot"]["dense"] = {"model": args.dense, **other[0]}
+        print(accuracy_table(results, args.paper))
+    return found
+
+
+def _tasks(args: argparse.Namespace) -> list[str] | None:
+    if args.tasks is None:
+        return list(SUITES[args.suite]) if args.suite else None
+    if not (tasks := list(dict.fromkeys(filter(None, args.tasks.split(","))))):
+        raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
+    return tasks

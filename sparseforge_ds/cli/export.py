@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from sparseforge_ds.export.source import Source
+from typing import Any
 
 FORMATS = ("hf", "packed24", "mask")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -17,7 +13,7 @@ formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
             after `import sparseforge_ds`
-  mask      the mask alone, one bit a weight; `sparseforge apply` puts it on the dense model
+  mask      the mask alone, one bit a weight; `export MASK OUT --model DENSE` puts it on the dense model
 
 Each is proved before it reports success: hf and packed24 are loaded in a fresh process and give the source's logits
 bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that cannot hold the model.
@@ -25,6 +21,7 @@ bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that 
 examples:
   sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
   sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask
+  sparseforge export models/qwen3_14b_mask models/qwen3_14b_2to4 --model models/Qwen3-14B
   sparseforge export models/llama_wanda_2to4 models/llama_packed24 --format packed24   # pruned by another tool
 """
 
@@ -40,47 +37,40 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a run folder (its newest checkpoint), one checkpoint, an exported folder, or any other 2:4 model folder",
+        help="a run folder (its newest checkpoint), one checkpoint, an exported folder or mask, or any other 2:4 model "
+        "folder",
     )
-    add_out(parser)
-    add_source_options(parser)
+    add_options(parser)
     parser.add_argument("--format", default="hf", choices=FORMATS, help="see below (default: hf)")
     parser.set_defaults(run=run)
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """What every command has that writes a model."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `consolidate` has too."""
     parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
     parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
 
-
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """How a run or an exported folder is read."""
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
-    parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="folder with config.json and tokenizer (default: the source's); of a mask, its dense model",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was made and how it was proved."""
-    from sparseforge_ds.export.open import open_source
-
-    return write(open_source(args.source, args.model, args.dtype), args, args.format)
-
-
-def write(source: Source, args: argparse.Namespace, format: str = "hf") -> int:
-    """Export with the options of `add_out`, and say what was made and how it was proved."""
     from sparseforge_ds.export.formats import export
+    from sparseforge_ds.export.open import open_source
     from sparseforge_ds.export.stored import Size
-    from sparseforge_ds.export.workers import default_workers
 
-    workers = default_workers() if args.workers is None else args.workers
-    progress = sys.stderr.isatty()
-    record = export(source, args.out, format, args.max_shard_size, workers, progress, args.skip_proof)
+    source = open_source(args.source, args.model, args.dtype)
+    record = export(source, args.out, args.format, args.max_shard_size, args.workers, args.skip_proof)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
-    print(f"{args.out}: {_what(format, record)}")
+    print(f"{args.out}: {_what(args.format, record)}")
     if "bytes" in record:
         print(f"{args.out}: {Size(**record['bytes'])}")
     if record.get("adapter"):
@@ -89,7 +79,7 @@ def write(source: Source, args: argparse.Namespace, format: str = "hf") -> int:
             "peft is installed, and without it the weights compute nonsense. It stores the fixed matrix P too: "
             "--format packed24 does not"
         )
-    print(_proof_line(format, record["proof"]))
+    print(_proof_line(args.format, record["proof"]))
     return 0
 
 

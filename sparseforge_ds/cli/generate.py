@@ -91,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
 def _require_model(folder: Path) -> None:
     """Raise for what has weights but is not a model yet, before anything is loaded."""
     if (folder / "mask.json").is_file():
-        raise ValueError(f"{folder}: is a mask; put it on its dense model: sparseforge apply {folder} DENSE OUT")
+        raise ValueError(
+            f"{folder}: is a mask; put it on its dense model: sparseforge export {folder} OUT --model DENSE"
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: has no config.json, so it is no model; of a run make one first: sparseforge consolidate "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.printing import printable
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Look, print, and say it in the exit code."""
     from sparseforge_ds.export.inspection import inspect
 
-    found = inspect(args.run_folder, args.quick, args.check, sys.stderr.isatty())
+    found = inspect(args.run_folder, args.quick, args.check)
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
@@ -61,11 +60,8 @@ def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
     versions = (found.run or {}).get("versions")
     if isinstance(versions, dict):
         lines.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    if found.inventory is not None:
-        lines += [("checkpoint", _entry(entry)) for entry in found.inventory.entries]
-        lines += [("leftover", f"{name}, of an interrupted save") for name in found.inventory.leftovers]
-    elif found.current is not None:
-        lines.append(("checkpoint", _entry(found.current)))
+    lines += [("checkpoint", _entry(entry)) for entry in found.checkpoints]
+    lines += [("leftover", f"{name}, of an interrupted save") for name in found.leftovers]
     lines += [("problem", problem) for problem in found.problems]
     lines.append(("complete", ("yes, all checksums agree" if checked else "yes") if found.ok else "NO"))
     return lines

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from sparseforge_ds import __version__
 from sparseforge_ds.cli import (
-    apply,
     bench,
     card,
     compare,
@@ -33,7 +32,7 @@ from sparseforge_ds.cli import (
 )
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (train, permute, inspect, consolidate, export, apply, verify, generate, evaluate, card, plan, compare, bench)
+COMMANDS = (train, permute, inspect, consolidate, export, verify, generate, evaluate, card, plan, compare, bench)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""

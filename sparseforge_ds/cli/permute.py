@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,21 +57,18 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Permute, and say what was gained."""
-    from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
     from sparseforge_ds.export.permuted_folder import DenseFolder
-    from sparseforge_ds.export.workers import default_workers
     from sparseforge_ds.export.writer import unfinished_folder
 
-    for flag in ("sequences", "seq_length", "rows"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag} {getattr(args, flag)}: use an integer >= 1")
-    config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
+    if args.seq_length < 1:
+        raise ValueError(f"--seq_length {args.seq_length}: use an integer >= 1")
+    settings = PermuteConfig(dimensions=args.dimensions, sequences=args.sequences, rows=args.rows)
+    config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed, permute=settings)
     dense = DenseFolder(args.model)
-    progress = sys.stderr.isatty()
     with unfinished_folder(args.out) as folder:
-        found = _find(args, config, dense, progress)
-        workers = default_workers() if args.workers is None else args.workers
-        dense.write(found, folder, args.max_shard_size, workers, progress)
+        found = _find(args, config, dense)
+        dense.write(found, folder, args.max_shard_size, args.workers)
     for part, kept in found.facts["kept"].items():
         before, after = kept["before"], kept["after"]
         lost = 1 - (1 - after) / (1 - before)
@@ -81,22 +77,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder, progress: bool) -> Permutation:
+def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder) -> Permutation:
     import torch
 
     if args.text is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return dense.find(config, args.dimensions, args.rows, device=device, progress=progress)
+        return dense.find(config, device=device)
 
     from sparseforge_ds.evaluate.perplexity import windows
     from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
     from sparseforge_ds.evaluate.text import read_documents
-    from sparseforge_ds.model.families import prunable_weights
     from sparseforge_ds.permutation.activations import find_by_activations
 
     documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
-    passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length, keep_tail=False)
+    passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length)
     model = load_model(str(Path(args.model)))
     batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
-    weights = prunable_weights(model, config)
-    return find_by_activations(model, weights, batches, config, args.dimensions, args.rows, progress)
+    return find_by_activations(model, batches, config)

@@ -37,10 +37,9 @@ def register(commands: Any) -> None:
     add("--model", required=True, metavar="MODEL", help="a model folder, a config.json, or a hub id")
     add("--teacher", metavar="MODEL", help="dense model to distil from (default: the same as --model)")
     add("--gpus", required=True, type=int, metavar="N", help="GPUs of the run")
-    add("--gpu_memory", "--gpu-memory", type=_positive, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
-    spellings = ("--deepspeed", "--ds_config", "--ds-config")
+    add("--gpu_memory", type=_positive, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
     each = 'DeepSpeed configurations with a "sparseforge" block; each is planned'
-    add(*spellings, required=True, nargs="+", metavar="JSON", help=each)
+    add("--deepspeed", required=True, nargs="+", metavar="JSON", help=each)
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 4096, or what the model can)")
     add("--sequence_parallel", type=int, metavar="N", help="GPUs that share one sequence (default: the JSON's, or 1)")
     add("--micro_batch", type=int, metavar="N", help="sequences of a GPU at a time (default: the JSON's)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +43,10 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, print the table, and say it in the exit code."""
     from sparseforge_ds.export.verify import check_folder
-    from sparseforge_ds.export.workers import default_workers
     from sparseforge_ds.mask.pattern import parse_pattern
 
     pattern = None if args.pattern is None else parse_pattern(args.pattern)
-    workers = default_workers() if args.workers is None else args.workers
-    report = check_folder(args.model, pattern, sys.stderr.isatty(), workers)
+    report = check_folder(args.model, pattern, args.workers)
     if args.json is not None:
         try:
             Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")

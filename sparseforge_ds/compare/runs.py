@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.compare.settings import CompareConfig, Method, one_shot_steps
+from sparseforge_ds.compare.settings import CompareConfig, Method
 
 NO_TRAINING = 1e-12
 """Learning rate of a step that must not change anything."""
@@ -82,9 +82,7 @@ def selection_runs(config: CompareConfig) -> list[Run]:
 def one_shot_runs(config: CompareConfig) -> list[Run]:
     """Runs that prune and do not train; the seed decides the text that they are calibrated on."""
     return [
-        Run(method, NO_TRAINING, seed, one_shot_steps(method), trained=False)
-        for method in config.one_shot.values()
-        for seed in config.seeds
+        Run(method, NO_TRAINING, seed, 0, trained=False) for method in config.one_shot.values() for seed in config.seeds
     ]
 
 

@@ -146,12 +146,6 @@ def read_config(path: str) -> CompareConfig:
     return config
 
 
-def one_shot_steps(method: Method) -> int:
-    """Steps of a run that is not to train: what its block says, or none. A preset with a fixed mask is a trainer
-    like any other and needs a step; its learning rate is then too small to matter."""
-    return int(method.block.get("max_steps", int(method_name(method.block) == "sparseforge")))
-
-
 def _split(kind: str, name: str, entry: Any) -> Any:
     """A method's run flags, learning rates and decays apart from the keys of its block."""
     if not _NAME.fullmatch(name):
@@ -224,8 +218,10 @@ def _check(config: CompareConfig) -> None:
     patterns = set()
     for where, method, steps in (
         *(("methods", method, steps) for method in config.methods.values() for steps in config.budgets),
-        *(("one_shot", method, one_shot_steps(method)) for method in config.one_shot.values()),
+        *(("one_shot", method, 0) for method in config.one_shot.values()),
     ):
+        if (where == "one_shot") != ((name := method_name(method.block)) == "oneshot"):
+            raise ValueError(f'{where}.{method.name}: method "{name}": "oneshot" stands in one_shot, others in methods')
         try:
             for decay in method.decays or (None,):
                 patterns.add(SparseForgeConfig.from_dict(config.block(method, steps, decay)).pattern)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from sparseforge_ds.config.arguments import RunArguments
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SEQUENCE = "sequence_parallel_size"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The batch arithmetic of a run: train = micro * accumulation * ranks that read other sequences."""
-
-    train: int
-    micro: int
-    accumulation: int
 
 
 def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
@@ -57,8 +47,8 @@ def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size:
     return size
 
 
-def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1) -> Batch:
-    """Divide the batch over the ranks, of which each `sequence` share their sequences.
+def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1) -> dict[str, int]:
+    """All of `BATCH`: train = micro * accumulation * ranks that read other sequences, as each `sequence` share theirs.
 
     Given are one, two or all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps;
     "auto" counts as not given. Raises ValueError where they do not fit each other and the number of ranks.
@@ -70,8 +60,8 @@ def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1
             raise ValueError(f'{name} = {json.dumps(value)} is not valid: use an integer >= 1 or "auto"')
     if train is None:
         micro, accumulation = micro or 1, accumulation or 1
-        return Batch(micro * accumulation * world_size, micro, accumulation)
-    if micro is None:
+        train = micro * accumulation * world_size
+    elif micro is None:
         accumulation = accumulation or 1
         micro = train // (accumulation * world_size)
     elif accumulation is None:
@@ -88,7 +78,7 @@ def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1
             f'{content.get(names[2], "auto")}): use {" or ".join(map(str, near))}, set the other two keys to "auto", '
             "or change the number of ranks; --global_batch and --micro_batch win over the JSON"
         )
-    return Batch(train, micro, accumulation)
+    return dict(zip(names, (train, micro, accumulation), strict=True))
 
 
 def check_probe_batch(filled: dict[str, Any], sequences: int | None, readers: int, sequence: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
 from transformers import HfArgumentParser
 
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.strict import nearest
 
 _EXAMPLES = """\
 exit code: 0 the run is complete; 1 an error, said in one line; 2 a flag that does not exist; 143 SIGTERM
@@ -118,7 +118,7 @@ def _unknown(word: str) -> str:
         return (
             f"{flag}: the deepspeed launcher has this flag: write it before the script, deepspeed {flag} ... train.py"
         )
-    near = [name] if name in known else difflib.get_close_matches(_SHORT.get(name, name), known, n=1, cutoff=0.6)
+    near = name if name in known else nearest(_SHORT.get(name, name), known)
     # Not imported before something is wrong, so that --help need not wait for DeepSpeed.
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.deepspeed_keys import KEYS
@@ -127,4 +127,4 @@ def _unknown(word: str) -> str:
         return f'{flag}: not a flag, but a key of the "sparseforge" block of the DeepSpeed JSON: "{name}"'
     if name in KEYS and not (name == "train_batch_size" or name.startswith("train_micro_batch")):
         return f'{flag}: not a flag, but a key of the DeepSpeed JSON: "{name}"'
-    return f"{flag}: unknown flag; {f'did you mean --{near[0]}?' if near else '--help lists the flags'}"
+    return f"{flag}: unknown flag; {f'did you mean --{near}?' if near else '--help lists the flags'}"

@@ -149,13 +149,10 @@ def resolve(
     """
     filled = copy.deepcopy(content)
     sequence = sequence_ranks(content, arguments, world_size)
-    batch = batch_arithmetic(content, world_size, sequence)
     filled.pop(SEQUENCE, None)
     if sequence > 1:
         filled[SEQUENCE] = sequence
-    filled["train_batch_size"] = batch.train
-    filled["train_micro_batch_size_per_gpu"] = batch.micro
-    filled["gradient_accumulation_steps"] = batch.accumulation
+    filled |= batch_arithmetic(content, world_size, sequence)
     if filled.get("gradient_clipping", 0) == "auto":
         filled["gradient_clipping"] = 1.0
     _fill_precision(filled, {"bf16": supports_bf16, "fp16": supports_fp16})

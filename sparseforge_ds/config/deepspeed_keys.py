@@ -7,7 +7,6 @@ values as they are. Of the sections that it has pydantic models for, those model
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.strict import nearest
 
 _KINDS: dict[str, str] = {
     "object": """
@@ -151,11 +151,9 @@ def _first(where: str, model: type[BaseModel], error: ValidationError) -> str:
 
 
 def _near(prefix: str, key: str, known: Iterable[str]) -> str:
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {prefix}{by_lower[close[0]]}?"
-    return f"known are {', '.join(by_lower.values())}" if len(by_lower) < 12 else "remove it"
+    if close := nearest(key, known := list(known)):
+        return f"did you mean {prefix}{close}?"
+    return f"known are {', '.join(known)}" if len(known) < 12 else "remove it"
 
 
 def _cure(key: str) -> str:
@@ -168,5 +166,4 @@ def _cure(key: str) -> str:
         return "it belongs in optimizer.params"
     if key in DeepSpeedZeroConfig.model_fields:
         return 'it belongs in "zero_optimization"'
-    close = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else "remove it"
+    return f"did you mean {close!r}?" if (close := nearest(key, KEYS)) else "remove it"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import inspect
 import json
-import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from sparseforge_ds.config.deepspeed_keys import without_autos
+from sparseforge_ds.config.strict import nearest
 
 _SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """Parameters of Adam that DeepSpeed takes for itself."""
@@ -67,25 +65,22 @@ def _kind(name: str, params: Mapping[str, Any], on_host: bool) -> type:
         if params.get("torch_adam", False):
             return torch.optim.AdamW if lower == "adamw" or params.get("adam_w_mode", True) else torch.optim.Adam
         return DeepSpeedCPUAdam if on_host else FusedAdam
+    of_deepspeed: dict[str, type] = {
+        "adagrad": DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
+        "lamb": FusedLamb,
+        "lion": DeepSpeedCPULion if on_host else FusedLion,
+    }
+    if lower in of_deepspeed:
+        return of_deepspeed[lower]
     if lower in DEEPSPEED_OPTIMIZERS:
-        if lower.startswith("mu"):
-            if importlib.util.find_spec("mup") is None:
-                raise ValueError(f'optimizer.type = "{name}" needs the package mup, which is not installed; {_USE}')
-            names = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
-            return typing.cast(type, getattr(importlib.import_module("mup"), names[lower]))
-        return {
-            "adagrad": DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
-            "lamb": FusedLamb,
-            "lion": DeepSpeedCPULion if on_host else FusedLion,
-        }[lower]
+        raise ValueError(f'optimizer.type = "{name}" scales its steps by the width of layers, by mup; {_USE}')
     found = getattr(torch.optim, name, None)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         return found
     known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion"]
     known += [each for each in dir(torch.optim) if isinstance(getattr(torch.optim, each), type)]
-    by_lower = {each.lower(): each for each in known if each not in ("Optimizer", "Muon")}
-    near = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.5)
-    cure = f'did you mean "{by_lower[near[0]]}"?' if near else _USE
+    near = nearest(name, (each for each in known if each not in ("Optimizer", "Muon")))
+    cure = f'did you mean "{near}"?' if near else _USE
     raise ValueError(f'optimizer.type = "{name}": DeepSpeed has no such optimizer; {cure}')
 
 
@@ -121,8 +116,7 @@ def _check_names(name: str, kind: type, params: Mapping[str, Any]) -> None:
             continue
         if key == "max_grad_norm":
             raise ValueError('optimizer.params.max_grad_norm: use the key "gradient_clipping" beside "optimizer"')
-        near = difflib.get_close_matches(key.lower(), taken, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(taken)}"
+        hint = f"did you mean {near}?" if (near := nearest(key, taken)) else f"known are {', '.join(taken)}"
         if name.lower() in ("adam", "adamw") and key in inspect.signature(torch.optim.AdamW).parameters:
             hint = 'it belongs to torch\'s AdamW; add "torch_adam": true'
         raise ValueError(f"optimizer.params.{key}: {kind.__name__} has no such parameter; {hint}")

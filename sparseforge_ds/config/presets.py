@@ -27,11 +27,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper_like": _PAPER,
     "paper_like_no_low_rank": {**_PAPER, "low_rank": None},
-    "fixed_magnitude": {"importance": "magnitude", "method": {"name": "sparseforge", "hardening": (0.0, 0.0)}},
-    "fixed_wanda": {
-        "importance": "wanda",
-        "method": {"name": "sparseforge", "hardening": (0.0, 0.0)},
-        "curvature": {"first_probes": 16},
-    },
 }
 """Named starting points; the default is what measured best (docs/results/notes.md)."""

@@ -8,6 +8,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 _KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -17,6 +18,13 @@ def require(condition: bool, key: str, value: object, cure: str) -> None:
     """Raise a ValueError that names the key of the `sparseforge` block, its value and the cure."""
     if not condition:
         raise ValueError(f"sparseforge.{key} = {json.dumps(value)} is not valid: {cure}")
+
+
+def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known word that is most like another one, whatever their case; None where none is."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=likeness)
+    return by_lower[found[0]] if found else None
 
 
 def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -51,8 +59,7 @@ def _nearest(key: str, hints: dict[str, Any]) -> str:
     for outer, hint in hints.items():
         if any(key == item.name for kind in objects_of(hint) for item in dataclasses.fields(kind)):
             return f"{outer}.{key}"
-    by_lower = {name.lower(): name for name in hints}
-    return by_lower[difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.0)[0]]
+    return str(nearest(key, hints, likeness=0.0))
 
 
 def _tagged(value: Any, kinds: list[Any], where: str) -> Any:

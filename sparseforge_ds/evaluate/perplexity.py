@@ -4,7 +4,7 @@ Softmax in fp32, one number over the whole text (not a mean of perplexities), by
 
 `windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
 the tokenizer's default special tokens. Windows of `seq_length` do not overlap; every token of one but the first is
-scored. The tail is dropped unless `keep_tail`; with `stride` a window scores only what no earlier one scored.
+scored. The tail is dropped; with `stride` a window scores only what no earlier one scored.
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
 the document are scored, cut where the model's positions (or `seq_length`) end.
@@ -12,13 +12,10 @@ the document are scored, cut where the model's positions (or `seq_length`) end.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,15 +23,6 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.data.formats import is_plain_text
-from sparseforge_ds.evaluate.pretrained import (
-    adapter_of,
-    load_model,
-    load_tokenizer,
-    prune_by_magnitude,
-)
-from sparseforge_ds.evaluate.text import STDLIB, WIKITEXT, is_wikitext2, read_documents, read_wikitext2
-from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
@@ -56,6 +44,13 @@ class Perplexity:
     seq_length: int
     documents: int
 
+    def __str__(self) -> str:
+        return (
+            f"  perplexity {self.perplexity:.4f}  ({self.nll:.5f} nats a token)\n"
+            f"  {self.tokens} tokens of {self.documents} documents scored, {self.unscored} not\n"
+            f"  protocol {self.protocol}, seq_length {self.seq_length}"
+        )
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -74,8 +69,6 @@ def measure(
     seq_length: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
-    progress: bool = False,
-    keep_tail: bool = False,
     ranks: Ranks | None = None,
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
@@ -95,16 +88,15 @@ def measure(
     if batch_size < 1:
         raise ValueError(f"--batch_size {batch_size}: use an integer >= 1")
     if protocol == "windows":
-        passages, total = windows(tokenizer, documents, seq_length, stride or seq_length, keep_tail)
-    elif stride is not None or keep_tail:
-        flag = "--stride" if stride is not None else "--keep_tail"
-        raise ValueError(f"{flag} belongs to --protocol windows; documents are scored whole")
+        passages, total = windows(tokenizer, documents, seq_length, stride or seq_length)
+    elif stride is not None:
+        raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
     else:
         passages, total = whole_documents(tokenizer, documents, seq_length)
     ranks = ranks or Ranks()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
     batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
-    mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=not progress, file=sys.stderr)
+    mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=None if ranks.first else True)
     # Batches do not depend on the number of ranks, and fsum rounds once: the number is the same to the last bit.
     scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch) for batch in mine])))
     nll, tokens = math.fsum(score for score, _ in scores), sum(count for _, count in scores)
@@ -116,7 +108,7 @@ def measure(
 
 
 def windows(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int, keep_tail: bool
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int
 ) -> tuple[list[Passage], int]:
     """The windows of the joined documents, and the tokens that these have. Raises ValueError where the text is shorter
     than a window, or the stride is longer."""
@@ -128,9 +120,6 @@ def windows(
     starts = range(0, len(ids) - seq_length + 1, stride)
     overlap = max(1, seq_length - stride)
     passages = [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts]
-    tail = ids[starts[-1] + stride :]
-    if keep_tail and len(tail) > overlap:
-        passages.append(Passage(tail, overlap))
     return passages, len(ids)
 
 
@@ -179,58 +168,3 @@ def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
 def _positions(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT)
-
-
-def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, object] | None:
-    """Measure as the flags of `sparseforge evaluate` say, and print it for people; returns it on the first rank."""
-    pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
-    adapter = adapter_of(args.model, args.adapter)
-
-    def load() -> tuple[list[str], PreTrainedModel, PreTrainedTokenizerBase]:
-        documents = _read(args)
-        tokenizer = load_tokenizer(args.model)
-        model = load_model(args.model, args.dtype, adapter)
-        if pattern is not None:
-            prune_by_magnitude(model, pattern)
-        return documents, model, tokenizer
-
-    documents, model, tokenizer = ranks.all_or_raise(load)
-    as_one = args.text in STDLIB or is_wikitext2(args.text) or is_plain_text(args.text)
-    protocol: Protocol = args.protocol or ("windows" if as_one else "documents")
-    began = time.monotonic()
-    progress = ranks.first and sys.stderr.isatty()
-    found = measure(
-        model,
-        tokenizer,
-        documents,
-        protocol,
-        args.seq_length,
-        args.stride,
-        args.batch_size,
-        progress,
-        args.keep_tail,
-        ranks,
-    )
-    if not ranks.first:
-        return None
-    seconds = round(time.monotonic() - began, 2)
-    pruned = f", one-shot magnitude {pattern}" if pattern else ""
-    print(f"{args.model}{pruned} on {args.text}")
-    print(f"  perplexity {found.perplexity:.4f}  ({found.nll:.5f} nats a token)")
-    print(f"  {found.tokens} tokens of {found.documents} documents scored, {found.unscored} not")
-    dtype = str(model.dtype).removeprefix("torch.")
-    overlap = f", stride {args.stride}" if args.stride else ""
-    together = f", {ranks.world_size} ranks" if ranks.world_size > 1 else ""
-    print(f"  protocol {protocol}, seq_length {found.seq_length}{overlap}, {dtype}, {seconds} s{together}")
-    result: dict[str, object] = {"model": args.model, "text": args.text, **asdict(found)}
-    result |= {"stride": args.stride, "keep_tail": args.keep_tail, "one_shot": args.one_shot, "adapter": adapter}
-    result |= {"dtype": dtype, "seconds": seconds, "ranks": ranks.world_size}
-    return result
-
-
-def _read(args: argparse.Namespace) -> list[str]:
-    if is_wikitext2(args.text):
-        if args.limit is not None:
-            raise ValueError(f"--limit {args.limit}: {WIKITEXT} is scored whole; leave the flag out")
-        return [read_wikitext2(args.text)]
-    return read_documents(args.text, args.text_field, args.limit)

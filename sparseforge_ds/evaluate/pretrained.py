@@ -19,20 +19,9 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_model_classes
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 NO_ADAPTER = "none"
 """In place of an adapter's folder: without any."""
 _CONFIG = "adapter_config.json"
-
-
-def write_result(flag: str, path: str | None, text: str) -> None:
-    """Write what a flag asks for, where it was given."""
-    if path is None:
-        return
-    try:
-        Path(path).write_text(text + "\n")
-    except OSError as error:
-        raise ValueError(f"--{flag} {path}: cannot be written ({error})") from None
 
 
 def adapter_of(name: str, given: str | None) -> str | None:
@@ -58,8 +47,6 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
 
     Raises ValueError where there is no such model, its files cannot be read or do not fit together, or peft is missing.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     if adapter is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)

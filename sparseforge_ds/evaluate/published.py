@@ -7,20 +7,10 @@ is absent: cells stay empty.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SUITES = {
-    "paper": (
-        "arc_challenge",
-        "arc_easy",
-        "boolq",
-        "hellaswag",
-        "openbookqa",
-        "rte",
-        "winogrande",
-        "race",
-        "piqa",
-    ),
+    "paper": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande", "race", "piqa"),
     "with_race": ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "winogrande", "race", "piqa"),
     "with_rte": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande"),
 }
@@ -32,33 +22,32 @@ MEANS = ("with_race", "with_rte")
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper says of a model."""
+    """What the paper says of a model, by task, and by suite for means over it: a key of `MEANS`, or `seven` where it is
+    not known which suite of seven it was."""
 
-    dense: Mapping[str, float] = field(default_factory=dict)
-    sparse: Mapping[str, float] = field(default_factory=dict)
-    dense_mean: Mapping[str, float] = field(default_factory=dict)
-    """Mean over a suite of seven; the key is in `MEANS`, or `seven` where it is not known which suite it was."""
-    sparse_mean: Mapping[str, float] = field(default_factory=dict)
+    dense: Mapping[str, float]
+    sparse: Mapping[str, float]
     tokens: str = ""
     """Training tokens of the 2:4 model, where they are known."""
 
 
 PUBLISHED = {
     "llama2-7b": Published(
-        dense={"arc_challenge": 43.52, "hellaswag": 57.18, "openbookqa": 31.4, "race": 39.52},
-        sparse={"race": 41.63},
-        dense_mean={"with_race": 56.43, "with_rte": 59.7},
-        sparse_mean={"with_race": 57.27},
+        dense={
+            **{"arc_challenge": 43.52, "hellaswag": 57.18, "openbookqa": 31.4, "race": 39.52},
+            **{"with_race": 56.43, "with_rte": 59.7},
+        },
+        sparse={"race": 41.63, "with_race": 57.27},
         tokens="5B",
     ),
-    "opt-2.7b": Published(dense_mean={"seven": 47.76}, sparse_mean={"seven": 46.67}),
-    "qwen3-1.7b": Published(dense_mean={"seven": 56.51}, sparse_mean={"seven": 53.33}),
-    "gpt2-medium": Published(sparse_mean={"seven": 40.31}),
-    "gpt2-large": Published(sparse_mean={"seven": 42.10}),
-    "gpt2-xl": Published(sparse_mean={"seven": 44.34}),
-    "qwen3-8b": Published(dense_mean={"seven": 65.73}, sparse_mean={"seven": 63.31}),
-    "qwen3-14b": Published(dense_mean={"seven": 68.36}, sparse_mean={"seven": 65.44}),
-    "deepseek-moe-16b": Published(dense_mean={"seven": 59.54}, sparse_mean={"seven": 58.57}),
+    "opt-2.7b": Published({"seven": 47.76}, {"seven": 46.67}),
+    "qwen3-1.7b": Published({"seven": 56.51}, {"seven": 53.33}),
+    "gpt2-medium": Published({}, {"seven": 40.31}),
+    "gpt2-large": Published({}, {"seven": 42.10}),
+    "gpt2-xl": Published({}, {"seven": 44.34}),
+    "qwen3-8b": Published({"seven": 65.73}, {"seven": 63.31}),
+    "qwen3-14b": Published({"seven": 68.36}, {"seven": 65.44}),
+    "deepseek-moe-16b": Published({"seven": 59.54}, {"seven": 58.57}),
 }
 """By the name that `--paper` takes."""
 
@@ -75,53 +64,36 @@ def mean_accuracy(results: Results, suite: str) -> float | None:
     return sum(results[task]["acc"] for task in tasks) / len(tasks)
 
 
+def means(results: Results) -> dict[str, float]:
+    """`mean_accuracy` over each suite of the paper's tables of which all tasks are there."""
+    found = {suite: mean_accuracy(results, suite) for suite in MEANS}
+    return {suite: mean for suite, mean in found.items() if mean is not None}
+
+
 def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
     """The table, in percent, with columns for every named model, and for the paper's of this name in `PUBLISHED`."""
-    published = PUBLISHED[paper] if paper is not None else None
-    head = ["task", "items"]
-    for name in models:
-        head += [f"{name}: acc", f"{name}: acc_norm"]
-    if published is not None:
-        tokens = f", {published.tokens} tokens" if published.tokens else ""
-        head += [f"paper, dense {paper}", f"paper, 2:4{tokens}"]
-    tasks = list(dict.fromkeys(task for results in models.values() for task in results))
-    rows = [_task_row(task, models, published) for task in tasks]
-    for suite in MEANS:
-        ours = [mean_accuracy(results, suite) for results in models.values()]
-        if any(mean is not None for mean in ours):
-            title = f"mean acc of {', '.join(SUITES[suite])}"
-            rows.append(_mean_row(title, ours, _both(published, suite)))
-    if published is not None and "seven" in published.sparse_mean:
-        rows.append(
-            _mean_row("mean of seven tasks, which is not known", [None] * len(models), _both(published, "seven"))
-        )
+    published = [] if paper is None else [PUBLISHED[paper].dense, PUBLISHED[paper].sparse]
+    head = ["task", "items", *(f"{name}: {metric}" for name in models for metric in ("acc", "acc_norm"))]
+    if paper is not None:
+        tokens = PUBLISHED[paper].tokens
+        head += [f"paper, dense {paper}", f"paper, 2:4{f', {tokens} tokens' if tokens else ''}"]
+    rows = []
+    for task in dict.fromkeys(task for results in models.values() for task in results):
+        items = sorted({f"{results[task]['items']:g}" for results in models.values() if task in results})
+        ours = [_cell(results.get(task, {}), metric) for results in models.values() for metric in ("acc", "acc_norm")]
+        rows.append([task, " / ".join(items), *ours, *(_known(values, task) for values in published)])
+    averages = [means(results) for results in models.values()]
+    for suite in (*MEANS, "seven"):
+        title = f"mean acc of {', '.join(SUITES[suite])}" if suite in MEANS else "mean of seven tasks, not known which"
+        if any(suite in average for average in averages) or (suite == "seven" and any(suite in v for v in published)):
+            ours = [cell for average in averages for cell in (_known(average, suite, 100), "")]
+            rows.append([title, "", *ours, *(_known(values, suite) for values in published)])
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _task_row(task: str, models: Mapping[str, Results], published: Published | None) -> list[str]:
-    items = {f"{results[task]['items']:g}" for results in models.values() if task in results}
-    row = [task, " / ".join(sorted(items))]
-    for results in models.values():
-        row += [_cell(results.get(task, {}), metric) for metric in ("acc", "acc_norm")]
-    if published is not None:
-        row += [_known(published.dense, task), _known(published.sparse, task)]
-    return row
-
-
-def _mean_row(title: str, ours: list[float | None], paper: list[str]) -> list[str]:
-    row = [title, ""]
-    for mean in ours:
-        row += ["" if mean is None else f"{100 * mean:.2f}", ""]
-    return row + paper
-
-
-def _both(published: Published | None, suite: str) -> list[str]:
-    return [] if published is None else [_known(published.dense_mean, suite), _known(published.sparse_mean, suite)]
-
-
-def _known(values: Mapping[str, float], key: str) -> str:
-    return f"{values[key]:.2f}" if key in values else ""
+def _known(values: Mapping[str, float], key: str, unit: int = 1) -> str:
+    return f"{unit * values[key]:.2f}" if key in values else ""
 
 
 def _cell(metrics: Mapping[str, float], metric: str) -> str:

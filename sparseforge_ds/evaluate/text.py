@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets import load_dataset
 
-from sparseforge_ds.data.formats import KINDS, documents_of, is_readable
+from sparseforge_ds.data.formats import KINDS, documents_of, is_plain_text, is_readable
 from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.stdlib_text import Split, stdlib_file
 
@@ -19,10 +18,22 @@ _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
+def read_text(source: str, text_field: str, limit: int | None) -> list[str]:
+    """The documents that `--text` names; WikiText-2 is one."""
+    if not is_wikitext2(source):
+        return read_documents(source, text_field, limit)
+    if limit is not None:
+        raise ValueError(f"--limit {limit}: {WIKITEXT} is scored whole; leave the flag out")
+    return [read_wikitext2(source)]
+
+
+def as_one(source: str) -> bool:
+    """Whether the documents of a text belong together, as in a book."""
+    return source in STDLIB or is_wikitext2(source) or is_plain_text(source)
+
+
 def read_documents(source: str, text_field: str = "text", limit: int | None = None) -> list[str]:
     """The documents that have text of a file (a .txt file is one), `stdlib:heldout` or `stdlib:train`."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit}: use an integer >= 1")
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
     if not path.is_file() or not is_readable(path.name):
         raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")
@@ -43,23 +54,18 @@ def is_wikitext2(source: str) -> bool:
 
 
 def read_wikitext2(source: str) -> str:
-    """The test split as the papers score it: all rows, blank ones too, joined by two newlines. From the hub, a
-    folder of `save_to_disk` or a file of rows."""
-    path = source.removeprefix(WIKITEXT).removeprefix(":")
+    """The test split as the papers score it: all rows, blank ones too, joined by two newlines."""
+    path = Path(source.removeprefix(WIKITEXT).removeprefix(":"))
     try:
-        rows = _local(Path(path)) if path else load_dataset(*_HUB, split="test")
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if source == WIKITEXT:
+            rows = load_dataset(*_HUB, split="test")
+        elif path.suffix in _BUILDERS:
+            rows = load_rows(_BUILDERS[path.suffix], data_files=[str(path.absolute())], split="train")
+        else:
+            raise ValueError(f"give a file of {', '.join(_BUILDERS)}")
+    except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise ValueError(f"--text {source}: cannot be read ({reason})") from None
     if "text" not in rows.column_names:
         raise ValueError(f"--text {source}: its rows have no column 'text' ({', '.join(rows.column_names)})")
     return "\n\n".join(rows["text"])
-
-
-def _local(path: Path) -> Any:
-    if path.is_dir():
-        found = load_from_disk(str(path))
-        return found["test"] if isinstance(found, DatasetDict) else found
-    if path.suffix not in _BUILDERS:
-        raise ValueError(f"give a folder of save_to_disk, or a file of {', '.join(_BUILDERS)}")
-    return load_rows(_BUILDERS[path.suffix], data_files=[str(path.absolute())], split="train")

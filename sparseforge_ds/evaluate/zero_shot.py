@@ -6,23 +6,9 @@ harness. Text of these benchmarks in the training data makes the comparison wort
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.harness import LoadedTasks, load_tasks
-from sparseforge_ds.evaluate.pretrained import (
-    adapter_of,
-    load_model,
-    load_tokenizer,
-    prune_by_magnitude,
-    write_result,
-)
-from sparseforge_ds.evaluate.published import MEANS, SUITES, accuracy_table, mean_accuracy
-from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.evaluate.harness import LoadedTasks
 
 
 def measure(
@@ -60,42 +46,3 @@ def measure(
         results[task] = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         results[task]["items"] = output["n-samples"][task]["effective"]
     return results
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure as the flags of `sparseforge evaluate` say, print the table, write `--markdown`, return the result."""
-    pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
-    tasks = list(SUITES[args.suite]) if args.suite else list(dict.fromkeys(t for t in args.tasks.split(",") if t))
-    if not tasks:
-        raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
-    if args.limit is not None and args.limit < 1:
-        raise ValueError(f"--limit {args.limit}: use an integer >= 1")
-    for flag, path in (("json", args.json), ("markdown", args.markdown)):  # not after hours
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{flag} {path}: cannot be written, there is no folder {Path(path).parent}")
-    tokenizer = load_tokenizer(args.model)
-    dense_tokenizer = None if args.dense is None else load_tokenizer(args.dense)
-    adapter = adapter_of(args.model, args.adapter)
-    loaded = load_tasks(tasks, args.include_path, args.limit)
-    model = load_model(args.model, args.dtype, adapter)
-    dtype = str(model.dtype).removeprefix("torch.")
-    if pattern is not None:
-        prune_by_magnitude(model, pattern)
-    found = {"this": measure(model, tokenizer, loaded, args.limit, args.batch_size)}
-    if dense_tokenizer is not None:
-        del model
-        dense = load_model(args.dense, dtype)
-        found["dense"] = measure(dense, dense_tokenizer, loaded, args.limit, args.batch_size)
-    result: dict[str, Any] = {"model": args.model, "tasks": found["this"], "means": _means(found["this"])}
-    if "dense" in found:
-        result["dense"] = {"model": args.dense, "tasks": found["dense"], "means": _means(found["dense"])}
-    result |= {"one_shot": args.one_shot, "adapter": adapter, "dtype": dtype, "limit": args.limit}
-    table = accuracy_table(found, args.paper)
-    print(table)
-    write_result("markdown", args.markdown, table)
-    return result
-
-
-def _means(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    means = {suite: mean_accuracy(results, suite) for suite in MEANS}
-    return {suite: mean for suite, mean in means.items() if mean is not None}

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.stored import ADAPTER
-from sparseforge_ds.export.writer import write_json, write_tensors
+from sparseforge_ds.export.writer import write_tensors
 
 TENSORS = f"{ADAPTER}.safetensors"
 CONFIG = "adapter_config.json"

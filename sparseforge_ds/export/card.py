@@ -34,7 +34,8 @@ def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
         content = read_json(Path(path))
         try:
             if (scored := content.get("perplexity")) is not None:
-                how = {key: scored[key] for key in ("protocol", "seq_length", "stride", "dtype") if scored.get(key)}
+                said = {"dtype": content.get("dtype"), **scored}
+                how = {key: said[key] for key in ("protocol", "seq_length", "stride", "dtype") if said.get(key)}
                 text = published_name(scored["text"])
                 found.append(_result("text-generation", text, "perplexity", scored["perplexity"], how))
             answered = content.get("zero_shot") or {"tasks": {}}

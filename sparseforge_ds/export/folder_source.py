@@ -1,16 +1,23 @@
-"""A Hugging Face folder that `consolidate` or `export` wrote, dense or packed, as the source of another export."""
+"""A Hugging Face folder as the source of an export: of ours, dense or packed, or a 2:4 one that somebody else made.
+
+Of a folder without `sparsity.json` (Wanda, SparseGPT, Sparse-Llama) nothing says what it must be, so all of it is
+checked as `sparseforge verify --pattern 2:4` does: every weight that the family table names, or, of another family,
+every matrix of a numbered layer.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.adapter import TENSORS, require_adapter
+from sparseforge_ds.export.adapter import CONFIG, TENSORS, require_adapter
 from sparseforge_ds.export.source import (
     DTYPES,
     HEAD,
@@ -21,7 +28,8 @@ from sparseforge_ds.export.source import (
     require_finite,
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
-from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.families import LOW_RANK
 from sparseforge_ds.permutation.record import Permutation
 
@@ -29,23 +37,26 @@ _KEYS = ("format", "dtype", *HEAD)
 
 
 class FolderSource(Source):
-    """Final weights of an exported model, each checked against its sha256 as it is read; arguments of `open_source`."""
+    """Final weights of a model in a folder; arguments of `open_source`. Each is checked against the sha256 that is
+    listed for it, as it is read."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
         self.folder = Path(path)
-        self._sparsity = read_json(self.folder / "sparsity.json")
-        if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
-            raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
-        self.record = {key: self._sparsity[key] for key in _KEYS}
-        self.permutation = Permutation.load(self.folder)
-        self.check_permutation(self.record["permutation"], self.folder / "sparsity.json")
-        self.pattern = parse_pattern(str(self.record["pattern"]))
         self.model_folder = self.folder if model is None else Path(model)
+        self._exported = (self.folder / "sparsity.json").is_file()
+        self.permutation = Permutation.load(self.folder)
         stored_config = read_json(self.folder / "config.json")
-        if self.model_folder == self.folder and is_packed(stored_config):
+        self._weights = StoredWeights(self.folder, stored_config)
+        if self._exported and self.model_folder == self.folder and is_packed(stored_config):
             self.model_config = {key: value for key, value in stored_config.items() if key != "quantization_config"}
         else:
             self.model_config = read_model_config(self.model_folder)
+        self._sparsity = read_json(self.folder / "sparsity.json") if self._exported else self._found()
+        if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
+            raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
+        self.record = {key: self._sparsity[key] for key in _KEYS}
+        self.check_permutation(self.record["permutation"], self.folder / "sparsity.json")
+        self.pattern = parse_pattern(str(self.record["pattern"]))
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
         stored = self.record["dtype"]
@@ -53,7 +64,6 @@ class FolderSource(Source):
             raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored!r}; export again")
         self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
-        self._weights = StoredWeights(self.folder, stored_config)
         weights, dense, branches = listed_weights(self.folder, self._sparsity)
         self._listed = weights | dense | branches
         if set(self._listed) != set(self._weights.specs):
@@ -65,8 +75,9 @@ class FolderSource(Source):
                 raise ValueError(
                     f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
                 )
+            casts = spec.dtype == DTYPES[stored] if self._exported else spec.dtype.is_floating_point
             if name not in branches:
-                self.specs[name] = TensorSpec(spec.shape, self.dtype if spec.dtype == DTYPES[stored] else spec.dtype)
+                self.specs[name] = TensorSpec(spec.shape, self.dtype if casts and dtype != "auto" else spec.dtype)
         where = str(self.folder / "sparsity.json")
         self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
         self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
@@ -75,13 +86,46 @@ class FolderSource(Source):
         if self._sparsity.get("adapter"):
             self._open_adapter()
 
+    def _found(self) -> dict[str, Any]:
+        """What `sparsity.json` would say of a folder without one. Raises ValueError where it is not 2:4."""
+        if (self.folder / CONFIG).is_file():
+            raise ValueError(
+                f"{self.folder}: has a PEFT adapter beside its weights, which sparseforge export did not write and "
+                "would be left behind; merge it into the weights, prune those again, or take the adapter out"
+            )
+        pattern = NM(2, 4)
+        report = check_folder(self.folder, pattern)
+        if report.violations or report.missing or not report.rows:
+            worst = max(report.rows, key=lambda row: row.violations, default=None)
+            why = (
+                f"{worst.violations:,} of {worst.groups:,} groups of {worst.name}" if worst else "no weight of a layer"
+            )
+            raise ValueError(
+                f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, why)[0]}; run "
+                f"`sparseforge verify {self.folder}` to see every weight"
+            )
+        rows = {name: {"shape": list(spec.shape)} for name, spec in self._weights.specs.items()}
+        weights = {row.name: {**rows.pop(row.name), "input_axis": row.input_axis} for row in report.rows}
+        return {
+            "format": 1,
+            "dtype": str(self._weights.specs[report.rows[0].name].dtype).removeprefix("torch."),
+            "pattern": str(pattern),
+            "finished": True,
+            "step": None,
+            "source": {"folder": self.folder.absolute().name},
+            "coverage": {},
+            "run": {},
+            "permutation": self.permutation_sha256,
+            "config": SparseForgeConfig(pattern=str(pattern)).to_dict(),
+            "weights": weights,
+            "dense": rows,
+        }
+
     @override
     def read(self, name: str) -> Tensor:
-        value = self._checked(name)
-        if value.dtype != self.specs[name].dtype:
-            value = value.to(self.specs[name].dtype)
-            if name in self.prunable:
-                value += 0.0
+        value = self._checked(name).to(self.specs[name].dtype)
+        if name in self.prunable:
+            value += 0.0  # no -0.0, of rounding or of others
         require_finite(value, name, self.folder)
         return value
 
@@ -95,7 +139,7 @@ class FolderSource(Source):
     def _checked(self, name: str) -> Tensor:
         """A tensor of the folder that has its hash."""
         value = self._weights.read(name)
-        if hash_tensor(value) != self._listed[name].get("sha256"):
+        if self._exported and hash_tensor(value) != self._listed[name].get("sha256"):
             raise ValueError(
                 f"{self.folder}: {name} has not the bytes that sparsity.json gives the sha256 of; the folder was "
                 "changed or damaged, export again"
@@ -103,7 +147,7 @@ class FolderSource(Source):
         return value
 
     @override
-    def check_bytes(self, workers: int = 1) -> None:
+    def check_bytes(self, workers: int | None = None) -> None:
         """Compare the adapter with its hash; weights are checked whenever they are read."""
         expected = self._sparsity.get("adapter_sha256")
         if expected is not None and hash_file(self.folder / TENSORS) != expected:

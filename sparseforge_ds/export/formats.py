@@ -1,28 +1,28 @@
-"""What a source can be exported as (`FORMATS`): written under a temporary name, proved, and renamed."""
+"""What a source can be exported as: written under a temporary name, proved, and renamed."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.export.card import write_card
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.proof import prove_folder, require
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.export.writer import parse_size, unfinished_folder, write_json
+from sparseforge_ds.export.writer import parse_size, unfinished_folder
 from sparseforge_ds.mask.pattern import NM
 
-FORMATS = ("hf", "packed24", "mask")
+Format = Literal["hf", "packed24", "mask"]
 
 
 def export(
     source: Source,
     out: str | Path,
-    format: str = "hf",
+    format: Format = "hf",
     max_shard_size: str = "5GB",
-    workers: int = 1,
-    progress: bool = False,
+    workers: int | None = None,
     skip_proof: bool = False,
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
@@ -33,8 +33,8 @@ def export(
     Returns what `sparsity.json` (of a mask, `mask.json`) holds; after `skip_proof`, for a machine that cannot hold the
     model, its `proof` is null.
     """
-    if format not in FORMATS:
-        raise ValueError(f"--format {format!r}: use one of {', '.join(FORMATS)}")
+    if format not in get_args(Format):
+        raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
     if format == "mask" and source.shifted:
         # A mask that was chosen after a shift fits no weights of the dense model.
         raise ValueError(
@@ -57,10 +57,10 @@ def export(
     source.check_bytes(workers)
     with unfinished_folder(out) as folder:
         if format == "mask":
-            file, record = folder / "mask.json", write_masks(source, folder, workers, progress)
-            proof = None if skip_proof else prove_masks(source, folder, progress)
+            file, record = folder / "mask.json", write_masks(source, folder, workers)
+            proof = None if skip_proof else prove_masks(source, folder)
         else:
-            file, record = folder / "sparsity.json", write_model(source, folder, packed, shard_bytes, workers, progress)
+            file, record = folder / "sparsity.json", write_model(source, folder, packed, shard_bytes, workers)
             proof = None if skip_proof else prove_folder(source, folder, plain=not packed)
         record["proof"] = proof
         write_json(file, record)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,9 +80,12 @@ class Inspection:
     run: dict[str, Any] | None
     """`sparseforge.json`: coverage, flags, versions."""
     result: dict[str, Any] | None
-    inventory: Inventory | None
-    """All checkpoints, unless the path is a single one."""
-    current: SavedCheckpoint | None
+    leftovers: list[str]
+    """What interrupted saves left behind."""
+    checkpoints: list[SavedCheckpoint]
+    """All of the run, or the one that was asked for."""
+    checkpoint: SavedCheckpoint | None
+    """The one that `status` is of."""
     status: RunStatus | None
     problems: list[str]
     """Why the checkpoint cannot be resumed or exported, or what else is not in order."""
@@ -94,28 +96,13 @@ class Inspection:
         return self.status is not None and not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        inventory = self.inventory
-        return {
-            "ok": self.ok,
-            "path": str(self.path),
-            "run": self.run,
-            "result": self.result,
-            "leftovers": inventory.leftovers if inventory else [],
-            "checkpoints": [_plain_entry(entry) for entry in inventory.entries] if inventory else [],
-            "checkpoint": _plain_entry(self.current) if self.current else None,
-            "status": asdict(self.status) if self.status else None,
-            "mask": asdict(whole(self.status.masks)) if self.status and self.status.masks else None,
-            "problems": self.problems,
-        }
+        """Plain JSON types, with the masks as one."""
+        masks = self.status.masks if self.status else []
+        mask = asdict(whole(masks)) if masks else None
+        return {"ok": self.ok, **asdict(self), "path": str(self.path), "mask": mask}
 
 
-def inspect(
-    path: str | Path,
-    quick: bool = False,
-    checksums: bool = False,
-    progress: bool = False,
-) -> Inspection:
+def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> Inspection:
     """What can be known, without a process group, of a run's folder, its `checkpoints`, one checkpoint, or the output
     folder of transformers' Trainer. `quick` reads no masks, `checksums` reads every byte of the checkpoint."""
     path = Path(path)
@@ -124,24 +111,21 @@ def inspect(
     description = _optional_json(run, "sparseforge.json")
     result = _optional_json(run, "result.json") if checkpoints is not None else None
     problems: list[str] = []
-    inventory = None
     if checkpoints is not None:
-        inventory = take_inventory(checkpoints)
-        if inventory.problem:
-            problems.append(inventory.problem)
-        if inventory.current is None:
-            problems.append(f"{checkpoints}: no checkpoint yet")
-        current = inventory.current
-        single = checkpoints / current.name if current else None
+        found = take_inventory(checkpoints)
+        problems += [found.problem] if found.problem else []
+        problems += [] if found.current else [f"{checkpoints}: no checkpoint yet"]
+        single = checkpoints / found.current.name if found.current else None
     else:
         assert single is not None
-        current = take_entry(single)
-    if current is not None and current.problem is not None:
-        problems.append(current.problem)
+        entry = take_entry(single)
+        found = Inventory([entry], [], entry, None)
+    if found.current is not None and found.current.problem is not None:
+        problems.append(found.current.problem)
     status = None
     if single is not None:
         try:
-            status = _read(single, quick, checksums, progress)
+            status = _read(single, quick, checksums)
         except ValueError as error:
             if str(error) not in problems:
                 problems.append(str(error))
@@ -151,7 +135,7 @@ def inspect(
             for mask in status.masks
             if mask.strange
         ]
-    return Inspection(path, description, result, inventory, current, status, problems)
+    return Inspection(path, description, result, found.leftovers, found.entries, found.current, status, problems)
 
 
 def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
@@ -205,7 +189,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
     if (of_trainer := newest_of_trainer(path)) is not None:
         return of_trainer, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
-        what = "mask, not a run; see: sparseforge apply --help" if (path / "mask.json").is_file() else None
+        what = "mask, not a run; see: sparseforge export --help" if (path / "mask.json").is_file() else None
         what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
         raise ValueError(f"{path}: is an exported {what}")
     if any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
@@ -219,11 +203,12 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
     return read_json(run / name) if run is not None and (run / name).exists() else None
 
 
-def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStatus:
+def _read(folder: Path, quick: bool, checksums: bool) -> RunStatus:
     """Look into one checkpoint."""
     checkpoint = Checkpoint(folder)
     if checksums:
-        checkpoint.check_bytes()
+        for file in checkpoint.files:
+            file.check_bytes()
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             for name in manifest.files:
@@ -232,7 +217,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
     of_train = checkpoint.client_state.get("train", {})
     tokens, longer = of_train.get("tokens"), of_train.get("steps")
     trained = [name for name in checkpoint.shapes if name not in checkpoint.buffers]
-    dtypes = {str(checkpoint.trained_dtype(name)).removeprefix("torch.") for name in trained}
+    dtypes = {str(checkpoint.entries[name].trained_dtype).removeprefix("torch.") for name in trained}
     known: dict[str, Any] = {}
     if state is not None:
         saved = RunState.parse(state, str(folder))
@@ -251,7 +236,7 @@ def _read(folder: Path, quick: bool, checksums: bool, progress: bool) -> RunStat
             "branch_parameters": sum(math.prod(s) for name, s in checkpoint.shapes.items() if name.endswith(LOW_RANK)),
         }
         if not quick:
-            bar = tqdm(saved.weights, unit=" weights", disable=not progress, file=sys.stderr)
+            bar = tqdm(saved.weights, unit=" weights", disable=None)
             released = step >= config.release_step
             masks = [_read_mask(checkpoint, weight, config.parsed_pattern, released) for weight in bar]
             known["masks"] = sorted(masks, key=lambda mask: (-mask.strange, -mask.undecided, mask.binary))
@@ -269,7 +254,3 @@ def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, r
     name, shape, axis = weight.name, weight.shape, weight.input_axis
     mask, dense = read_masked(checkpoint, name, released, 0, math.prod(shape))
     return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
-
-
-def _plain_entry(entry: SavedCheckpoint) -> dict[str, Any]:
-    return {**asdict(entry), "complete": entry.complete}

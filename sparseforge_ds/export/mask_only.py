@@ -1,14 +1,13 @@
 """`mask`: only the mask, one bit a weight (the first in the lowest bit of a byte), for its dense model.
 
-`apply` gives mask * dense with exact +0.0, which for a run that only learned its mask is the model. From a run, the
-mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N non-zeros the first
-zeros count as kept. A permutation before the run lies beside the mask, and is applied to the dense model as it is read.
+With the dense model it is a source, mask * dense with exact +0.0: the model of a run that only learned its mask. From a
+run, the mask is the run's; from an exported folder it is what is not zero, and in a group with fewer than N non-zeros
+the first zeros count as kept. A permutation before the run lies beside the mask, and the dense model is read in it.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,21 @@ from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import override
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.permuted_folder import read_text_config
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import HEAD, Source, choose_dtype, read_model_config, require_finite
-from sparseforge_ds.export.writer import write_json, write_tensors
+from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.record import Permutation, Reordering
 
 FORMAT = 1
 
 
-def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> dict[str, Any]:
+def write_masks(source: Source, folder: Path, workers: int | None) -> dict[str, Any]:
     """Write mask.safetensors and mask.json, and return what mask.json holds; its `proof` is null."""
     specs, rows = {}, {}
     for name, weight in source.prunable.items():
@@ -45,7 +45,7 @@ def write_masks(source: Source, folder: Path, workers: int, progress: bool) -> d
         rows[name]["sha256"] = hash_tensor(packed)
         return {name: packed}
 
-    write_tensors(folder, "mask", specs, make, workers=workers, progress=progress)
+    write_tensors(folder, "mask", specs, make, workers=workers)
     record = {
         "format": FORMAT,
         "model_type": source.model_config.get("model_type"),
@@ -105,7 +105,7 @@ class MaskedSource(Source):
 
     def __init__(self, path: str | Path, model: str | Path | None, dtype: str = "auto") -> None:
         if model is None:
-            raise ValueError(f"{path}: is a mask; give the folder of the dense model that it belongs to")
+            raise ValueError(f"{path}: is a mask; give the folder of the dense model that it belongs to by --model")
         self._masks = masks = MaskFolder(path)
         self.model_folder = Path(model)
         self.folder = masks.folder
@@ -166,7 +166,7 @@ class MaskedSource(Source):
                 "trained in"
             )
         shapes = {name: part.shape for name, part in self._stored.items()}
-        config = read_text_config(self.model_folder)
+        config = load_config(self.model_folder, str(self.model_folder)).get_text_config()
         return Reordering(self.permutation, str(self.model_config["model_type"]), config, shapes)
 
     def _prefix(self) -> str:
@@ -181,10 +181,10 @@ def masked(dense: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, dense, torch.zeros((), dtype=dense.dtype)) + 0.0
 
 
-def prove_masks(source: Source, folder: Path, progress: bool) -> dict[str, Any]:
+def prove_masks(source: Source, folder: Path) -> dict[str, Any]:
     """Read every mask back and compare it with the source's; returns what mask.json says of it."""
     written = MaskFolder(folder)
-    for name in tqdm(source.prunable, unit=" masks checked", disable=not progress, file=sys.stderr):
+    for name in tqdm(source.prunable, unit=" masks checked", disable=None):
         if not torch.equal(written.read(name), source.read_mask(name)):
             raise ValueError(f"{folder}: the proof failed: the mask of {name} does not unpack to the source's")
     return {"masks": "equal to the source's"}

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
-from sparseforge_ds.export.writer import NO_LIMIT, write_json, write_tensors
+from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
 from sparseforge_ds.model.families import LOW_RANK
 
@@ -32,8 +33,7 @@ def write_model(
     folder: Path,
     packed: bool = False,
     max_shard_bytes: int = NO_LIMIT,
-    workers: int = 1,
-    progress: bool = False,
+    workers: int | None = None,
 ) -> dict[str, Any]:
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
@@ -65,7 +65,7 @@ def write_model(
     specs |= {key: TensorSpec(source.branches[name], source.dtype) for key, name in branches.items()}
     # The largest first, so that the workers end together; equal ones stay in the order of the files.
     items = sorted([*source.specs, *branches], key=lambda name: -specs[name].nbytes)
-    write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers, progress)
+    write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers)
     adapter: dict[str, Any] = {"adapter": None}
     if source.branches and not packed:
         write_adapter(source, folder)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.mask_only import MaskedSource
-from sparseforge_ds.export.plain_source import PlainSource
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.source import Source
 
@@ -24,8 +23,7 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     path = Path(path)
     if (path / "mask.json").is_file():
         return MaskedSource(path, model, dtype)
-    if (path / "sparsity.json").is_file():
+    plain = (path / "config.json").is_file() and any(path.glob("model*.safetensors*"))
+    if plain or (path / "sparsity.json").is_file():
         return FolderSource(path, model, dtype)
-    if (path / "config.json").is_file() and any(path.glob("model*.safetensors*")):
-        return PlainSource(path, model, dtype)
     return RunSource(path, model, dtype)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
@@ -18,19 +16,10 @@ from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import read_model_config
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
-from sparseforge_ds.model.registration import register_model_classes
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.channels import check_family
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
-
-
-def read_text_config(folder: Path) -> Any:
-    """transformers' config of the text model of a folder."""
-    register_model_classes()
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: its config.json cannot be used ({error})") from None
 
 
 class DenseFolder:
@@ -44,7 +33,7 @@ class DenseFolder:
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {what} already ({file}); permute the dense model that it was made of")
         check_family(self.model_type)
-        self.config = read_text_config(self.folder)
+        self.config = load_config(self.folder, str(folder)).get_text_config()
         self.tensors = TensorFolder(self.folder)
 
     def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]] | None) -> list[PrunableWeight]:
@@ -60,11 +49,8 @@ class DenseFolder:
     def find(
         self,
         config: SparseForgeConfig,
-        which: str,
-        rows: int,
         shapes: dict[str, tuple[int, ...]] | None = None,
         device: torch.device | str = "cpu",
-        progress: bool = False,
     ) -> Permutation:
         """The permutation by magnitude; arguments as of `weights` and `find_permutation`."""
         return find_permutation(
@@ -73,12 +59,8 @@ class DenseFolder:
             self.weights(config, shapes),
             self.model_type,
             self.config,
-            config.parsed_pattern,
-            which,
-            rows,
-            config.seed,
+            config,
             device=device,
-            progress=progress,
         )
 
     def write(
@@ -86,8 +68,7 @@ class DenseFolder:
         permutation: Permutation,
         folder: Path,
         max_shard_size: str = "5GB",
-        workers: int = 1,
-        progress: bool = False,
+        workers: int | None = None,
     ) -> None:
         """Write the model with its channels in their new order, and the permutation beside it, one tensor at a time."""
         reorder = Reordering(permutation, self.model_type, self.config, self.tensors.shapes)
@@ -102,7 +83,6 @@ class DenseFolder:
             make,
             max_shard_bytes=parse_size(max_shard_size),
             workers=workers,
-            progress=progress,
         )
         copy_other_files(self.folder, folder)
         shutil.copyfile(self.folder / "config.json", folder / "config.json")

@@ -13,18 +13,17 @@ from torch.utils.hooks import RemovableHandle
 from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import register_model_classes
+from sparseforge_ds.model.registration import load_config
 
 
 def filled_model(source: Source) -> Any:
     """The source's model, in evaluation mode, on the CPU. Raises ValueError where transformers has no class for its
     config.json, or the tensors of the source are not exactly those of the model that config.json describes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    register_model_classes()
+    config = load_config(source.model_folder, str(source.model_folder), cached=True)
     try:
-        config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True, trust_remote_code=False)
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=source.dtype, trust_remote_code=False)
     except ValueError as error:

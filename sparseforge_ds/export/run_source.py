@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparseforge_ds.checkpoint.folder import find_run, read_json
+from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config.run_state import RunState, SparseWeight
@@ -92,7 +93,7 @@ class RunSource(Source):
         self.specs, self.prunable = {}, {}
         for name, part in self._published.items():
             real = self._origin[part.of]
-            kept = checkpoint.trained_dtype(real) if real in checkpoint.buffers else self.dtype
+            kept = checkpoint.entries[real].trained_dtype if real in checkpoint.buffers else self.dtype
             self.specs[name] = TensorSpec(part.shape, kept)
             if real in masked:
                 self.prunable[name] = SparseWeight(name, part.shape, masked[real].input_axis)
@@ -155,8 +156,8 @@ class RunSource(Source):
         return value
 
     @override
-    def check_bytes(self, workers: int = 1) -> None:
-        each(lambda part: self.checkpoint.check_bytes(part, workers), range(workers), workers)
+    def check_bytes(self, workers: int | None = None) -> None:
+        each(PtFile.check_bytes, self.checkpoint.files, workers)
 
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """Elements start..stop of what is published as `name`, as in `Checkpoint.slice`."""

@@ -102,7 +102,7 @@ class Source(abc.ABC):
         """B of a module of `branches`, (out, in/k), in `dtype`."""
         raise KeyError(name)
 
-    def check_bytes(self, workers: int = 1) -> None:  # noqa: B027
+    def check_bytes(self, workers: int | None = None) -> None:  # noqa: B027
         """Compare the checksums of the files that `read` does not check by itself."""
 
 

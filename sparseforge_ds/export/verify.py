@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,7 @@ class FolderReport:
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
-def check_folder(
-    folder: str | Path,
-    pattern: Pattern | None = None,
-    progress: bool = False,
-    workers: int = 1,
-) -> FolderReport:
+def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: int | None = None) -> FolderReport:
     """Check a Hugging Face folder, one weight at a time in each worker; without a pattern for that of sparsity.json, or
     2:4."""
     folder = Path(folder)
@@ -94,7 +88,7 @@ def check_folder(
     axes, misfits = _prunable(folder, config, sparsity, shapes, pattern)
     names = [name for name in tensors.specs if name in axes or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
-    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
+    bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)
 
     def check(name: str) -> tuple[WeightReport | None, bool]:
         """The counts of a prunable weight, and whether the bytes are the listed ones."""

@@ -13,14 +13,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def default_workers() -> int:
-    """One per processor that this process may use, at most 8: by then it is the disk that matters."""
-    return min(8, len(os.sched_getaffinity(0)))
+MOST = 8
+"""Threads, unless more are asked for: by then it is the disk that matters."""
 
 
-def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> list[Result]:
-    """`[function(item) for item in items]`, begun in this order by `workers` threads. An error ends it: what is
-    under way is finished, nothing else is begun, and the error is raised."""
+def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int | None) -> list[Result]:
+    """`[function(item) for item in items]`, begun in this order by `workers` threads, by default one per processor
+    that this process may use. An error ends it: what is under way is finished, nothing else is begun, and the error is
+    raised."""
+    if workers is None:
+        workers = min(MOST, len(os.sched_getaffinity(0)))
     if workers < 1:
         raise ValueError(f"workers {workers}: use 1 or more")
     threads = torch.get_num_threads()

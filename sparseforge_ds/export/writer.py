@@ -11,18 +11,16 @@ import json
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import sync, sync_tree
+from sparseforge_ds.checkpoint.disk import whole_folder, write_json
 from sparseforge_ds.checkpoint.tensors import DTYPE_NAMES, TensorSpec, tensor_bytes
 from sparseforge_ds.export.workers import each
 
@@ -41,21 +39,15 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists and is not an empty folder; give another name")
     name = f".{out.name}.{socket.gethostname()}."
-    unfinished = out.parent / f"{name}{os.getpid()}.tmp"
     try:
         for left in out.parent.glob(f"{glob.escape(name)}*.tmp"):
             process = left.name.removeprefix(name).removesuffix(".tmp")
-            if process.isdecimal() and (process == str(os.getpid()) or not psutil.pid_exists(int(process))):
+            if process.isdecimal() and not psutil.pid_exists(int(process)):
                 shutil.rmtree(left)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        sync_tree(unfinished)
-        unfinished.replace(out)
-        sync(out.absolute().parent)
+        with whole_folder(out, out.parent / f"{name}{os.getpid()}.tmp") as folder:
+            yield folder
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_tensors(
@@ -65,8 +57,7 @@ def write_tensors(
     make: Callable[[str], Mapping[str, Tensor]],
     items: Sequence[str] | None = None,
     max_shard_bytes: int = NO_LIMIT,
-    workers: int = 1,
-    progress: bool = False,
+    workers: int | None = None,
 ) -> None:
     """Write `stem.safetensors`, or numbered files and their index when there is more than `max_shard_bytes`.
 
@@ -90,7 +81,7 @@ def write_tensors(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / f"{stem}.safetensors.index.json", index)
     left = set(specs)
-    bar = tqdm(total=split.metadata["total_size"], unit="B", unit_scale=True, disable=not progress, file=sys.stderr)
+    bar = tqdm(total=split.metadata["total_size"], unit="B", unit_scale=True, disable=None)
 
     def write(item: str) -> None:
         for name, tensor in make(item).items():
@@ -102,11 +93,6 @@ def write_tensors(
     with bar:
         each(write, list(specs) if items is None else items, workers)
     assert not left, left
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file that people read, too."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def parse_size(text: str) -> int:

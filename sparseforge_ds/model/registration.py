@@ -12,7 +12,11 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from sparseforge_ds.model.loading_error import reason
 
 _QUANTIZERS = "transformers.quantizers.auto"
 
@@ -25,6 +29,18 @@ def register_model_classes() -> None:
     """Make transformers' Auto classes know `OWN_FAMILIES`; a second call does nothing. Not at `import
     sparseforge_ds`: our classes are made of Llama's, whose files import the Auto classes themselves."""
     import_module("sparseforge_ds.model.deepseek_moe").register()
+
+
+def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
+    """transformers' config of a folder, a config.json, or a model on the hub (`cached`: without asking it). Raises
+    ValueError, which begins with `who`, where it cannot be used."""
+    from transformers import AutoConfig
+
+    register_model_classes()
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
 
 
 def register_with_transformers() -> None:

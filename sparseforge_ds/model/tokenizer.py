@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     LlamaTokenizer,
     PretrainedConfig,
@@ -20,6 +19,7 @@ from transformers import (
 
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.registration import load_config
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
 _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
@@ -44,7 +44,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
         if bare and (folder / "config.json").is_file():
-            _frame_as_config_says(tokenizer, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+            _frame_as_config_says(tokenizer, load_config(folder, str(folder)))
         _check_ids(tokenizer, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its tokenizer cannot be read ({reason(error)})") from None

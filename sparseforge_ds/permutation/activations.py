@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
@@ -63,17 +63,9 @@ def input_squares(
     return {name: _mean(total).cpu() for name, total in sums.items()}
 
 
-def find_by_activations(
-    model: PreTrainedModel,
-    weights: Iterable[PrunableWeight],
-    batches: Iterable[Tensor],
-    config: SparseForgeConfig,
-    which: str,
-    rows: int,
-    progress: bool = False,
-) -> Permutation:
+def find_by_activations(model: PreTrainedModel, batches: Iterable[Tensor], config: SparseForgeConfig) -> Permutation:
     """`find_permutation` of a whole model in memory, by Wanda's score."""
-    weights = list(weights)
+    weights = prunable_weights(model, config)
     squares = input_squares(model, weights, batches)
     parameters = dict(model.named_parameters())
     return find_permutation(
@@ -82,13 +74,9 @@ def find_by_activations(
         weights,
         model.config.model_type,
         model.config.get_text_config(),
-        config.parsed_pattern,
-        which,
-        rows,
-        config.seed,
+        config,
         squares,
         model.device,
-        progress,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.permutation.channels import Axis, Dimension, dimensions
@@ -25,8 +26,7 @@ from sparseforge_ds.permutation.search import best_order, kept_score
 
 def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
     """Raise ValueError where groups are not those of neighbouring channels of one block."""
-    if not isinstance(pattern, NM):
-        raise ValueError(f"permute: channels share groups in n:m patterns only, not in {pattern}; set permute to null")
+    assert isinstance(pattern, NM)  # `SparseForgeConfig` refuses others
     axes = {weight.name: weight.input_axis for weight in weights}
     for held in found.values():
         read = any(axes.get(axis.tensor) == axis.axis for axis in held.axes)
@@ -42,23 +42,20 @@ def find_permutation(
     shapes: Mapping[str, tuple[int, ...]],
     weights: Iterable[SparseWeight],
     model_type: str,
-    config: Any,
-    pattern: Pattern,
-    which: str,
-    rows: int = 2048,
-    seed: int = 0,
+    of_model: Any,
+    config: SparseForgeConfig,
     squares: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
-    progress: bool = False,
 ) -> Permutation:
     """The order of every dimension in which the weights that read it keep the most score.
 
     Raises as `dimensions` and `check_pattern`.
 
     Args:
-        shapes, model_type, config, which: as in `dimensions`.
+        shapes, model_type: as in `dimensions`.
         weights: those that will be in the pattern, under the names of `shapes`.
-        rows: the most outputs scored a dimension; where there are more, this many are sampled.
+        of_model: transformers' config of the text model.
+        config: its `permute` says which dimensions, and of how many rows.
         squares: mean square of every input of a weight, (in,) or (experts, in); the score is then Wanda's,
             |W| sqrt(mean x^2), else W^2 (which measured better than |W|).
 
@@ -67,20 +64,21 @@ def find_permutation(
     """
     started = time.monotonic()
     weights = list(weights)
-    found = dimensions(model_type, config, shapes, which)
+    settings, pattern, seed = config.permute or PermuteConfig(), config.parsed_pattern, config.seed
+    found = dimensions(model_type, of_model, shapes, settings.dimensions)
     check_pattern(pattern, found, weights)
     assert isinstance(pattern, NM)
     input_axis = {weight.name: weight.input_axis for weight in weights}
     index: dict[str, Tensor] = {}
     totals = dict.fromkeys(["mlp", "heads", "residual"], torch.zeros(3, dtype=torch.float64))
-    for number, (name, held) in enumerate(tqdm(found.items(), unit=" dimensions", disable=not progress)):
+    for number, (name, held) in enumerate(tqdm(found.items(), unit=" dimensions", disable=None)):
         plain_BC = torch.arange(held.channels).expand(held.blocks, held.channels)
         axes = [axis for axis in held.axes if input_axis.get(axis.tensor) == axis.axis]
         if not axes:
             index[name] = plain_BC.contiguous()
             continue
         generator = torch.Generator().manual_seed(seed + number)
-        score_BCR = _scores(held, axes, read, rows, squares, generator, device)
+        score_BCR = _scores(held, axes, read, settings.rows, squares, generator, device)
         order_BC = best_order(score_BCR, pattern, seed + number)
         before, after = (kept_score(score_BCR, i.to(device), pattern).sum().cpu() for i in (plain_BC, order_BC))
         totals[held.part] = totals[held.part] + torch.stack([score_BCR.double().sum().cpu(), before, after])
@@ -88,7 +86,7 @@ def find_permutation(
     facts = {
         "pattern": str(pattern),
         "score": "magnitude" if squares is None else "activations",
-        "rows": rows,
+        "rows": settings.rows,
         "seed": seed,
         "kept": {
             part: {"before": round(float(before / total), 6), "after": round(float(after / total), 6)}
@@ -97,7 +95,7 @@ def find_permutation(
         },
         "seconds": round(time.monotonic() - started, 1),
     }
-    return Permutation(which, index, facts)
+    return Permutation(settings.dimensions, index, facts)
 
 
 def _scores(

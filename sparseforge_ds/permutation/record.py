@@ -7,7 +7,6 @@ is a folder of its own so that no loader takes it for weights.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.disk import whole_folder, write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.permutation.channels import Axis, dimensions
@@ -50,15 +50,12 @@ class Permutation:
 
     def save(self, parent: Path) -> None:
         """Write `parent`/permutation; what was there is replaced when the new one is complete."""
-        final, temporary = parent / FOLDER, parent / f"{FOLDER}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         tensors = {name: index_BC.to(torch.int32).contiguous() for name, index_BC in self.index_BC.items()}
-        save_file(tensors, temporary / f"{_STEM}.safetensors")
         content = {"format": FORMAT, "dimensions": self.which, "sha256": self.sha256, **self.facts}
-        (temporary / f"{_STEM}.json").write_text(json.dumps(content, indent=2) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.replace(final)
+        with whole_folder(parent / FOLDER) as folder:
+            save_file(tensors, folder / f"{_STEM}.safetensors")
+            write_json(folder / f"{_STEM}.json", content)
+            shutil.rmtree(parent / FOLDER, ignore_errors=True)
 
     @classmethod
     def load(cls, parent: Path) -> Permutation | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
-from sparseforge_ds.model.deepseek_moe import register
 from sparseforge_ds.model.hub import why_unreachable
-from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.registration import load_config
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -29,20 +28,15 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     remote = not path.exists()
     if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
-    register()  # a family that transformers does not have
     unreachable = why_unreachable() if remote else None
     try:
-        config = AutoConfig.from_pretrained(
-            name if remote else path, local_files_only=unreachable is not None, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = reason(error)
-        cure = "its config.json cannot be used"
-        if remote:
-            cure = "check the name and the network, or give a model folder or its config.json"
-        if unreachable is not None:
-            why = f"neither a folder nor in the cache; {unreachable}"
-        raise ValueError(f"{flag} {name}: {why}; {cure}") from None
+        config = load_config(name if remote else path, f"{flag} {name}", cached=unreachable is not None)
+    except ValueError as error:
+        if not remote:
+            raise
+        why = f"neither a folder nor in the cache; {unreachable}"
+        why = str(error) if unreachable is None else f"{flag} {name}: {why}"
+        raise ValueError(f"{why}; check the name and the network, or give a model folder or its config.json") from None
     require_causal(config, f"{flag} {name}")
     return config
 

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import sync, whole_file
+from sparseforge_ds.checkpoint.disk import sync, whole_file, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files, step_of
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.random_state import random_file, random_state
-from sparseforge_ds.train.run_folder import write_json
 
 _LOG = logging.getLogger(__name__)
 

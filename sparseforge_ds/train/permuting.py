@@ -12,7 +12,6 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import PermuteConfig
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.export.permuted_folder import DenseFolder
-from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.permutation.activations import find_by_activations
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.ranks import Ranks
@@ -83,17 +82,13 @@ def _found(spec: RunSpec, settings: PermuteConfig, batches: Batches) -> Permutat
     if settings.score == "magnitude":
         empty = empty_model(spec.model)
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-        found = DenseFolder(spec.model.folder).find(
-            spec.config, settings.dimensions, settings.rows, shapes, device=device
-        )
+        found = DenseFolder(spec.model.folder).find(spec.config, shapes, device)
     else:
         check_room(spec, device)
         windows = (batches.window(i)[None] for i in range(settings.sequences))
         loaded = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, None)
         model = loaded.to(device)  # type: ignore[arg-type]
-        found = find_by_activations(
-            model, prunable_weights(model, spec.config), windows, spec.config, settings.dimensions, settings.rows
-        )
+        found = find_by_activations(model, windows, spec.config)
         del model, loaded
         get_accelerator().empty_cache()  # a whole model was there, and NCCL allocates for itself
     found.save(spec.folder)

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -27,6 +26,7 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.export.stored import is_packed
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.planning.architecture import bare_model
 from sparseforge_ds.planning.model_config import require_causal
@@ -78,11 +78,7 @@ def find_model(name: str, flag: str) -> Pretrained:
     folder = _folder(name, flag)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
-    try:
-        sparseforge_ds.register_model_classes()
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {name}: its config.json cannot be used ({reason(error)})") from None
+    config = load_config(folder, f"{flag} {name}")
     require_causal(config, f"{flag} {name}")
     if (getattr(config, "quantization_config", None) or {}).get("low_rank"):
         raise ValueError(

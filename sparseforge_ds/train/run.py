@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.forge import ForgeError
@@ -30,7 +31,7 @@ from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import rank_from_launcher, take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
-from sparseforge_ds.train.run_folder import begins_anew, check_folder, lock_folder, write_folder, write_json
+from sparseforge_ds.train.run_folder import begins_anew, check_folder, lock_folder, write_folder
 from sparseforge_ds.train.spec import RunSpec, make_spec, read_config
 from sparseforge_ds.train.text import open_text
 from sparseforge_ds.train.tracking import Trackers, flat

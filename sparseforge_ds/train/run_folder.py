@@ -35,7 +35,7 @@ import transformers
 from transformers import GenerationConfig
 
 import sparseforge_ds
-from sparseforge_ds.checkpoint.disk import whole_file
+from sparseforge_ds.checkpoint.disk import whole_folder, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.config.batch import batch_line
@@ -172,25 +172,17 @@ def write_folder(spec: RunSpec) -> None:
         OSError: the disk is full.
     """
     write_json(spec.folder / "ds_config.json", spec.deepspeed)
-    final, temporary = spec.folder / "model", spec.folder / "model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    spec.model.config.save_pretrained(temporary)
-    spec.model.tokenizer.save_pretrained(temporary)
-    if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
-        shutil.copyfile(spec.model.folder / "tokenizer.model", temporary / "tokenizer.model")
-    if (spec.model.folder / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(temporary)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
+    final = spec.folder / "model"
+    with whole_folder(final) as folder:
+        spec.model.config.save_pretrained(folder)
+        spec.model.tokenizer.save_pretrained(folder)
+        if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
+            shutil.copyfile(spec.model.folder / "tokenizer.model", folder / "tokenizer.model")
+        if (spec.model.folder / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)
+        shutil.rmtree(final, ignore_errors=True)
     more = {"permutation": keep_permutation(spec), "config_sha256": config_sha256(read_json(final / "config.json"))}
     write_json(spec.folder / "sparseforge.json", {**describe(spec), **more})
-
-
-def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
-    """Write a JSON file so that it is there whole or not at all, after a power cut too."""
-    with whole_file(path) as file:
-        file.write((json.dumps(content, indent=indent) + "\n").encode())
 
 
 def _check_same_run(spec: RunSpec) -> None:

@@ -222,7 +222,7 @@ class _Reader:
         scalars: dict[str, Number] = {}
         for shard in self.shards[index]:
             source = self.source[shard.name]
-            for key, value in self.checkpoint.scalars(source).items():
+            for key, value in self.checkpoint.entries[source].scalars.items():
                 # DeepSpeed's optimizers count in integers, and FusedAdam in one weight of a param group only.
                 value = self._largest(self.group_of[source], key) if isinstance(value, int) else value
                 scalars[key] = max(value, scalars.get(key, value))
@@ -235,7 +235,8 @@ class _Reader:
     def _largest(self, group: Group, key: str) -> Number:
         known = self._largest_of.setdefault(group.names, {})
         if key not in known:
-            known[key] = max(held[key] for name in group.names if key in (held := self.checkpoint.scalars(name)))
+            scalars = [self.checkpoint.entries[name].scalars for name in group.names]
+            known[key] = max(held[key] for held in scalars if key in held)
         return known[key]
 
     def _settings(self) -> list[dict[str, Any]]:

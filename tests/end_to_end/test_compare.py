@@ -47,7 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "flags": {"log_every": 1},
         "methods": {
             "soft": {"method": {"update_every": 1, "hardening": [0, 0.5]}},
-            "fixed": {"preset": "fixed_magnitude", "low_rank": {"k": 4, "shift": False}},
+            "fixed": {"method": "naive_retrain", "low_rank": {"k": 4, "shift": False}},
         },
     }
     return write_json(folder / "config.json", content)

@@ -125,7 +125,7 @@ def test_a_mask_on_the_dense_model_is_the_run(
     mask = export(run, tmp_path / "mask", "--format", "mask")
     assert "proved: masks equal to the source's" in capsys.readouterr().out
     skip = [] if name == "gpt2-still" else ["--skip_proof"]
-    assert main(["apply", str(mask), str(run.dense), str(tmp_path / "out"), *skip]) == 0
+    assert main(["export", str(mask), str(tmp_path / "out"), "--model", str(run.dense), *skip]) == 0
     out = TensorFolder(tmp_path / "out")
     assert out.specs == hf.specs
     assert all(torch.equal(bits(out.read(key)), bits(hf.read(key))) for key in hf.specs)

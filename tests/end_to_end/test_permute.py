@@ -97,7 +97,7 @@ def test_a_mask_carries_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (again / "mask.safetensors").read_bytes() == (mask / "mask.safetensors").read_bytes()
     whole = permuted(run, dense, tmp_path / "whole")
     for name, model in (("of_dense", dense), ("of_permuted", whole)):
-        assert main(["apply", str(again), str(model), str(tmp_path / name), "--skip_proof"]) == 0
+        assert main(["export", str(again), str(tmp_path / name), "--model", str(model), "--skip_proof"]) == 0
         assert same(tmp_path / name, hf)
         assert Permutation.load(tmp_path / name).sha256 == Permutation.load(run).sha256  # type: ignore[union-attr]
 
@@ -107,10 +107,12 @@ def test_a_mask_carries_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[
         return capsys.readouterr().err
 
     assert main(["permute", str(dense), str(tmp_path / "other"), "--seed", "7"]) == 0
-    assert "in the order of permutation" in refused("apply", str(mask), str(tmp_path / "other"), str(tmp_path / "x"))
+    assert "in the order of permutation" in refused(
+        "export", str(mask), str(tmp_path / "x"), "--model", str(tmp_path / "other")
+    )
     for folder, file in ((run, "sparseforge.json"), (hf, "sparsity.json"), (mask, "mask.json")):
         (folder / "permutation").rename(folder / "lost")
-        words = ("apply", str(folder), str(dense)) if folder == mask else ("export", str(folder))
+        words = ("export", str(folder), *(("--model", str(dense)) if folder == mask else ()))
         if folder == hf:
             assert main(["verify", str(hf)]) == 1
         assert f"{file}: was written with the channels in the order" in refused(*words, str(tmp_path / "x"))
@@ -169,7 +171,7 @@ def test_a_folder_that_was_permuted_before(tmp_path: Path, capfd: pytest.Capture
     assert Permutation.load(run).sha256 == Permutation.load(tmp_path / "offline").sha256  # type: ignore[union-attr]
     assert main(["consolidate", str(run), str(hf), "--skip_proof"]) == 0
     assert main(["export", str(run), str(mask), "--format", "mask"]) == 0
-    assert main(["apply", str(mask), str(dense), str(tmp_path / "applied"), "--skip_proof"]) == 0
+    assert main(["export", str(mask), str(tmp_path / "applied"), "--model", str(dense), "--skip_proof"]) == 0
     assert same(tmp_path / "applied", hf)
     content["sparseforge"]["permute"] = {}
     flags = flags_of(tmp_path, content, model=tmp_path / "offline", output_dir=tmp_path / "twice")

@@ -190,10 +190,10 @@ def test_without_a_teacher_and_with_a_whole_one(tmp_path, block):
     train(*flags_of(tmp_path, deepspeed_json(batch=8, **block)))
 
 
-@pytest.mark.parametrize("preset", ["fixed_wanda", "fixed_magnitude"])
-def test_a_fixed_mask_is_a_plain_retrain(tmp_path, preset):
+@pytest.mark.parametrize("importance", ["wanda", "magnitude"])
+def test_a_fixed_mask_is_a_plain_retrain(tmp_path, importance):
     content = deepspeed_json(batch=8)
-    content["sparseforge"] = {"preset": preset, "max_steps": 4}
+    content["sparseforge"] = {"method": "naive_retrain", "importance": importance, "max_steps": 4}
     train(*flags_of(tmp_path, content))
 
 

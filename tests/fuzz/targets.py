@@ -120,7 +120,8 @@ def digest_folder(folder: Path, adapter: bool = True) -> str:
 def reader(folder: Path, out: Path, inputs: Path) -> Result:
     """Every weight and state of a checkpoint, after its checksums."""
     checkpoint = Checkpoint(folder)
-    checkpoint.check_bytes()
+    for file in checkpoint.files:
+        file.check_bytes()
     return result_of(checkpoint)
 
 
@@ -195,7 +196,7 @@ _EXPORT = {"consolidate": exported("hf"), "export mask": exported("mask")}
 TARGETS: dict[str, dict[str, Target]] = {
     **{name: {**_READ, **_EXPORT, "resume": resumed} for name in RUNS},
     **{name: {"verify": verified, **_EXPORT} for name in EXPORTS},
-    "mask": {"apply": applied},
+    "mask": {"export": applied},
 }
 """By subject, the tools that read such a folder."""
 for _subject in ("stage1_bf16", "hf_whole"):

@@ -148,14 +148,15 @@ def test_equals_the_gathered_model(saved: Any, world_size: int, name: str) -> No
             assert torch.equal(checkpoint.state(key, "mask"), (weight > 0).float())
         else:
             assert "mask" not in checkpoint.states(key)
-    checkpoint.check_bytes()
+    for file in checkpoint.files:
+        file.check_bytes()
 
 
 def test_masters_are_finer_than_the_trained_weights(saved: Any) -> None:
     checkpoint = Checkpoint(saved[2][0] / "stage3-bf16-small-sub-groups")
     weight = checkpoint.weight("a.weight")
     assert not torch.equal(weight, weight.bfloat16().float())
-    assert checkpoint.trained_dtype("a.weight") == torch.bfloat16
+    assert checkpoint.entries["a.weight"].trained_dtype == torch.bfloat16
 
 
 def test_unmapping_in_between_changes_nothing(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +264,7 @@ def test_flipped_bytes_of_a_weight_are_found(saved: Any, tmp_path: Path) -> None
     at = content.index(flat.numpy().tobytes())
     file.write_bytes(content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :])
     with pytest.raises(ValueError, match=f"{file.name}: checksum of .* is wrong"):
-        Checkpoint(tmp_path / "flipped").check_bytes()
+        [file.check_bytes() for file in Checkpoint(tmp_path / "flipped").files]
 
 
 def test_json_of_a_checkpoint_is_plain(saved: Any) -> None:

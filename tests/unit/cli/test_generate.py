@@ -67,7 +67,7 @@ def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["export", str(sparse), str(tmp_path / "mask"), "--format", "mask", "--skip_proof"]) == 0
     capsys.readouterr()
     for model, more, message in (
-        (tmp_path / "mask", [], f"is a mask; put it on its dense model: sparseforge apply {tmp_path / 'mask'}"),
+        (tmp_path / "mask", [], f"is a mask; put it on its dense model: sparseforge export {tmp_path / 'mask'} OUT"),
         (tmp_path / "run", [], "of a run make one first: sparseforge consolidate"),
         (dense, ["--max_new_tokens", "0"], "--max_new_tokens 0: use 1 or more"),
         (dense, ["--temperature", "-1"], "--temperature -1.0: use 0, or a positive number"),

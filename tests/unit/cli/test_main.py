@@ -16,7 +16,7 @@ import sparseforge_ds
 from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.evaluate import perplexity, pretrained, published
+from sparseforge_ds.evaluate import perplexity, published
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.permutation import channels
 
@@ -51,13 +51,17 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
     """The parsers name them without importing what they choose from, so they are held against it here."""
     found = {name: options(command) for name, command in subcommands().items()}
     expected = {
-        ("export", "--format"): formats.FORMATS,
+        ("export", "--format"): get_args(formats.Format),
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
-        ("generate", "--dtype"): pretrained.DTYPES,
+        ("generate", "--dtype"): ("auto", *source.DTYPES),
+        ("bench", "--dtype"): ("auto", *source.DTYPES),
         ("permute", "--dimensions"): channels.PARTS,
     }
-    expected |= {("evaluate", "--dtype"): pretrained.DTYPES, ("evaluate", "--protocol"): get_args(perplexity.Protocol)}
+    expected |= {
+        ("evaluate", "--dtype"): ("auto", *source.DTYPES),
+        ("evaluate", "--protocol"): get_args(perplexity.Protocol),
+    }
     expected |= {("evaluate", "--suite"): published.SUITES, ("evaluate", "--paper"): published.PUBLISHED}
     said = {(name, flag): action for name, some in found.items() for flag, action in some.items() if action.choices}
     assert said.keys() == expected.keys()

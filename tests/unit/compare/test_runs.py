@@ -25,7 +25,7 @@ def test_the_grid(tmp_path: Path) -> None:
         "fixed-lr0.001-seed3-steps40",
         "fixed-lr0.002-seed3-steps40",
     ], "ours has one learning rate, so there is nothing to choose"
-    assert [run.name for run in one_shot_runs(config)] == ["pruned-seed3-steps1", "pruned-seed0-steps1"]
+    assert [run.name for run in one_shot_runs(config)] == ["pruned-seed3-steps0", "pruned-seed0-steps0"]
     chosen = choose(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
     assert {name: run.learning_rate for name, run in chosen.items()} == {"ours": 0.5, "fixed": 0.002}
     counting = result_runs(config, chosen)

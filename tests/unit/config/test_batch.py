@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.batch import Batch, batch_arithmetic, batch_line, sequence_ranks
+from sparseforge_ds.config.batch import BATCH, batch_arithmetic, batch_line, sequence_ranks
 
 CONTENT = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto"}
 
@@ -39,8 +39,8 @@ def test_what_does_not_divide_the_ranks(given: dict[str, Any], flag: int | None,
 
 
 def test_groups_count_where_ranks_did() -> None:
-    assert batch_arithmetic(CONTENT, 4, 2) == Batch(12, 3, 2)
-    assert batch_arithmetic(CONTENT, 2, 2) == batch_arithmetic(CONTENT, 1) == Batch(12, 3, 4)
+    assert batch_arithmetic(CONTENT, 4, 2) == dict(zip(BATCH, (12, 3, 2), strict=True))
+    assert batch_arithmetic(CONTENT, 2, 2) == batch_arithmetic(CONTENT, 1) == dict(zip(BATCH, (12, 3, 4), strict=True))
     with pytest.raises(ValueError, match=r"for 10 ranks, of which 2 share a sequence .*: use 15, set"):
         batch_arithmetic(CONTENT, 10, 2)
     resolved = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "sequence_parallel_size": 2}

@@ -187,8 +187,8 @@ def test_the_least_number_of_steps_is_the_least(every: int, stop: float) -> None
 
 
 def test_fixed_masks_and_runs_of_no_steps_are_valid():
-    assert build(preset="fixed_magnitude", max_steps=1).resolved_schedule.freeze_step == 0
-    assert build(preset="fixed_wanda").resolved_schedule.freeze_step == 0
+    assert build(method="naive_retrain", max_steps=1).resolved_schedule.freeze_step == 0
+    assert build(method={"hardening": [0, 0]}, max_steps=1).resolved_schedule.freeze_step == 0
     assert build(max_steps=0).resolved_schedule.freeze_step == 0
     assert build(max_steps=4, method={"name": "maskllm", "frozen": 0.9}).resolved_schedule.freeze_step == 1
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.batch import Batch, batch_arithmetic, with_batch
+from sparseforge_ds.config.batch import BATCH, batch_arithmetic, with_batch
 from sparseforge_ds.config.deepspeed_config import read_deepspeed_json, resolve, training_dtype, zero_stage
 from tests.tiny_folders import deepspeed_json, write_json
 
@@ -56,7 +56,7 @@ def batch(train="auto", micro="auto", accumulation="auto", world_size=2):
     ],
 )
 def test_missing_batch_keys_are_computed(keys, expected):
-    assert batch(*keys) == Batch(*expected)
+    assert batch(*keys) == dict(zip(BATCH, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,14 @@ def test_a_batch_that_cannot_be_divided_names_ones_that_can(keys, world_size):
 )
 def test_what_is_accepted_adds_up(train, micro, accumulation, world_size):
     try:
-        result = batch(train, micro, accumulation, world_size)
+        found = batch(train, micro, accumulation, world_size)
     except ValueError:
         assume(False)
         return
-    assert result.train == train == result.micro * result.accumulation * world_size
-    assert micro in (None, result.micro)
-    assert accumulation in (None, result.accumulation)
+    its_train, its_micro, its_accumulation = (found[name] for name in BATCH)
+    assert its_train == train == its_micro * its_accumulation * world_size
+    assert micro in (None, its_micro)
+    assert accumulation in (None, its_accumulation)
 
 
 @pytest.mark.parametrize("value", [0, -4, 2.5, "8", True])
@@ -107,7 +108,7 @@ def test_flags_win_over_the_batch_of_the_json(given_keys, flags, expected):
     content = dict(zip(names, given_keys, strict=True))
     if flags == (None, 1):
         assert with_batch(content, None, None) == content
-    assert batch_arithmetic(with_batch(content, *flags), 8) == Batch(*expected)
+    assert batch_arithmetic(with_batch(content, *flags), 8) == dict(zip(BATCH, expected, strict=True))
 
 
 def test_the_optimizer_is_fused_where_that_is_left_open():

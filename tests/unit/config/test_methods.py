@@ -44,15 +44,6 @@ def test_keys_without_a_name_are_of_the_default_method() -> None:
     assert build(method={}) == build(method="sparseforge") == build()
 
 
-def test_naive_retrain_is_what_the_fixed_presets_are() -> None:
-    for importance in ("magnitude", "wanda"):
-        retrain = build(method="naive_retrain", importance=importance, max_steps=100)
-        preset = build(preset=f"fixed_{importance}", max_steps=100)
-        assert retrain.resolved_schedule.freeze_step == preset.resolved_schedule.freeze_step == 0
-        assert retrain.importance == preset.importance
-        assert retrain.distillation == preset.distillation
-
-
 def test_when_masks_freeze() -> None:
     assert build(method="ast", max_steps=200).resolved_schedule.freeze_step == 200
     cast = build(max_steps=200, method={"name": "cast", "every": 3, "frozen": 0.25}).resolved_schedule

@@ -51,7 +51,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
-    perplexity = {"perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096}}
+    perplexity = {
+        "dtype": "bfloat16",
+        "perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096},
+    }
     zero_shot = {"zero_shot": {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40}}
     files = [str(write_json(tmp_path / f"{n}.json", each)) for n, each in enumerate((perplexity, zero_shot))]
     assert main(["card", str(folder), "--results", *files, "--license", "apache-2.0"]) == 0
@@ -66,7 +69,11 @@ def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
         ("arc_easy", "acc"): 0.5,
         ("arc_easy", "acc_norm"): 0.45,
     }
-    assert found["wikitext2", "perplexity"].dataset_args == {"protocol": "windows", "seq_length": 4096}
+    assert found["wikitext2", "perplexity"].dataset_args == {
+        "protocol": "windows",
+        "seq_length": 4096,
+        "dtype": "bfloat16",
+    }
     for words in ("# dense-1b 2:4", "| steps | 400 |", "| tokens | 640,000 |", "`own.jsonl`", "7.38906 (sequences 8"):
         assert words in made.text, words
 

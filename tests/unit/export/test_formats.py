@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import formats
-from sparseforge_ds.export.formats import FORMATS, export
+from sparseforge_ds.export.formats import Format, export
 from sparseforge_ds.export.open import open_source
 from tests.conftest import ROOT
 from tests.sparse_folders import MODELS, ModelSource, write_dense, write_sparse
@@ -126,7 +126,7 @@ def test_what_a_source_has_not_is_refused(tmp_path: Path) -> None:
     sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
     out = str(tmp_path / "out")
     with pytest.raises(ValueError, match="--format 'onnx': use one of hf, packed24, mask"):
-        export(open_source(sparse), out, "onnx")
+        export(open_source(sparse), out, "onnx")  # type: ignore[arg-type]
     assert main(["export", str(tmp_path / "dense"), out]) == 2
     assert not (tmp_path / "out").exists()
 
@@ -166,7 +166,7 @@ def test_formats_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["export", "--help"])
     text = capsys.readouterr().out
-    assert all(f"\n  {format} " in text for format in FORMATS)
+    assert all(f"\n  {format} " in text for format in get_args(Format))
 
 
 def test_a_folder_changed_since_its_export_is_no_source(tmp_path: Path) -> None:

@@ -50,9 +50,7 @@ def test_phases() -> None:
 
 
 def test_a_fixed_mask_is_frozen_from_the_start() -> None:
-    assert (
-        phase(SparseForgeConfig.from_dict({"preset": "fixed_magnitude", "max_steps": 10}), 0, 10) == "frozen finetune"
-    )
+    assert phase(SparseForgeConfig.from_dict({"method": "naive_retrain", "max_steps": 10}), 0, 10) == "frozen finetune"
 
 
 def test_folders_that_are_no_run(tmp_path: Path) -> None:
@@ -65,7 +63,7 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"export: is an exported model.*sparseforge verify '.*an export'$"):
         inspect(tmp_path / "an export")
     (tmp_path / "an export" / "mask.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"export: is an exported mask, not a run; see: sparseforge apply"):
+    with pytest.raises(ValueError, match=r"export: is an exported mask, not a run; see: sparseforge export"):
         inspect(tmp_path / "an export")
     with pytest.raises(ValueError, match=r"empty: holds neither a run nor a checkpoint"):
         inspect(tmp_path / "empty")

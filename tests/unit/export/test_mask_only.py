@@ -34,7 +34,7 @@ def test_applied_to_the_dense_model_it_is_the_sparse_one(tmp_path: Path, family:
     """Nothing was trained here but the mask, so mask and dense model give the `hf` export, bit by bit."""
     dense, mask = write_mask(tmp_path, family, dtype)
     sparse = TensorFolder(write_sparse(tmp_path / "sparse", dense, family, dtype))
-    assert main(["apply", str(mask), str(dense), str(tmp_path / "out"), "--skip_proof"]) == 0
+    assert main(["export", str(mask), str(tmp_path / "out"), "--model", str(dense), "--skip_proof"]) == 0
     out, original = TensorFolder(tmp_path / "out"), TensorFolder(dense)
     assert out.specs == original.specs and sparse.specs.keys() == out.specs.keys()
     masks = MaskFolder(mask)
@@ -71,7 +71,7 @@ def test_sharded_dense_models(tmp_path: Path) -> None:
     sharded = write_dense(tmp_path / "sharded", "llama", max_shard_size="20KB")
     assert not (sharded / "model.safetensors").exists()
     for name, of in (("one", dense), ("two", sharded)):
-        assert main(["apply", str(mask), str(of), str(tmp_path / name), "--skip_proof"]) == 0
+        assert main(["export", str(mask), str(tmp_path / name), "--model", str(of), "--skip_proof"]) == 0
     one, two = TensorFolder(tmp_path / "one"), TensorFolder(tmp_path / "two")
     assert all(torch.equal(bits(one.read(name)), bits(two.read(name))) for name in one.specs)
 
@@ -83,7 +83,7 @@ def test_a_dense_model_stored_without_the_outer_name(tmp_path: Path) -> None:
     short = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
     short["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()  # the causal mask, which old files carry
     save_file(short, path, {"format": "pt"})
-    assert main(["apply", str(mask), str(dense), str(tmp_path / "out")]) == 0
+    assert main(["export", str(mask), str(tmp_path / "out"), "--model", str(dense)]) == 0
     assert "transformer.h.0.attn.c_attn.weight" in TensorFolder(tmp_path / "out").specs
 
 
@@ -109,16 +109,16 @@ def test_other_dense_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     _, mask = write_mask(tmp_path, "llama")
     out = str(tmp_path / "out")
     write_dense(tmp_path / "gpt2", "gpt2")
-    assert main(["apply", str(mask), str(tmp_path / "gpt2"), out]) == 2
+    assert main(["export", str(mask), out, "--model", str(tmp_path / "gpt2")]) == 2
     assert "is a gpt2, the mask" in capsys.readouterr().err
     MODELS["llama"](hidden_size=64).save_pretrained(tmp_path / "wide")
-    assert main(["apply", str(mask), str(tmp_path / "wide"), out]) == 2
+    assert main(["export", str(mask), out, "--model", str(tmp_path / "wide")]) == 2
     assert f"{QUERY} is (64, 64) there, the mask" in capsys.readouterr().err
     MODELS["llama"](num_hidden_layers=1).save_pretrained(tmp_path / "short")
-    assert main(["apply", str(mask), str(tmp_path / "short"), out]) == 2
+    assert main(["export", str(mask), out, "--model", str(tmp_path / "short")]) == 2
     assert "model.layers.1.self_attn.q_proj.weight is missing there" in capsys.readouterr().err
-    assert main(["apply", str(mask), str(tmp_path / "none"), out]) == 2
-    assert main(["apply", str(tmp_path / "dense"), str(tmp_path / "dense"), out]) == 2
+    assert main(["export", str(mask), out, "--model", str(tmp_path / "none")]) == 2
+    assert main(["export", str(tmp_path / "dense"), out, "--model", str(tmp_path / "dense")]) == 2
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
@@ -129,7 +129,7 @@ def test_experts_may_be_fused_in_the_dense_model(tmp_path: Path, family: str) ->
     fused = write_dense(tmp_path / "fused", family, save_original_format=False)
     assert any(name.endswith(".experts.gate_up_proj") for name in TensorFolder(fused).specs)
     out = tmp_path / "out"
-    assert main(["apply", str(mask), str(fused), str(out), "--skip_proof"]) == 0
+    assert main(["export", str(mask), str(out), "--model", str(fused), "--skip_proof"]) == 0
     expected, found = TensorFolder(write_sparse(tmp_path / "sparse", dense, family)), TensorFolder(out)
     assert found.specs == expected.specs
     assert all(torch.equal(bits(found.read(name)), bits(expected.read(name))) for name in expected.specs)
@@ -164,7 +164,7 @@ def test_damaged_masks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     dense, mask = write_mask(tmp_path, "llama")
     change, message = DAMAGES[damage]
     change_json(mask, change)
-    assert main(["apply", str(mask), str(dense), str(tmp_path / "out"), "--skip_proof"]) == 2
+    assert main(["export", str(mask), str(tmp_path / "out"), "--model", str(dense), "--skip_proof"]) == 2
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "mask"]
 
@@ -174,7 +174,7 @@ def test_changed_bytes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     content = bytearray((mask / "mask.safetensors").read_bytes())
     content[-1] ^= 1
     (mask / "mask.safetensors").write_bytes(content)
-    assert main(["apply", str(mask), str(dense), str(tmp_path / "out"), "--skip_proof"]) == 2
+    assert main(["export", str(mask), str(tmp_path / "out"), "--model", str(dense), "--skip_proof"]) == 2
     assert "has not the sha256 that mask.json gives" in capsys.readouterr().err
 
 

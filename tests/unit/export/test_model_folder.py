@@ -86,7 +86,7 @@ class Interrupted(Source):
     def read_branch(self, name: str) -> Tensor:
         return self.source.read_branch(name)
 
-    def check_bytes(self, workers: int = 1) -> None:
+    def check_bytes(self, workers: int | None = None) -> None:
         self.source.check_bytes(workers)
 
 

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.permutation.activations import input_squares
 from sparseforge_ds.permutation.channel_table import CHANNELS
@@ -20,17 +19,23 @@ from tests.tiny_models import BUILDERS, token_batch
 from tests.unit.permutation.test_channels import logits, randomized, shapes_of
 
 
-def find(model: PreTrainedModel, which: str = "all", pattern: str = "2:4", **more: object) -> Permutation:
+def find(
+    model: PreTrainedModel,
+    dimensions: str = "all",
+    squares: dict[str, torch.Tensor] | None = None,
+    rows: int = 2048,
+    **block: object,
+) -> Permutation:
     parameters = dict(model.named_parameters())
+    config = SparseForgeConfig.from_dict({"permute": {"dimensions": dimensions, "rows": rows}, **block})
     return find_permutation(
         lambda name: parameters[name].detach(),
         shapes_of(parameters),
-        prunable_weights(model, SparseForgeConfig(exclude=more.pop("exclude", ()))),  # type: ignore[arg-type]
+        prunable_weights(model, config),
         model.config.model_type,
         model.config.get_text_config(),
-        parse_pattern(pattern),
-        which,
-        **more,  # type: ignore[arg-type]
+        config,
+        squares,
     )
 
 
@@ -83,7 +88,7 @@ def test_a_sample_of_rows_gains_too() -> None:
 def test_refused_where_groups_are_not_neighbours_of_a_block(pattern: str) -> None:
     model = BUILDERS["llama"](head_dim=6) if pattern == "2:4" else BUILDERS["llama"]()
     with pytest.raises(ValueError, match="n:m patterns only" if pattern == "block16" else "blocks of 6"):
-        find(model, "mlp+heads", pattern)
+        find(model, "mlp+heads", pattern=pattern)
 
 
 def test_saved_and_read_back(tmp_path: Path) -> None:

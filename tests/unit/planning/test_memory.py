@@ -148,7 +148,6 @@ def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
     assert before({}, bf16=False) == 0
     for block in (
         {"method": {"straight_through": True}},
-        {"preset": "fixed_magnitude"},
         {"method": "naive_retrain"},
     ):
         assert before(block) == 0, block

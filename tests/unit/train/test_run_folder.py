@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.source import config_sha256
@@ -25,7 +26,6 @@ from sparseforge_ds.train.run_folder import (
     lock_folder,
     room_for_checkpoints,
     write_folder,
-    write_json,
 )
 from sparseforge_ds.train.spec import make_spec
 from tests import tiny_folders

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.plain_source import PlainSource
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.mask.pattern import NM, top_n
 from tests.sparse_folders import bits, write_dense
@@ -57,7 +57,7 @@ def test_an_unknown_family(tmp_path: Path) -> None:
     save_file({f"layers.{i}.w": torch.randn(16, 24) for i in range(2)}, tmp_path / "model.safetensors")
     tensors = prune(tmp_path, ["layers.0.w", "layers.1.w"])
     source = open_source(tmp_path)
-    assert isinstance(source, PlainSource) and {weight.input_axis for weight in source.prunable.values()} == {-1}
+    assert isinstance(source, FolderSource) and {weight.input_axis for weight in source.prunable.values()} == {-1}
     export(source, tmp_path / "packed", "packed24", skip_proof=True)
     assert torch.equal(open_source(tmp_path / "packed").read("layers.1.w"), tensors["layers.1.w"])
     mask = source.read_mask("layers.0.w")
