@@ -36,7 +36,7 @@ def config_of(args: argparse.Namespace) -> PreTrainedConfig:
 def write(out: str, config: PreTrainedConfig) -> None:
     """Every linear layer but the head, and every expert, is 2:4, the first two of each group of four being kept."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
     for name, layer in list(model.model.named_modules()):
         if isinstance(layer, nn.Linear):
             model.model.set_submodule(name, Packed24Linear(*_packed(layer.weight), layer.bias))

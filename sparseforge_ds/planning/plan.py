@@ -41,6 +41,7 @@ class Plan:
 
     machine: Machine
     settings: Settings
+    model: Architecture
     memory: Memory
     seconds_per_step: float
     steps: int
@@ -145,6 +146,7 @@ def make_plan(
     return Plan(
         machine=machine,
         settings=settings,
+        model=model,
         memory=found,
         seconds_per_step=operations / (settings.ranks * machine.tflops * 1e12 * machine.mfu),
         steps=settings.forge.max_steps if tokens is None else math.ceil(tokens / settings.tokens_per_step),

@@ -359,7 +359,7 @@ def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
         file.write('{"text": "one more document"}\n')
     message = resumable.refused("--resume")
     assert 'trained on other data (data.source1.files.text.jsonl was "16,944 bytes, hash' in message
-    assert "is 16,974 bytes, hash" in message
+    assert 'is "16,974 bytes, hash' in message
     assert "or go on with this text by --resume_other_data" in message
     capfd.readouterr()
     assert resumable.train("--resume", "--resume_other_data") == [(0, "")] * 2

@@ -45,11 +45,12 @@ def packed(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def products() -> dict[str, Any]:
     """Inside a FakeTensorMode. Each product with its result, the launch, and what the host waited for."""
-    seen: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "traced": None, "error": None}
+    seen: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "experts": None, "traced": None, "error": None}
     try:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for rows in ROWS:
                 seen["launches"].append(_launch(dtype, rows))
+        seen["experts"] = _launch_of_experts()
         seen["traced"] = _traced()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         seen["error"] = traceback.format_exc()[-4000:]  # told by the test, while the worker goes on
@@ -57,9 +58,23 @@ def products() -> dict[str, Any]:
 
 
 def _launch(dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    log: list[dict[str, Any]] = []
     x = torch.empty(INPUTS, rows, dtype=dtype, device=CUDA).t()[None]  # not contiguous, three axes
     bias = torch.empty(OUTPUTS, dtype=dtype, device=CUDA)
+    return {"rows": rows, "dtype": str(dtype), **_seen_in(lambda: triton_kernel.triton24(x, *packed(dtype), bias))}
+
+
+def _launch_of_experts() -> dict[str, Any]:
+    values, positions = packed(torch.bfloat16)
+    experts, rows = 6, triton_kernel.FEW_ROWS_OF_EXPERTS
+    of_all = [tensor.expand(experts, -1, -1).contiguous() for tensor in (values, positions)]
+    x, ends = torch.empty(rows, INPUTS, dtype=values.dtype, device=CUDA), torch.empty(experts, dtype=int, device=CUDA)
+    found = _seen_in(lambda: triton_kernel.triton_experts24(x, *of_all, ends))
+    return {"rows": rows, "experts": experts, **found}
+
+
+def _seen_in(product: Callable[[], Tensor]) -> dict[str, Any]:
+    """Its result, its one launch, and what the host waited for."""
+    log: list[dict[str, Any]] = []
     with (
         mock.patch.object(triton_kernel, "_few_rows", Launches("few", log)),
         mock.patch.object(triton_kernel, "_many_rows", Launches("many", log)),
@@ -67,11 +82,9 @@ def _launch(dtype: torch.dtype, rows: int) -> dict[str, Any]:
         Counter() as counter,
         counter.phase() as cost,
     ):
-        y = triton_kernel.triton24(x, *packed(dtype), bias)
+        y = product()
     (launch,) = log
     return {
-        "rows": rows,
-        "dtype": str(dtype),
         "result": [str(y.dtype), list(y.shape), str(y.device), y.is_contiguous()],
         "waits": dict(cost.syncs + cost.uploads),
         "faults": cost.faults,

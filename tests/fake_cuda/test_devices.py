@@ -104,12 +104,23 @@ def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(
     for launch in packed["launches"]:
         rows, ends = launch["rows"], (launch["ROWS"], launch["OUTPUTS"])
         assert launch["result"] == [launch["dtype"], [1, rows, outputs], "cuda:0", True]
-        assert launch["sizes"] == [rows, outputs, inputs // 4] and launch["HAS_BIAS"]
+        assert launch["sizes"] == [0] * (rows <= 4) + [rows, outputs, inputs // 4] and launch["HAS_BIAS"]
         parts = [-(-rows // ends[0]), -(-outputs // ends[1])]
         assert launch["kernel"] == ("few" if rows <= 4 else "many")
         assert launch["grid"] == (parts[1:] if rows <= 4 else parts) and (rows > 4 or parts[0] == 1)
         assert not launch["waits"] and not launch["faults"], launch
     assert len(packed["launches"]) == 3 * 8
+
+
+def test_a_few_rows_of_packed_experts_are_one_launch_and_wait_for_nothing(seen: dict[str, Any]) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    (outputs, inputs), launch = seen["packed products"]["shape"], seen["packed products"]["experts"]
+    rows, experts = launch["rows"], launch["experts"]
+    assert launch["result"] == ["torch.bfloat16", [rows, outputs], "cuda:0", True]
+    assert launch["kernel"] == "few" and launch["HAS_EXPERTS"] and not launch["HAS_BIAS"]
+    assert launch["grid"] == [-(-outputs // launch["OUTPUTS"]), rows]
+    assert launch["sizes"] == [experts, 1, outputs, inputs // 4]
+    assert not launch["waits"] and not launch["faults"], launch
 
 
 def test_a_packed_layer_is_one_call_of_a_traced_graph(seen: dict[str, Any]) -> None:

@@ -393,7 +393,10 @@ def test_include_and_exclude_are_set_algebra(include: list[str], exclude: list[s
             {"include": ("lm_head.weight",)},
             r"sparseforge.include: 'lm_head.weight' matches no weight that .* stays dense",
         ),
-        ({"exclude": ("q_proj",)}, r"sparseforge.exclude: 'q_proj' matches no weight.*'\*.q_proj.\*'"),
+        (
+            {"exclude": ("q_proj",)},
+            r"sparseforge.exclude: 'q_proj' matches no weight.*'model.layers.\*.self_attn.q_proj.weight'",
+        ),
         ({"exclude": ("*",)}, "no weight of this llama model is left to prune"),
         ({"pattern": "5:7"}, r"q_proj.weight \(and 13 more\) of shape \(32, 32\) cannot be 5:7: its input axis has 32"),
         ({"pattern": "block64"}, r"cannot be block64:0.5: its matrix is 32 x 32.*\"exclude\": \[\"model.layers.0.self"),
