@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, means
 
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if ranks.first:
         if args.json is not None:
-            Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
+            write_json(Path(args.json), found)
         print(json.dumps(found))
     return 0
 

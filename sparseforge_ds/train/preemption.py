@@ -121,10 +121,7 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._reader.close()
 
     def _has_lost_its_launcher(self) -> bool:
-        try:
-            return any(child.ppid() != parent for child, parent in self._parents)
-        except psutil.NoSuchProcess:
-            return True
+        return any(_parent(child) != parent for child, parent in self._parents)
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -142,21 +139,28 @@ def _tell(line: str) -> None:
             os.write(1, f"{line}\n".encode())
 
 
-def _launchers() -> list[tuple[psutil.Process, int]]:
-    """A process and the id of its parent, for every two that stay together as long as the launcher of this rank lives:
-    this process and torchrun, or this process, launch.py and the `deepspeed` command that started it."""
-    me = psutil.Process()
+def _launchers() -> list[tuple[int, int]]:
+    """A process and its parent, for every two that stay together as long as the launcher of this rank lives: this
+    process and torchrun, or this process, launch.py and the `deepspeed` command that started it."""
+    me = (os.getpid(), os.getppid())
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return [(me, me.ppid())]
+        return [me]
     try:
-        launch = me.parent()
-        if launch is None or "deepspeed.launcher.launch" not in launch.cmdline():
+        launch = psutil.Process(os.getppid())
+        if "deepspeed.launcher.launch" not in launch.cmdline():
             return []
         runner = launch.parent()  # over ssh it is something else
-        above = [(launch, runner.pid)] if runner is not None and _is_deepspeed(runner) else []
-        return [(me, launch.pid), *above]
+        return [me, (launch.pid, runner.pid)] if runner is not None and _is_deepspeed(runner) else [me]
     except psutil.Error:  # gone, or not ours to look at
         return []
+
+
+def _parent(process: int) -> int | None:
+    """Asked anew each time: of a kept `psutil.Process`, psutil before 7 doubts who it is once the clock was set."""
+    try:
+        return int(psutil.Process(process).ppid())
+    except psutil.Error:
+        return None
 
 
 def _is_deepspeed(process: psutil.Process) -> bool:
