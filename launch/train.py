@@ -16,7 +16,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sparseforge_ds.cli.main import main
+from sparseforge_ds.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    command(["train", *sys.argv[1:]])

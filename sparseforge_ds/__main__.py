@@ -1,7 +1,5 @@
 """`python -m sparseforge_ds` is `sparseforge`."""
 
-import sys
+from sparseforge_ds.cli.main import command
 
-from sparseforge_ds.cli.main import main
-
-sys.exit(main())
+command()

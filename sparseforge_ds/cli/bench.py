@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.cli.export import DTYPES
+from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
 Both models are loaded into this process and measured in turns, on the GPU where there is one. Prefill reads a prompt;
@@ -52,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and find_spec("matplotlib") is None:
         raise ValueError("--out: bench.png needs matplotlib; pip install 'sparseforge_ds[compare]'")
 
-    import torch
+    with large_imports():
+        import torch
 
-    from sparseforge_ds.evaluate.speed import Workload, draw, load_pair, measure, report, table
+        from sparseforge_ds.evaluate.speed import Workload, draw, load_pair, measure, report, table
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)

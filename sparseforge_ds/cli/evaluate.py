@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.cli.export import DTYPES
+from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, means
 
 if TYPE_CHECKING:
@@ -114,11 +115,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """What is asked for, of a model that is loaded once, printed for people on the first rank."""
-    from sparseforge_ds.evaluate import perplexity, zero_shot
-    from sparseforge_ds.evaluate.harness import load_tasks
-    from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
-    from sparseforge_ds.evaluate.text import as_one, read_text
-    from sparseforge_ds.mask.pattern import parse_pattern
+    with large_imports():
+        from sparseforge_ds.evaluate import perplexity, zero_shot
+        from sparseforge_ds.evaluate.harness import load_tasks
+        from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
+        from sparseforge_ds.evaluate.text import as_one, read_text
+        from sparseforge_ds.mask.pattern import parse_pattern
 
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     adapter = adapter_of(args.model, args.adapter)

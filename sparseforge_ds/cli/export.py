@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from sparseforge_ds.cli.imports import large_imports
+
 FORMATS = ("hf", "packed24", "mask")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -62,9 +64,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was made and how it was proved."""
-    from sparseforge_ds.export.formats import export
-    from sparseforge_ds.export.open import open_source
-    from sparseforge_ds.export.stored import Size
+    with large_imports():
+        from sparseforge_ds.export.formats import export
+        from sparseforge_ds.export.open import open_source
+        from sparseforge_ds.export.stored import Size
 
     source = open_source(args.source, args.model, args.dtype)
     record = export(source, args.out, args.format, args.max_shard_size, args.workers, args.skip_proof)

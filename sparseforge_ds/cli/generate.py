@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.cli.export import DTYPES
+from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
 The text goes to stdout as it comes, everything else to stderr. Without --temperature the most likely token is taken
@@ -51,10 +52,11 @@ def run(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise ValueError(f"--temperature {args.temperature}: use 0, or a positive number like 0.7")
     _require_model(Path(args.model))
-    import torch
-    from transformers import TextStreamer
+    with large_imports():
+        import torch
+        from transformers import TextStreamer
 
-    from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer
+        from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer
 
     adapter = adapter_of(args.model, args.adapter)
     tokenizer = load_tokenizer(args.model)

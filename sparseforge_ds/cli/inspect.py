@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.model.coverage import percent, said
 
@@ -39,7 +40,8 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, print, and say it in the exit code."""
-    from sparseforge_ds.export.inspection import inspect
+    with large_imports():
+        from sparseforge_ds.export.inspection import inspect
 
     found = inspect(args.run_folder, args.quick, args.check)
     if args.json:

@@ -8,12 +8,14 @@ there at once.
 from __future__ import annotations
 
 import argparse
+import atexit
 import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from sparseforge_ds import __version__
 from sparseforge_ds.cli import (
@@ -86,10 +88,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def command(arguments: Sequence[str] | None = None) -> NoReturn:
+    """`main` as all that a process does. It ends when everything that asks for it at exit has been done: taking apart
+    what torch, transformers and DeepSpeed have made, object by object, would take a second or two."""
+    code: int | None = None
+
+    @atexit.register  # the first, and so the last that is called
+    def leave() -> None:
+        if code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    code = main(arguments)
+    sys.exit(code)
+
+
 def _fail(message: str) -> int:
     print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.cli.imports import large_imports
+
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.export.permuted_folder import DenseFolder
@@ -57,9 +59,10 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Permute, and say what was gained."""
-    from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
-    from sparseforge_ds.export.permuted_folder import DenseFolder
-    from sparseforge_ds.export.writer import unfinished_folder
+    with large_imports():
+        from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
+        from sparseforge_ds.export.permuted_folder import DenseFolder
+        from sparseforge_ds.export.writer import unfinished_folder
 
     if args.seq_length < 1:
         raise ValueError(f"--seq_length {args.seq_length}: use an integer >= 1")
@@ -84,10 +87,11 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return dense.find(config, device=device)
 
-    from sparseforge_ds.evaluate.perplexity import windows
-    from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
-    from sparseforge_ds.evaluate.text import read_documents
-    from sparseforge_ds.permutation.activations import find_by_activations
+    with large_imports():
+        from sparseforge_ds.evaluate.perplexity import windows
+        from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
+        from sparseforge_ds.evaluate.text import read_documents
+        from sparseforge_ds.permutation.activations import find_by_activations
 
     documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
     passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length)

@@ -9,6 +9,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.cli.imports import large_imports
+
 if TYPE_CHECKING:
     from sparseforge_ds.planning.plan import Plan
     from sparseforge_ds.train.spec import RunSpec
@@ -66,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     import tempfile
     import warnings
 
-    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says, while it is imported, that there is no GPU
+    # DeepSpeed says there, while it is imported, that there is no GPU.
+    with contextlib.redirect_stdout(sys.stderr), large_imports():
         import transformers
 
         from sparseforge_ds.config.arguments import RunArguments

@@ -6,6 +6,8 @@ import argparse
 import signal
 from typing import Any
 
+from sparseforge_ds.cli.imports import large_imports
+
 
 def register(commands: Any) -> None:
     parser = commands.add_parser(
@@ -20,7 +22,8 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code is the trainer's."""
-    from sparseforge_ds.config.command_line import argument_parser
+    with large_imports():
+        from sparseforge_ds.config.command_line import argument_parser
 
     if {"-h", "--help"} & set(args.flags):  # without waiting for DeepSpeed to be imported
         argument_parser().print_help()
@@ -28,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # while that is imported, both end us without a traceback
-    from sparseforge_ds.train.run import main
+    with large_imports():
+        from sparseforge_ds.train.run import main
 
     return main(args.flags)

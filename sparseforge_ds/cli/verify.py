@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.cli.imports import large_imports
+
 if TYPE_CHECKING:
     from sparseforge_ds.export.verify import FolderReport
 
@@ -42,8 +44,9 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, print the table, and say it in the exit code."""
-    from sparseforge_ds.export.verify import check_folder
-    from sparseforge_ds.mask.pattern import parse_pattern
+    with large_imports():
+        from sparseforge_ds.export.verify import check_folder
+        from sparseforge_ds.mask.pattern import parse_pattern
 
     pattern = None if args.pattern is None else parse_pattern(args.pattern)
     report = check_folder(args.model, pattern, args.workers)

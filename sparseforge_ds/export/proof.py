@@ -66,7 +66,8 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
         save_file({"ids": reference["ids"]}, Path(scratch, "tokens.safetensors"))
         own = source.model_config.get("model_type") in OWN_FAMILIES
         by_peft, plain = plain and bool(source.branches), plain and not own
-        first = "" if plain else "import sparseforge_ds\n"
+        first = "import gc\ngc.disable()\n"
+        first += "" if plain else "import sparseforge_ds\n"
         first += "sparseforge_ds.register_model_classes()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
         _run(text, folder, scratch, ours=not plain)

@@ -2,7 +2,7 @@
 
 import sys
 
-from sparseforge_ds.cli.main import main
+from sparseforge_ds.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    command(["train", *sys.argv[1:]])
