@@ -45,6 +45,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Extensions count what is not freed at the end, and complain of it."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test starts from the same random state, whatever ran before it."""

@@ -65,7 +65,6 @@ def _config(key: str, value: object) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a value": (_edit(lambda tensors: tensors[QUERY].mul_(1.01)), "its logits differ from the source's"),
     "one bit": (_edit(_one_bit), "its logits differ from the source's"),
     "a weight is missing": (_edit(lambda tensors: tensors.pop(QUERY)), f"reports missing_keys {QUERY}"),
     "a weight too many": (_edit(lambda tensors: tensors.update(odd=torch.ones(1))), "reports unexpected_keys odd"),

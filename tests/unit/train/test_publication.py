@@ -64,13 +64,9 @@ def nothing_before(folder: Path) -> None:
     pass
 
 
-def one_before(folder: Path) -> None:
-    write_checkpoint(folder, 200)
-
-
 def two_before(folder: Path) -> None:
     write_checkpoint(folder, 100)
-    one_before(folder)
+    write_checkpoint(folder, 200)
 
 
 def newest(folder: Path) -> int | None:
@@ -88,7 +84,7 @@ def newest(folder: Path) -> int | None:
     return found.step
 
 
-@pytest.mark.parametrize("before", [nothing_before, one_before, two_before])
+@pytest.mark.parametrize("before", [nothing_before, two_before])
 def test_dying_before_any_action_of_a_publication(tmp_path, before):
     start = tmp_path / "start"
     start.mkdir()
