@@ -45,6 +45,7 @@ CPU_Accelerator.is_fp16_supported = lambda _: True
 
 def quiet() -> None:
     """Warnings and errors only."""
+    torch.set_printoptions(threshold=1, edgeitems=1)  # DeepSpeed formats all its arguments, also where it prints none
     logger.setLevel(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     # DeepSpeed 0.19 calls collectives that torch 2.13 has renamed.

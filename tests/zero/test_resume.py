@@ -10,7 +10,7 @@ import torch
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
-from tests.zero.case import Case, build, build_engine, gathered, probe_of, published, train_step
+from tests.zero.case import Case, build, build_engine, probe_of, published, states, train_step
 
 SAVES = (1, 2, 5, 8)
 """Before any update, heating, inside hardening (3 to 7), frozen."""
@@ -58,7 +58,7 @@ def one_step(engine: Any, forge: Any, case: Case, step: int) -> tuple[float, dic
 
 def state_of(engine: Any, forge: Any) -> dict[str, Any]:
     keys = ["dense", "mask"] + (["curvature"] if forge._mean.measures else [])
-    state = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
+    state = {f"{key} {name}": value for key, of in states(forge, *keys).items() for name, value in of.items()}
     state |= {f"published {name}": value for name, value in published(engine).items()}
     for index, flat in enumerate(forge._layout.flats):
         for key, value in engine.basic_optimizer.state[flat].items():
