@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -55,6 +55,8 @@ SCHEDULE = {
     "mask_rate": 0.4,
 }
 """Of 10 steps: updates at 2, 4 and 6, hardening from 3, frozen from 7."""
+SHORT = {"update_every": 1, "blend": [0.0, 0.2], "mid_penalty_ramp": [0.0, 0.2], "hardening": [0.2, 0.4]}
+"""The same phases in 5 steps, over `SCHEDULE`: updates at 1, 2 and 3, hardening from 2, frozen from 4."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class Case:
             unscaled = {"loss_scale": 1} if (self.dtype, self.stage) == ("fp16", 0) else {}  # refused with a scale
             config[self.dtype] = {"enabled": True, **unscaled, **config.get(self.dtype, {})}
         return config
+
+
+def short(case: Case) -> Case:
+    """The whole life of a mask in 5 steps, for tests to which their number is nothing."""
+    return replace(case, steps=5, config={**case.config, "method": SHORT})
 
 
 def batch_at(number: int) -> dict[str, Tensor]:
