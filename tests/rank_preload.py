@@ -4,10 +4,12 @@ Importing touches no GPU and starts no thread but that of pyarrow's allocator, w
 engines exist in the forked ranks only.
 """
 
+import functools
 import gc
 import logging
 import warnings
 
+import cpuinfo
 import datasets  # noqa: F401
 import deepspeed
 import deepspeed.module_inject.auto_ep_layer  # which every engine imports
@@ -39,12 +41,15 @@ torch.set_num_threads(1)
 # On a CPU, DeepSpeed would compile and load its shared-memory op in every rank. Only inference_all_reduce uses it, and
 # training never calls that, so these tests do without (the commands that users run do load it: tests/end_to_end).
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed asks twice for each of its Adams what processor this is, and each time that is a process of a second.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 # DeepSpeed refuses fp16 on processors without its instructions. torch computes it there all the same, more slowly.
 CPU_Accelerator.is_fp16_supported = lambda _: True
 
 
 def quiet() -> None:
     """Warnings and errors only."""
+    torch.set_printoptions(threshold=1, edgeitems=1)  # DeepSpeed formats all its arguments, also where it prints none
     logger.setLevel(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     # DeepSpeed 0.19 calls collectives that torch 2.13 has renamed.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import sparseforge_ds as sf
 from sparseforge_ds.config.block import method_name
 from tests import tiny_models
 
+Key = TypeVar("Key")
 GLOBAL_BATCH = 12
 """Sequences of a micro-batch over all ranks: the same on 1, 2, 3 and 4 of them."""
 LENGTH = 6
@@ -53,6 +55,8 @@ SCHEDULE = {
     "mask_rate": 0.4,
 }
 """Of 10 steps: updates at 2, 4 and 6, hardening from 3, frozen from 7."""
+SHORT = {"update_every": 1, "blend": [0.0, 0.2], "mid_penalty_ramp": [0.0, 0.2], "hardening": [0.2, 0.4]}
+"""The same phases in 5 steps, over `SCHEDULE`: updates at 1, 2 and 3, hardening from 2, frozen from 4."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Case:
     weight_decay: float = 0.1
     steps: int = 8
 
-    @property
+    @cached_property
     def sparseforge(self) -> sf.SparseForgeConfig:
         """The `sparseforge` block, over short defaults."""
         block = {"max_steps": 10, "distillation": None, **self.config}
@@ -103,6 +107,11 @@ class Case:
             unscaled = {"loss_scale": 1} if (self.dtype, self.stage) == ("fp16", 0) else {}  # refused with a scale
             config[self.dtype] = {"enabled": True, **unscaled, **config.get(self.dtype, {})}
         return config
+
+
+def short(case: Case) -> Case:
+    """The whole life of a mask in 5 steps, for tests to which their number is nothing."""
+    return replace(case, steps=5, config={**case.config, "method": SHORT})
 
 
 def batch_at(number: int) -> dict[str, Tensor]:
@@ -177,32 +186,46 @@ class StepText:
 
 
 def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
-    """`dense` (what trains), `mask`, `curvature` or another state of every prunable weight, whole. Collective.
+    """One of `states`."""
+    return states(forge, key)[key]
+
+
+def states(forge: sf.SparseForge, *keys: str) -> dict[str, dict[str, Tensor]]:
+    """`dense` (what trains), `mask`, `curvature` or other states of every prunable weight, whole. Collective.
 
     Where row and column sums are kept, the curvature is the product that scores take.
     """
     curvatures: dict[str, Tensor] = {}
-    if key == "curvature":
+    if "curvature" in keys:
         for chunk, values in forge._mean.chunks():
             if values is None:
                 continue  # released
             numel = forge._weight[chunk.name].numel
             whole = curvatures.setdefault(chunk.name, torch.zeros(numel, device=values.device))
             whole[chunk.start : chunk.stop] = values
-    result = {}
-    for name, shard in forge._shards.items():
-        numel = forge._weight[name].numel
-        full = torch.zeros(numel, device=forge._layout.device)
+    read = {"dense": forge._state.dense, "mask": forge._state.mask}
+    parts = {}
+    for key, (name, shard) in itertools.product(keys, forge._shards.items()):
+        full = parts[key, name] = torch.zeros(forge._weight[name].numel, device=forge._layout.device)
         if key != "curvature":
-            read = {"dense": forge._state.dense, "mask": forge._state.mask}
             held = read[key](shard) if key in read else forge._state.of(shard, key)
             full[shard.start : shard.stop] = held.detach().float().to(full.device)
         elif name in curvatures:
             full += curvatures[name].to(full.device)
-        if not forge._layout.replicated:
-            dist.all_reduce(full)
-        result[name] = full.cpu()
-    return result
+    whole = added_up(parts, forge._layout.replicated)
+    return {key: {name: whole[key, name] for name in forge._shards} for key in keys}
+
+
+def added_up(parts: dict[Key, Tensor], replicated: bool) -> dict[Key, Tensor]:
+    """Tensors of which every rank holds its part among zeros, whole and on the CPU.
+
+    One collective sums all of them: a small one takes a millisecond of every rank, whatever its size.
+    """
+    whole = torch.cat([part.flatten() for part in parts.values()])
+    if not replicated:
+        dist.all_reduce(whole)
+    sizes = [part.numel() for part in parts.values()]
+    return {name: value.view_as(parts[name]) for name, value in zip(parts, whole.cpu().split(sizes), strict=True)}
 
 
 def published(engine: Any) -> dict[str, Tensor]:
@@ -216,18 +239,19 @@ def published(engine: Any) -> dict[str, Tensor]:
 def run(case: Case) -> dict[str, Any]:
     """Train `case.steps` steps; losses, masks and curvature after every update, and the final state. Collective."""
     engine, forge = build(case)
+    config = case.sparseforge
     forge.start(StepText(engine, case, 0))
     record: dict[str, Any] = {"losses": [], "updates": [], "metrics": []}
     for step in range(case.steps):
         record["losses"].append(train_step(engine, case, step))
         if forge.step(StepText(engine, case, step)):
-            update = {"step": step + 1, "mask": gathered(forge, "mask"), "dense": gathered(forge, "dense")}
-            if case.sparseforge.keeps_sums or (case.sparseforge.keeps_elements and not forge._state.released):
-                update["curvature"] = gathered(forge, "curvature")
-            record["updates"].append(update)
+            keys = ["mask", "dense"]
+            if config.keeps_sums or (config.keeps_elements and not forge._state.released):
+                keys.append("curvature")
+            record["updates"].append({"step": step + 1, **states(forge, *keys)})
             record["metrics"].append(dict(forge.metrics))
     record["cut"] = forge._edges.any_cut
-    record["mask"], record["dense"] = gathered(forge, "mask"), gathered(forge, "dense")
+    record |= states(forge, "mask", "dense")
     record["published"] = published(engine)
     return record
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparseforge_ds.zero.halo import chunks_of
 from sparseforge_ds.zero.shard import Shard
 from tests.distributed import run_distributed
-from tests.zero.case import Case, build, gathered, probe_of, published, train_step
+from tests.zero.case import Case, build, probe_of, published, short, states, train_step
 
 ODD = {"exclude": ["*.down_proj.weight"]}
 ELEMENTS = {"curvature": {"factored": False}}
@@ -37,6 +37,8 @@ CASES = {
 
 def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], int]:
     """Weights and states after a run, numbers of its last update, and chunks."""
+    if "method" not in case.config:
+        case = short(case)
     with ExitStack() as stack:
         if small:
             stack.enter_context(mock.patch("sparseforge_ds.zero.halo.CHUNK", 1))
@@ -48,10 +50,10 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
         for step in range(case.steps):
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))
-            if step == 4:
+            if step == case.steps // 2:
                 gaps.append(forge.soft_to_hard_gap(probe_of(engine, case, step)))
         keys = ("dense", "mask", *(("curvature",) if forge._mean.estimator is not None else ()))
-        tensors = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
+        tensors = {f"{key} {name}": value for key, of in states(forge, *keys).items() for name, value in of.items()}
         tensors |= {f"published {name}": value for name, value in published(engine).items()}
         numbers = {**forge.metrics, "gap": gaps[0], "histograms": forge.histograms(), **forge.state_dict()}
         return tensors, numbers, sum(map(len, forge._edges.chunks.values()))

@@ -29,7 +29,7 @@ from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.model.families import LOW_RANK
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed
-from tests.zero.case import Case, batch_at, build, gathered, probe_of, published, train_step
+from tests.zero.case import Case, batch_at, build, probe_of, published, short, states, train_step
 from tests.zero.test_families import Family
 
 CASES: dict[str, tuple[str, Case]] = {
@@ -76,6 +76,7 @@ MORE_FAMILIES = {
 WEIGHTS |= MORE_FAMILIES
 CASES |= {f"stage{2 + i % 2}-{name}": (name, Case(stage=2 + i % 2)) for i, name in enumerate(MORE_FAMILIES)}
 UNFINISHED = {name for name in CASES if "unfinished" in name} | {"stage3-one-step"}
+CASES |= {name: (family, short(case)) for name, (family, case) in CASES.items() if name not in UNFINISHED}
 MODELS = tiny_models.BUILDERS
 
 
@@ -112,11 +113,11 @@ def save_runs(folder: str) -> dict[str, Any]:
         engine.eval()
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits
-        mask, dense, hard = gathered(forge, "mask"), gathered(forge, "dense"), {}
+        held, hard = states(forge, "mask", "dense"), {}
         if name in UNFINISHED:
             forge._republish(hard=True)
             hard = published(engine)
-        results[name] = (logits, mask, dense, hard)
+        results[name] = (logits, held["mask"], held["dense"], hard)
     return results
 
 

@@ -24,7 +24,7 @@ from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.train.teacher import Teacher
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES
-from tests.zero.case import Case, build, gathered, published
+from tests.zero.case import Case, build, gathered, published, states
 
 ROWS, LENGTH, STEPS = 8, 12, 8
 """Sequences of a batch over all ranks, their tokens, and optimizer steps."""
@@ -106,20 +106,23 @@ class _Listed(nn.Module):
 def _record(model: nn.Module) -> list[list[int]]:
     """Fills up with the experts that are called, one entry per mixture and forward."""
     calls: list[list[int]] = []
-    for module in model.modules():
-        if type(module).__name__.lower().endswith("topkrouter") or type(module).__name__ == "DeepseekRouter":
-            module.register_forward_hook(lambda _module, _args, output: calls.append(output[2].unique().tolist()))
+    for module in _routers(model):
+        module.register_forward_hook(lambda _module, _args, output: calls.append(output[2].unique().tolist()))
     return calls
 
 
+def _routers(model: nn.Module) -> list[nn.Module]:
+    kinds = {module: type(module).__name__ for module in model.modules()}
+    return [module for module, kind in kinds.items() if kind.lower().endswith("topkrouter") or kind == "DeepseekRouter"]
+
+
 def _apart(model: PreTrainedModel) -> tuple[int, int]:
-    calls = _record(model)
-    of_token = {}
-    for token in range(3, 63):
-        calls.clear()
-        with torch.no_grad():
-            model(input_ids=torch.full((1, LENGTH), token))
-        of_token[token] = [set(experts) for experts in calls]
+    chosen: list[Tensor] = []
+    for module in _routers(model):
+        module.register_forward_hook(lambda _module, _args, output: chosen.append(output[2].view(60, -1)))
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 63)[:, None].expand(-1, LENGTH))
+    of_token = {token: [set(layer[token - 3].tolist()) for layer in chosen] for token in range(3, 63)}
     return next(
         (a, b)
         for a, x in of_token.items()
@@ -170,12 +173,11 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         "updates": updates,
         "weights": forge.weights,
         "left_dense": [*forge.coverage.dense],
-        "mask": gathered(forge, "mask"),
+        **states(forge, "mask", "dense"),
         "curvature": first_curvature,
         "experts": forge.state_dict().get("experts"),
         "unseen": forge.unseen_experts,
         "metrics": forge.metrics,
-        "dense": gathered(forge, "dense"),
         "published": published(engine),
         "calls": calls,
     }

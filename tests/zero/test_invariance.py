@@ -26,7 +26,7 @@ IMPORTANCES: dict[str, dict[str, Any]] = {
 
 def cases(stage: int) -> list[Case]:
     return [
-        Case(stage=stage, config={"importance": i.split()[0], **EXCLUDE, **more}, steps=7)
+        Case(stage=stage, config={"importance": i.split()[0], **EXCLUDE, **more}, steps=6)
         for i, more in IMPORTANCES.items()
     ]
 
@@ -58,7 +58,7 @@ def test_masks_do_not_depend_on_ranks_or_stage(alone: list[dict[str, Any]], worl
 
 def test_another_run_has_other_masks() -> None:
     """Guards the test above."""
-    one, other = run_distributed(run_all, 1, [cases(0)[0], Case(steps=7, config=EXCLUDE, lr=1e-1)])[0]
+    one, other = run_distributed(run_all, 1, [cases(0)[0], Case(steps=6, config=EXCLUDE, lr=1e-1)])[0]
     masks, others = one["updates"][-1]["mask"], other["updates"][-1]["mask"]
     apart = [(mask - others[name]).abs().max() for name, mask in masks.items()]
     assert torch.stack(apart).min() > 0.1

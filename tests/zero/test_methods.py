@@ -22,7 +22,7 @@ from tests.reference_methods import (
     ReferenceSparseGPT,
     ReferenceSrSte,
 )
-from tests.zero.case import MODELS, Case, batch_at, build, gathered, probe_of, published, train_step
+from tests.zero.case import MODELS, Case, batch_at, build, probe_of, published, states, train_step
 
 STEPS = 6
 ODD = {"exclude": ["*.down_proj.weight", "*.up_proj.weight", "*.k_proj.weight"], "max_steps": STEPS}
@@ -98,13 +98,11 @@ def run_method(case: Case) -> dict[str, Any]:
     """Masks, latent and published weights after every step, and the metrics of the last report. Collective."""
     engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
-    steps = [{"mask": gathered(forge, "mask"), "dense": gathered(forge, "dense"), "published": published(engine)}]
+    steps = [{**states(forge, "mask", "dense"), "published": published(engine)}]
     for step in range(STEPS):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
-        steps.append(
-            {"mask": gathered(forge, "mask"), "dense": gathered(forge, "dense"), "published": published(engine)}
-        )
+        steps.append({**states(forge, "mask", "dense"), "published": published(engine)})
     forge.finish()
     return {"steps": steps, "metrics": forge.metrics, "cut": forge._edges.any_cut}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
-from tests.zero.case import Case, build, gathered, probe_of, published, train_step
+from tests.zero.case import Case, build, probe_of, published, states, train_step
 
 STEPS, SAVE = 6, 3
 ODD = {"exclude": ["*.down_proj.weight", "*.up_proj.weight", "*.k_proj.weight"], "max_steps": STEPS}
@@ -31,8 +31,9 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     """All states of prunable weights, whole, and what the network sees."""
     held = forge._state.partition(forge._state.flats[0])
     keys = {"dense", "mask"} | {key for key, value in held.items() if torch.is_tensor(value) and value.dim()}
-    states = {f"{key} {name}": value for key in keys for name, value in gathered(forge, key).items()}
-    return states | {f"published {name}": value for name, value in published(engine).items()}
+    found = states(forge, *sorted(keys))
+    whole = {f"{key} {name}": value for key, of in found.items() for name, value in of.items()}
+    return whole | {f"published {name}": value for name, value in published(engine).items()}
 
 
 def go_on(engine: Any, forge: Any, case: Case, start: int, stop: int) -> list[float]:

@@ -174,7 +174,7 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
     if checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine = build_engine(case, built.train())
-    for step in range(3):
+    for step in range(2):
         train_step(engine, case, step)
     name = "_PartitionedParameterCoordinator__all_gather_params_"
     real = getattr(PartitionedParameterCoordinator, name)
@@ -187,7 +187,7 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
 
     setattr(PartitionedParameterCoordinator, name, watched)
     try:
-        train_step(engine, case, 3)
+        train_step(engine, case, 2)
     finally:
         setattr(PartitionedParameterCoordinator, name, real)
     model, laid_out = planned(case, checkpointing, layers=4)

@@ -20,7 +20,7 @@ from sparseforge_ds.zero.probe import Probe, batches_of
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.reference import ReferenceForge
-from tests.zero.case import MODELS, Case, batch_at, build, my_part, probe_of, published, run, train_step
+from tests.zero.case import MODELS, Case, added_up, batch_at, build, my_part, probe_of, published, run, train_step
 
 KINDS = ("hutchinson", "weights", "fisher", "gauss_newton", "wanda")
 NOTHING_HAPPENS = {"max_steps": 1000, "method": {"update_every": 50, "hardening": [0.1, 0.3]}}
@@ -85,14 +85,10 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
     def sample_elements(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
         sample = shards.zeros()
         assert estimator.refresh(batches_of(probe), step, probes, sample, forge._method.write_masters)
-        result = {}
+        parts = {name: torch.zeros(forge._weight[name].numel) for name in shards.shards}
         for name, shard in shards.shards.items():
-            full = torch.zeros(forge._weight[name].numel)
-            full[shard.start : shard.stop] = sample[name]
-            if not forge._layout.replicated:
-                dist.all_reduce(full)
-            result[name] = full
-        return result
+            parts[name][shard.start : shard.stop] = sample[name]
+        return added_up(parts, forge._layout.replicated)
 
     return sample_elements
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
-from tests.zero.case import MODELS, Case, build, gathered, probe_of, train_step
+from tests.zero.case import MODELS, Case, added_up, build, probe_of, states, train_step
 
 # What other sums of gradients make of up to 9 steps. In fp32, 6e-8 was seen in masks and in weights: no target moved.
 FP32_MASK, FP32_DENSE = 1e-6, 1e-6
@@ -115,6 +114,7 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
 
     layout = forge._layout
     found: dict[str, Tensor] = {"buffer counted": engine.module.counted.clone()}
+    pieces: dict[str, Tensor] = {}
     for name, shard in layout.shards.items():
         flat = layout.flats[shard.flat]
         parts = {"master": flat.detach()}
@@ -126,9 +126,8 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
         for key, value in parts.items():
             full = torch.zeros(torch.Size(shard.shape).numel(), device=layout.device)
             full[shard.start : shard.stop] = shard.of(value)
-            if not layout.replicated:
-                dist.all_reduce(full)
-            found[f"{key} {name}"] = full.cpu()
+            pieces[f"{key} {name}"] = full
+    found |= added_up(pieces, layout.replicated)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         found |= {f"weight {name}": value.detach().clone() for name, value in engine.module.named_parameters()}
     return found
@@ -147,7 +146,7 @@ def go_on(engine: Any, forge: Any, case: Case, first: int, last: int) -> dict[in
     for step in range(first, last):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
-        seen[step + 1] = {"mask": gathered(forge, "mask"), "dense": gathered(forge, "dense")}
+        seen[step + 1] = states(forge, "mask", "dense")
     return seen
 
 

@@ -18,7 +18,7 @@ from sparseforge_ds.train.sequence_parallel import SequenceParallel
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, tiny_llama, token_batch
 from tests.unit.planning.test_sequence_parallel import DIVIDED
-from tests.zero.case import Case, gathered
+from tests.zero.case import Case, states
 
 
 def counts_tokens(_module: Any, _given: Any, output: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def own_loop(importance: str) -> dict[str, dict[str, Tensor]]:
         engine.backward(loss())
         engine.step()
         forge.step(whole_logits)
-    return {key: gathered(forge, key) for key in ("mask", "dense")}
+    return states(forge, "mask", "dense")
 
 
 @pytest.mark.parametrize("importance", ["fisher", "gauss_newton"])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
 from tests.distributed import run_distributed
-from tests.zero.case import Case, batch_at, build, gathered, probe_of, train_step
+from tests.zero.case import Case, batch_at, build, probe_of, states, train_step
 
 pytestmark = pytest.mark.fast
 
@@ -47,7 +47,7 @@ def walk(folder: Path) -> list[dict[str, Any]]:
         train(engine, forge, case, 0, SAVE)
         save(engine, forge, folder / f"{case.stage}-half")
         train(engine, forge, case, SAVE, STEPS)
-        straight = {key: gathered(forge, key) for key in ("mask", "dense")}
+        straight = states(forge, "mask", "dense")
 
         there = replace(case, stage=(case.stage + 1) % 4)
         engine, forge = build(there)
@@ -62,7 +62,7 @@ def walk(folder: Path) -> list[dict[str, Any]]:
         engine.eval()
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits
-        moved = {key: gathered(forge, key) for key in ("mask", "dense")}
+        moved = states(forge, "mask", "dense")
         found.append({"straight": straight, "moved": moved, "logits": logits})
     return found
 
