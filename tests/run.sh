@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, then runs ruff, mypy and the tests, in three processes: two cores are busy while one waits.
+# Installs what is missing, then runs ruff, mypy and the tests, in two processes.
 #   bash tests/run.sh                        everything
 #   bash tests/run.sh --fast                 the tier that answers in minutes: the marker `fast`
 #   bash tests/run.sh tests/unit -k mask     other arguments go to pytest; -n 0 is one process
@@ -19,5 +19,5 @@ mypy || lint=1
 echo "== pytest"
 python -m compileall -q sparseforge_ds tests  # else each of hundreds of processes does it, where bytecode is not kept
 # A file's tests stay in one process, which makes what they share once; files start in the order of `testpaths`.
-python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=40 "$@" || exit $?
+python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 "$@" || exit $?
 exit "$lint"

@@ -25,14 +25,21 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+AGAIN = """
+import importlib
+import sparseforge_ds.model.packed24
+import sparseforge_ds.model.registration
+sparseforge_ds.model.registration.register_with_transformers()
+importlib.reload(sparseforge_ds.model.packed24)
+"""
+
+
 @pytest.mark.parametrize(
     "imports",
     [
-        "import transformers.quantizers\nimport sparseforge_ds",
-        "import sparseforge_ds\nfrom transformers import AutoModelForCausalLM",
+        "import sparseforge_ds\nfrom transformers import AutoModelForCausalLM" + AGAIN,
         "from transformers import AutoModelForCausalLM\nimport sparseforge_ds",
-        "import sparseforge_ds\nimport sparseforge_ds.model.registration as r\nr.register_with_transformers()",
-        "import sparseforge_ds.model.packed24 as p\nimport importlib\nimportlib.reload(p)",
+        "import transformers.quantizers\nimport sparseforge_ds" + AGAIN,
     ],
 )
 def test_both_orders(imports: str) -> None:
