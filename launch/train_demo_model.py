@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
-"""Train the demo's language model and its tokenizer from scratch on the documentation of the standard library.
+r"""Train the demo's language model and its tokenizer from scratch on the documentation of the standard library.
 
     python launch/train_demo_model.py --output_dir sparseforge_ds/assets/stdlib_llama
+    python launch/train_demo_model.py --continue_from sparseforge_ds/assets/stdlib_llama --experts 4 \
+        --steps 1200 --output_dir runs/mixture
+
+The second line makes a mixture of experts of it, for `launch/compare_mixture.json`: small, but trained.
 
 Plain PyTorch in one process; the README of the shipped model names the two commands that made it. The model is small
 and trained for long, because an undertrained model is pruned for free and would show nothing. At the end it prints the
@@ -21,13 +25,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import sentencepiece
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
@@ -37,6 +42,7 @@ from sparseforge_ds.data.stdlib_text import stdlib_documents
 # M neighbours.
 
 UNK, BOS, EOS = 0, 1, 2
+Model: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         copy_tokenizer(args.continue_from, args.output_dir)
         model = LlamaForCausalLM.from_pretrained(args.continue_from, dtype=torch.float32, trust_remote_code=False)
+        model = model if args.experts is None else mixture_of(model, args.experts)
     train_N, heldout_N = encode(train, args.output_dir), encode(heldout, args.output_dir)
     prunable = sum(weight.numel() for weight in prunable_weights(model))
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -76,10 +83,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the finished model and tokenizer")
     parser.add_argument("--continue_from", type=Path, help="folder of an earlier result, for one more cosine cycle")
+    parser.add_argument("--experts", type=positive, help="of every MLP of --continue_from, two of which a token takes")
     parser.add_argument("--steps", type=positive, default=7000, help="optimizer steps")
     parser.add_argument("--batch_size", type=positive, default=4, help="sequences per step")
     parser.add_argument("--sequence_length", type=positive, default=512, help="tokens per sequence")
     parser.add_argument("--muon_learning_rate", type=float, default=0.02, help="peak, of the prunable matrices")
+    parser.add_argument("--expert_learning_rate", type=float, default=2e-3, help="peak, of experts, by AdamW")
     parser.add_argument("--adam_learning_rate", type=float, default=6e-3, help="peak, of the embedding and the norms")
     parser.add_argument("--warmup_steps", type=int, default=200, help="linear warm-up; then cosine to zero")
     parser.add_argument("--weight_decay", type=float, default=0.02, help="of the prunable matrices only")
@@ -95,6 +104,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not hasattr(torch.optim, "Muon"):
         parser.error(f"this script needs torch 2.9 or newer for torch.optim.Muon; found {torch.__version__}")
+    if args.experts is not None and (args.continue_from is None or args.experts < 2):
+        parser.error(f"--experts {args.experts} needs --continue_from, and 2 or more")
     for name in ("hidden_size", "intermediate_size"):
         if getattr(args, name) % 16:
             parser.error(f"--{name} {getattr(args, name)} must be a multiple of 16, so that every pattern divides it")
@@ -194,13 +205,30 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def prunable_weights(model: LlamaForCausalLM) -> list[Tensor]:
-    """The (O, I) matrices inside the decoder layers; embedding, head and norms stay dense."""
-    return [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+def mixture_of(dense: LlamaForCausalLM, experts: int) -> MixtralForCausalLM:
+    """The same function as a mixture, each expert a copy of the MLP: sparse upcycling (arXiv 2212.05055)."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    more = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
+    shared = {name: getattr(dense.config, name) for name in (*sizes, *more, "bos_token_id", "eos_token_id")}
+    model = MixtralForCausalLM(MixtralConfig(**shared, num_local_experts=experts, num_experts_per_tok=2))
+    model.load_state_dict(dense.state_dict(), strict=False)  # all but the MLPs
+    with torch.no_grad():
+        for layer, source in zip(model.model.layers, dense.model.layers, strict=True):
+            layer.mlp.experts.gate_up_proj[:] = torch.cat([source.mlp.gate_proj.weight, source.mlp.up_proj.weight])
+            layer.mlp.experts.down_proj[:] = source.mlp.down_proj.weight
+    return model
+
+
+def prunable_weights(model: Model) -> list[Tensor]:
+    """The (O, I) matrices inside the decoder layers, those of a layer's experts as one (E, O, I); embedding, head,
+    routers and norms stay dense."""
+    layers = model.model.layers
+    fused = [weight for weight in layers.parameters() if weight.dim() == 3]
+    return [module.weight for module in layers.modules() if isinstance(module, nn.Linear)] + fused
 
 
 @torch.no_grad()
-def magnitude_2_4(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def magnitude_2_4(model: Model) -> Model:
     """A copy that keeps the two largest magnitudes of every four neighbours along the input axis."""
     pruned = copy.deepcopy(model)
     for weight in prunable_weights(pruned):
@@ -210,14 +238,14 @@ def magnitude_2_4(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return pruned
 
 
-def save_model(model: LlamaForCausalLM, folder: Path) -> None:
+def save_model(model: Model, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
 # Training and evaluation
 
 
-def fit(model: LlamaForCausalLM, train_N: Tensor, heldout_N: Tensor, args: argparse.Namespace) -> float:
+def fit(model: Model, train_N: Tensor, heldout_N: Tensor, args: argparse.Namespace) -> float:
     """Train in place; the seconds that it took."""
     optimizers = build_optimizers(model, args)
     source = batches(train_N, args.batch_size, args.sequence_length, args.seed)
@@ -252,16 +280,19 @@ def fit(model: LlamaForCausalLM, train_N: Tensor, heldout_N: Tensor, args: argpa
     return time.perf_counter() - start
 
 
-def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the prunable matrices, AdamW for the embedding and the norms.
+def build_optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Muon for the prunable matrices, AdamW for the embedding, the routers and the norms.
 
     Muon's orthogonal updates use every direction of a small matrix: per step it learns more than AdamW, and it leaves
     less to prune for free.
     """
-    matrices = prunable_weights(model)
-    others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
+    prunable = prunable_weights(model)
+    others = [parameter for parameter in model.parameters() if all(parameter is not weight for weight in prunable)]
+    matrices = [weight for weight in prunable if weight.dim() == 2]
+    experts = [weight for weight in prunable if weight.dim() == 3]  # which torch's Muon does not take
     return [
         torch.optim.Muon(matrices, lr=args.muon_learning_rate, weight_decay=args.weight_decay),
+        *([torch.optim.AdamW(experts, lr=args.expert_learning_rate, betas=(0.9, 0.95), fused=True)] if experts else []),
         torch.optim.AdamW(others, lr=args.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
@@ -273,14 +304,14 @@ def rate_factor(step: int, steps: int, warmup_steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
 
 
-def token_losses(model: LlamaForCausalLM, batch_BT: Tensor) -> Tensor:
+def token_losses(model: Model, batch_BT: Tensor) -> Tensor:
     """The cross-entropy of every token but each sequence's first, as one flat tensor."""
     logits_BTV = model(input_ids=batch_BT, use_cache=False).logits
     return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), batch_BT[:, 1:].flatten(), reduction="none")
 
 
 @torch.no_grad()
-def perplexity(model: LlamaForCausalLM, tokens_N: Tensor, sequence_length: int) -> float:
+def perplexity(model: Model, tokens_N: Tensor, sequence_length: int) -> float:
     """exp of the mean loss over windows that do not overlap; a window's first token is context only."""
     model.eval()
     usable = tokens_N.numel() // sequence_length * sequence_length
