@@ -146,7 +146,6 @@ def _rank_main(
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-    _share_a_core()
     if device == "cuda":
         os.environ.pop("DS_ACCELERATOR", None)
     if sys.platform == "linux":
@@ -170,18 +169,6 @@ def _rank_main(
         _report(error, rank, folder)
         sys.stdout.flush()
         os._exit(_EXIT_FAILED)
-
-
-def _share_a_core() -> None:
-    """Keep to one core where every core has a process of pytest-xdist that starts ranks of its own.
-
-    Ranks wait for each other at every collective, and waking one on its own core is a tenth cheaper than on another.
-    """
-    worker, workers = os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
-    if hasattr(os, "sched_setaffinity") and worker.startswith("gw"):
-        cores = sorted(os.sched_getaffinity(0))
-        if int(workers) >= len(cores):
-            os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
 
 
 def _join(device: str, world_size: int, timeout: float) -> None:

@@ -68,8 +68,6 @@ CASES: dict[str, Case] = {
     "ours, fp16": _ours(weights="float16", loss_scale=1024.0),
     "ours, fp16, probe": _ours({"curvature": _PROBE}, weights="float16", loss_scale=1024.0),
     "ours, offload": _ours(offload=True, steps=7),
-    "ours, offload, probe": _ours({"curvature": _PROBE}, offload=True, steps=7),
-    "ours, bf16, offload": _ours(weights="bfloat16", offload=True),
     "ours, stage 0": _ours(stage=0),
     "ours, stage 2": _ours(stage=2),
     "ours, tiles": _ours({"pattern": "block4"}),
@@ -78,7 +76,6 @@ CASES: dict[str, Case] = {
     "ours, elements": _ours({"curvature": _ELEMENTS}),
     "ours, elements, offload": _ours({"curvature": _ELEMENTS}, offload=True),
     "ours, gauss_newton": _ours({"importance": "gauss_newton"}),
-    "ours, gauss_newton, elements": _ours({"importance": "gauss_newton", "curvature": _ELEMENTS}),
     "ours, hutchinson": _ours({"importance": "hutchinson"}),
     "ours, hutchinson, weights": _ours({"importance": "hutchinson", "curvature": {"per_token": False, **_ELEMENTS}}),
     "ours, hutchinson, weights, offload": _ours(
@@ -96,7 +93,6 @@ CASES: dict[str, Case] = {
     ),
     "ours, Conv1D": _ours({"include": []}, model="gpt2"),
     "oneshot": _other("oneshot", steps=0),
-    "oneshot, wanda": _other("oneshot", "wanda", steps=0),
     "oneshot, sparsegpt": _other("oneshot", "sparsegpt", steps=0),
     "oneshot, fisher": _other("oneshot", "fisher", steps=0),
     "oneshot, offload": _other("oneshot", "fisher", steps=0, offload=True),
@@ -110,13 +106,11 @@ CASES: dict[str, Case] = {
     "sr_ste, bf16 masters": _other("sr_ste", own=_EVERY, weights="bfloat16", master="bfloat16"),
     "sr_ste, offload": _other("sr_ste", own=_EVERY, offload=True),
     "ast": _other("ast", own=_EVERY),
-    "ast, wanda": _other("ast", "wanda", own=_EVERY),
     "ast, offload": _other("ast", own=_EVERY, offload=True),
     "cast": _other("cast", own=_EVERY),
     "cast, scaling": _other("cast", own={**_EVERY, "scaling": True}),
     "cast, offload": _other("cast", own=_EVERY, offload=True),
     "maskllm": _other("maskllm", own={"frozen": 0.25}),
-    "maskllm, wanda": _other("maskllm", "wanda", own={"frozen": 0.25}),
     "maskllm, offload": _other("maskllm", own={"frozen": 0.25}, offload=True),
 }
 """By name; weights of two layers are under the mask unless `include` says otherwise."""
