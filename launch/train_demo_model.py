@@ -17,31 +17,27 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-import sentencepiece
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, logging
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from launch.demo_tokenizer import BOS, EOS, copy_tokenizer, encode, train_tokenizer
 from sparseforge_ds.data.stdlib_text import stdlib_documents
 
 # Shapes: N tokens of a split, B sequences of a batch, T tokens of a sequence, V vocabulary, O x I a weight, G groups of
 # M neighbours.
 
-UNK, BOS, EOS = 0, 1, 2
 Model: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
 
 
@@ -119,59 +115,7 @@ def positive(text: str) -> int:
     return value
 
 
-# Text and tokenizer
-
-
-def train_tokenizer(documents: list[str], vocab_size: int, folder: Path) -> None:
-    """Train a sentencepiece BPE tokenizer with byte fallback and write it for ``AutoTokenizer``."""
-    with tempfile.TemporaryDirectory() as scratch:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([line for text in documents for line in text.splitlines() if line.strip()]),
-            model_prefix=f"{scratch}/tokenizer",
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9999,
-            max_sentence_length=1 << 20,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,  # indentation is part of this text
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            unk_id=UNK,
-            bos_id=BOS,
-            eos_id=EOS,
-            pad_id=-1,
-            num_threads=1,
-            minloglevel=2,
-        )
-        shutil.copyfile(f"{scratch}/tokenizer.model", folder / "tokenizer.model")
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "legacy": False,
-    }
-    (folder / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    with tempfile.TemporaryDirectory() as scratch:
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(scratch)
-        shutil.copyfile(f"{scratch}/tokenizer.json", folder / "tokenizer.json")
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
-        if source.resolve() != folder.resolve():
-            shutil.copyfile(source / name, folder / name)
-
-
-def encode(documents: list[str], folder: Path) -> Tensor:
-    """All documents as one stream of token ids, each between ``<s>`` and ``</s>``."""
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return torch.tensor([token for ids in processor.encode(documents) for token in (BOS, *ids, EOS)])
+# Text
 
 
 def batches(train_N: Tensor, batch_size: int, sequence_length: int, seed: int) -> Iterator[Tensor]:
