@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:
-    """`main` as all that a process does. It ends when everything that asks for it at exit has been done: taking apart
-    what torch, transformers and DeepSpeed have made, object by object, would take a second or two."""
+    """`main` as all that a process does. At its end it calls the exit handlers that were registered meanwhile, and is
+    gone: to take apart what torch, transformers and DeepSpeed have made, object by object, takes a second or two."""
     code: int | None = None
 
     @atexit.register  # the first, and so the last that is called

@@ -1,11 +1,9 @@
 """The logits of an exported folder, as whoever gets it computes them: from_pretrained and nothing else.
 
 Not imported: `proof` hands this text to a fresh interpreter, so that nothing of ours is there, unless it puts an import
-of ours before the first line. What is imported until then is not looked at as garbage (see cli/imports.py). Tokens are
-those of tokens.safetensors in the working folder.
+of ours before the first line. Tokens are those of tokens.safetensors in the working folder.
 """
 
-import gc
 import json
 import os
 import sys
@@ -13,9 +11,6 @@ import sys
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.modeling_utils import PreTrainedModel  # noqa: F401 (what the line before puts off)
-
-gc.enable()
 
 model, report = AutoModelForCausalLM.from_pretrained(
     sys.argv[1], output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False

@@ -33,6 +33,9 @@ TOKENS = 16
 TOLERANCE = 1e-5
 """Of the largest logit, in fp32: how far peft's way of adding the branch may be from ours."""
 
+_IMPORTS = "import gc\ngc.disable()\nimport transformers.modeling_utils\ngc.enable()\n"
+"""What `from_pretrained` needs, without collections of garbage meanwhile (as `cli/imports.py` does it)."""
+
 _LIBRARIES = 600 * 10**6
 """Bytes of a process with torch and transformers and no model."""
 
@@ -66,8 +69,7 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
         save_file({"ids": reference["ids"]}, Path(scratch, "tokens.safetensors"))
         own = source.model_config.get("model_type") in OWN_FAMILIES
         by_peft, plain = plain and bool(source.branches), plain and not own
-        first = "import gc\ngc.disable()\n"
-        first += "" if plain else "import sparseforge_ds\n"
+        first = _IMPORTS if plain else _IMPORTS + "import sparseforge_ds\n"
         first += "sparseforge_ds.register_model_classes()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
         _run(text, folder, scratch, ours=not plain)

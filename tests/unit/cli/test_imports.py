@@ -22,7 +22,7 @@ def test_nothing_new_leaves_garbage_what_it_is() -> None:
     """A process that runs many commands would otherwise keep the garbage of each."""
     frozen = gc.get_freeze_count()
     with large_imports():
-        import sparseforge_ds.cli.main  # noqa: F401
+        importlib.import_module("sparseforge_ds.cli.main")
     assert gc.isenabled() and gc.get_freeze_count() <= frozen
 
 
