@@ -1,4 +1,4 @@
-"""Run by an interpreter that has vLLM: greedy tokens of a model folder, as JSON in the last line.
+"""Run by an interpreter that has vLLM: greedy tokens of a model folder, and what its layers hold, as a line of JSON.
 
 python tests/vllm_tokens.py MODEL '{"enforce_eager": true}' [[1, 2, 3]]
 """
@@ -14,17 +14,19 @@ NEW_TOKENS = 24
 
 
 def main(model: str, options: str, prompts: str) -> None:
-    """Load MODEL with options of vllm.LLM, and print what it generates and which linear methods its layers have."""
+    """Load MODEL with options of vllm.LLM, and print what it generates, and of each rank which methods its layers have
+    and how many bytes its experts take."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(model, seed=0, max_model_len=64, gpu_memory_utilization=0.1, **json.loads(options))
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in json.loads(prompts)], sampling, use_tqdm=False)
-    from tests.vllm_tokens import methods  # by its name, which vLLM's other processes can import
+    from tests.vllm_tokens import bytes_of_experts, methods  # by names that vLLM's other processes can import
 
     answer = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "methods": engine.apply_model(methods),
+        "bytes of experts": engine.apply_model(bytes_of_experts),
     }
     print(json.dumps(answer))
 
@@ -33,6 +35,11 @@ def methods(model: Any) -> dict[str, int]:
     """How many layers have which method."""
     found = Counter(type(module.quant_method).__name__ for module in model.modules() if hasattr(module, "quant_method"))
     return dict(found)
+
+
+def bytes_of_experts(model: Any) -> int:
+    """Of all parameters of all experts."""
+    return sum(tensor.nbytes for name, tensor in model.named_parameters() if ".experts." in name)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Ranking:
         self.on = mean.on
         self.mean = mean
         self._metrics: dict[str, float] = {}
-        """Of the sums that the newest scores are made of."""
+        """Of the sums that the newest scores are made of, until they are reported."""
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
         """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first. Raises
@@ -127,8 +127,10 @@ class Ranking:
         return self._require_curvature(of_parts[0], of_parts[1], sums)
 
     def report(self) -> dict[str, float]:
-        """Metrics of the masks accounted for since the last report, and of the curvature. Collective."""
+        """Metrics of the masks accounted for since the last report, and of the curvature where scores were made of it
+        since then. Collective."""
         metrics = self.on.health.report(self.mean.estimator is not None) | self._metrics
+        self._metrics = {}  # a resumed run has none before its next scores
         if self.on.load.names:
             metrics["experts/unseen"] = float(len(self.on.load.unseen))
         if self.mean.lost_refreshes:

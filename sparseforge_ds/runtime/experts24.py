@@ -1,14 +1,14 @@
 """`sparseforge::experts24`, the products of a mixture's experts with their own rows, as an operator of torch.
 
-The weights of all experts of a layer are one packed tensor. `linear24` multiplies those of experts that have rows, one
-after the other; the rest is not read. The operator is opaque to torch.compile, as only run time knows who has rows. On
-a GPU the host waits for that, so that it cannot be part of a captured graph; a few rows are one launch of the Triton
-kernel, without a wait.
+The weights of all experts of a layer are one packed tensor, of which those that have no rows are not read. On a CPU
+`linear24` multiplies the others, one after the other; on a GPU all are one launch of the Triton kernel, for which the
+host waits for nothing. The operator is opaque to torch.compile, as only run time knows who has rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from sparseforge_ds.mask.packing import unpack24
 from sparseforge_ds.runtime.linear24 import TRITON_DTYPES, check_inputs, linear24, triton_kernels
 
 _ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
+"""Of an operator whose host waits for what the GPU knows, so that no graph can capture it."""
 
 
-@torch.library.custom_op("sparseforge::experts24", mutates_args=(), tags=_ON_THE_HOST)
+@torch.library.custom_op("sparseforge::experts24", mutates_args=(), tags=() if find_spec("triton") else _ON_THE_HOST)
 def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     """`linear24` of each run of rows with the weight of its expert.
 
@@ -45,9 +46,7 @@ def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Ten
 def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     _check(x, values, positions, ends)
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
-    if kernels is None or len(x) > kernels.FEW_ROWS_OF_EXPERTS:
-        return _one_by_one(x, values, positions, ends)
-    result: Tensor = kernels.triton_experts24(x, values, positions, ends)
+    result: Tensor = (_one_by_one if kernels is None else kernels.triton_experts24)(x, values, positions, ends)
     return result
 
 
@@ -79,7 +78,7 @@ def _check(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> None:
 @experts24.register_fake
 def _(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     _check(x, values, positions, ends)
-    return x.new_empty(len(x), values.shape[1])
+    return x.new_empty(x.shape[0], values.shape[1])  # `len` would bind a graph to this number of rows
 
 
 @torch.library.custom_op("sparseforge::experts24_input_gradient", mutates_args=(), tags=_ON_THE_HOST)
@@ -93,7 +92,7 @@ def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor, ends: T
 
 @_input_gradient.register_fake
 def _(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    return gradient.new_empty(len(gradient), 2 * values.shape[2])
+    return gradient.new_empty(gradient.shape[0], 2 * values.shape[2])
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -111,3 +110,29 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 experts24.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of x that experts get, one for each choice of a token.
+
+    Args:
+        chosen: (tokens, k), integers: the experts of each token. Numbers outside of 0 to `experts` - 1 are nobody's,
+            and their rows come last.
+        experts: how many there are.
+
+    Returns:
+        The expert of each row, (tokens * k,), in order; of each row the choice that it is of, `token * k + number`; and
+        the ends that `experts24` wants, (experts,).
+    """
+    everyone = chosen.reshape(-1)
+    everyone = everyone.masked_fill((everyone < 0) | (everyone >= experts), experts)
+    of_rows, order = torch.sort(everyone)
+    numbers = torch.arange(experts, device=of_rows.device, dtype=of_rows.dtype)
+    return of_rows, order, torch.searchsorted(of_rows, numbers, right=True)
+
+
+def add_choices(y: Tensor, order: Tensor, shares: Tensor) -> Tensor:
+    """What a token's experts say, each with its share: (tokens * k, out) as `sort_by_expert` ordered it and shares of
+    (tokens, k) -> (tokens, out)."""
+    weighted = (y * shares.reshape(-1)[order, None])[torch.argsort(order)]
+    return weighted.view(*shares.shape, -1).sum(1)

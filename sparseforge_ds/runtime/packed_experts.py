@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.mask.packing import POSITIONS, packed24_shapes, unpack24
-from sparseforge_ds.runtime.experts24 import experts24
+from sparseforge_ds.runtime.experts24 import add_choices, experts24, sort_by_expert
 
 
 class Packed24Experts(nn.Module):
@@ -26,17 +26,14 @@ class Packed24Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(tokens, hidden), the experts of each token (tokens, k) and their shares (tokens, k) -> (tokens, hidden)."""
         it: Any = self
-        tokens, k = top_k_index.shape
-        experts, order = torch.sort(top_k_index.reshape(-1))
-        numbers = torch.arange(len(it.down_proj), device=experts.device)
-        ends = torch.searchsorted(experts, numbers, right=True)
-        up = self._product("gate_up_proj" if it.has_gate else "up_proj", hidden_states[order // k], experts, ends)
+        experts, order, ends = sort_by_expert(top_k_index, len(it.down_proj))
+        rows = hidden_states[order // top_k_index.shape[1]]
+        up = self._product("gate_up_proj" if it.has_gate else "up_proj", rows, experts, ends)
         inner = it._apply_gate(up) if it.has_gate else it.act_fn(up)
         y = self._product("down_proj", inner, experts, ends)
         if it.has_post_expert_norm:
             y = it.post_expert_norm(y)
-        shares = (y * top_k_weights.reshape(-1)[order, None])[torch.argsort(order)]
-        return shares.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+        return add_choices(y, order, top_k_weights).to(hidden_states.dtype)
 
     def _product(self, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """(rows, in) of the sorted `experts`, (rows,) -> (rows, out)."""

@@ -20,7 +20,7 @@ from torch import Tensor
 FEW_ROWS = 4
 """Up to here the packed weight is multiplied as it lies."""
 FEW_ROWS_OF_EXPERTS = 64
-"""Up to here each row of a mixture is multiplied with its expert's packed weight by one launch for all."""
+"""Up to here each row of a mixture is multiplied with its expert's packed weight as it lies."""
 
 
 class Tile(NamedTuple):
@@ -71,12 +71,12 @@ def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) 
             if rows <= FEW_ROWS:
                 _few_rows[(parts,)](*tensors, y, 0, *sizes, HAS_EXPERTS=False, **how)
             else:
-                _many_rows[(triton.cdiv(rows, tile.rows), parts)](*tensors, *sizes, **how)
+                _many_rows[(triton.cdiv(rows, tile.rows), parts)](*tensors, y, *sizes, HAS_EXPERTS=False, **how)
     return y.reshape(*x.shape[:-1], outputs)
 
 
 def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    """`experts24` of checked inputs and up to `FEW_ROWS_OF_EXPERTS` rows, for which the host waits for nothing.
+    """`experts24` of checked inputs: one launch for all experts, and the host waits for nothing.
 
     Args:
         x: (rows, in), sorted by expert.
@@ -90,17 +90,43 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor)
     count, outputs = values.shape[:2]
     rows, inputs = x.shape
     y = x.new_zeros(rows, outputs)
-    if y.numel():
-        experts = torch.searchsorted(ends, torch.arange(rows, device=x.device, dtype=ends.dtype), right=True)
-        tile = choose_tile(1, x.dtype)
-        with torch.cuda.device_of(x):
-            _few_rows[(triton.cdiv(outputs, tile.outputs), rows)](
-                *(x.contiguous(), values.contiguous(), positions.contiguous(), y, y, experts),
-                *(count, 1, outputs, inputs // 4),
-                **{**constants(tile, False), "num_warps": tile.num_warps, "num_stages": tile.num_stages},
-                HAS_EXPERTS=True,
-            )
+    if not y.numel():
+        return y
+    few = rows <= FEW_ROWS_OF_EXPERTS
+    tile = choose_tile(1 if few else max(rows // count, FEW_ROWS + 1), x.dtype)
+    parts, groups = triton.cdiv(outputs, tile.outputs), inputs // 4
+    tensors = (x.contiguous(), values.contiguous(), positions.contiguous(), y, y)
+    how = {**constants(tile, False), "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    with torch.cuda.device_of(x):
+        if few:
+            numbers = torch.arange(rows, device=x.device, dtype=ends.dtype)
+            experts = torch.searchsorted(ends, numbers, right=True)
+            _few_rows[(parts, rows)](*tensors, experts, count, 1, outputs, groups, HAS_EXPERTS=True, **how)
+        else:
+            runs = divide_rows(ends, rows, tile.rows)
+            _many_rows[(runs.shape[0], parts)](*tensors, runs, rows, outputs, groups, HAS_EXPERTS=True, **how)
     return y
+
+
+def divide_rows(ends: Tensor, rows: int, most: int) -> Tensor:
+    """The rows of a mixture in runs that one program can multiply: of one expert, and no longer than `most`.
+
+    Args:
+        ends: (experts,): behind the last row of each expert.
+        rows: rows of x.
+        most: rows of a run.
+
+    Returns:
+        (runs, 3): the expert, the first row and the end of each run, as many as `rows` can ever need; those that are
+        not needed begin where they end or behind.
+    """
+    starts = torch.nn.functional.pad(ends, (1, -1))
+    runs_of = (ends - starts + most - 1) // most
+    up_to = runs_of.cumsum(0)
+    run = torch.arange(min(rows, rows // most + len(ends)), device=ends.device)
+    expert = torch.searchsorted(up_to, run, right=True).clamp(max=len(ends) - 1)
+    first = starts[expert] + (run - (up_to - runs_of)[expert]) * most
+    return torch.stack((expert, first, ends[expert]), 1)
 
 
 def constants(tile: Tile, has_bias: bool) -> dict[str, Any]:
@@ -181,6 +207,7 @@ def _many_rows(  # type: ignore[no-untyped-def]
     positions,
     bias,
     y,
+    runs,
     rows,
     outputs,
     groups,
@@ -188,12 +215,23 @@ def _many_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
 ):
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) * ROWS
+    todo = groups
+    if HAS_EXPERTS:  # one run of rows and their expert's weight
+        run = runs + tl.program_id(0) * 3
+        expert = tl.load(run).to(tl.int64)
+        first = tl.load(run + 1).to(tl.int32)
+        rows = tl.load(run + 2).to(tl.int32)
+        values += expert * outputs * (2 * groups)
+        positions += expert * outputs * ((groups + 1) // 2)
+        todo = tl.where(first < rows, groups, 0)
+    m = first + tl.arange(0, ROWS)
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = m.to(tl.int64)
     total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-    for g in range(0, groups, GROUPS):
+    for g in range(0, todo, GROUPS):
         low_value, high_value, low, high = _load_packed(values, positions, n, g, outputs, groups, OUTPUTS, GROUPS)
         nothing = tl.zeros_like(low_value)
         w0 = tl.where(low == 0, low_value, nothing)

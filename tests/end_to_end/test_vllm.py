@@ -30,6 +30,14 @@ pytestmark = pytest.mark.skipif(
 )
 PROMPTS = [[1, 5, 9, 33], [1, 100, 7], [1, 200, 30, 31, 32, 33, 34, 35]]
 EAGER: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
+WIDE = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 64,
+}
+"""Of a tiny mixture, so that vLLM's kernels take it."""
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +99,20 @@ def run(plugin: Path, model: Path, options: dict[str, Any]) -> subprocess.Comple
     return subprocess.run(command, cwd=model.parent, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def tokens(plugin: Path, model: Path, options: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-    """What it generates, and how many layers have which method."""
+def answer(plugin: Path, model: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """What `vllm_tokens` prints."""
     done = run(plugin, model, options)
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"tokens"'))
-    answer = json.loads(line)
-    assert len({json.dumps(methods) for methods in answer["methods"]}) == 1  # of each rank
-    return answer["tokens"], answer["methods"][0]
+    found: dict[str, Any] = json.loads(line)
+    assert len({json.dumps(methods) for methods in found["methods"]}) == 1  # of each rank
+    return found
+
+
+def tokens(plugin: Path, model: Path, options: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+    """What it generates, and how many layers have which method."""
+    found = answer(plugin, model, options)
+    return found["tokens"], found["methods"][0]
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +130,67 @@ def test_llama(plugin: Path, books: dict[str, Path], books_dense: list[list[int]
     assert methods["Packed24LinearMethod"] == 4 * 6 and "UnquantizedLinearMethod" not in methods
 
 
+def test_gpt2_stores_its_inputs_first(tmp_path: Path, plugin: Path) -> None:
+    made = tiny(tmp_path, "gpt2", n_embd=64, n_head=2)
+    found, methods = tokens(plugin, made["packed24"], EAGER)
+    assert found == tokens(plugin, made["hf"], EAGER)[0]
+    assert methods["Packed24LinearMethod"] == 8 and "UnquantizedLinearMethod" not in methods
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Its second layer has four experts."""
+    return tiny(tmp_path_factory.mktemp("mixture"), "qwen3_moe", **WIDE)
+
+
+def greedy(folder: Path) -> list[list[int]]:
+    """What transformers generates in fp32, for which vLLM has no dense experts on a CPU."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def mixture_tokens(mixture: dict[str, Path]) -> list[list[int]]:
+    return greedy(mixture["hf"])
+
+
 @pytest.mark.parametrize(
-    ("family", "sizes", "expected"),
+    "options",
     [
-        ("gpt2", {"n_embd": 64, "n_head": 2}, {"Packed24LinearMethod": 8}),
-        (
-            "qwen3_moe",
-            {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 64},
-            {"Packed24LinearMethod": 6, "UnquantizedLinearMethod": 1, "Packed24Experts": 1},  # the router
-        ),
+        {},
+        {"enforce_eager": False},
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     ],
+    ids=str,
 )
-def test_other_families(
-    tmp_path: Path, plugin: Path, family: str, sizes: dict[str, Any], expected: dict[str, int]
+def test_experts_stay_packed(
+    plugin: Path, mixture: dict[str, Path], mixture_tokens: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """GPT-2 stores its inputs first; experts are unpacked, for which vLLM's CPU kernel wants bf16."""
-    made = tiny(tmp_path, family, **sizes)
-    options = {**EAGER, "dtype": "bfloat16"} if family == "qwen3_moe" else EAGER
-    found, methods = tokens(plugin, made["packed24"], options)
-    assert found == tokens(plugin, made["hf"], options)[0]
-    assert {name: count for name, count in methods.items() if "Embedding" not in name} == expected
+    found = answer(plugin, mixture["packed24"], {**EAGER, **options})
+    assert found["tokens"] == mixture_tokens
+    assert found["methods"][0]["Packed24Experts"] == 1
+    assert sum(found["bytes of experts"]) == (0.5 + 1 / 32) * 4 * (4 * 3 * 64 * 64)  # of fp32
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe"])
+def test_other_mixtures(tmp_path: Path, plugin: Path, family: str) -> None:
+    """With shared experts beside the routed ones, and without."""
+    made = tiny(tmp_path, family, **WIDE)
+    found = answer(plugin, made["packed24"], EAGER)
+    assert found["tokens"] == greedy(made["hf"])
+    assert found["methods"][0]["Packed24Experts"] and "UnquantizedFusedMoEMethod" not in found["methods"][0]
+
+
+def test_experts_in_bf16_are_those_of_the_dense_run(plugin: Path, mixture: dict[str, Path]) -> None:
+    options = {**EAGER, "dtype": "bfloat16"}
+    found, dense = (answer(plugin, mixture[format], options) for format in ("packed24", "hf"))
+    assert found["tokens"] == dense["tokens"]
+    assert found["bytes of experts"][0] == 0.5625 * dense["bytes of experts"][0]
 
 
 def test_half_a_byte_of_positions_is_refused(tmp_path: Path, plugin: Path) -> None:

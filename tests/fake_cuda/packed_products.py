@@ -45,12 +45,12 @@ def packed(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def products() -> dict[str, Any]:
     """Inside a FakeTensorMode. Each product with its result, the launch, and what the host waited for."""
-    seen: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "experts": None, "traced": None, "error": None}
+    seen: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "experts": [], "traced": None, "error": None}
     try:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for rows in ROWS:
                 seen["launches"].append(_launch(dtype, rows))
-        seen["experts"] = _launch_of_experts()
+        seen["experts"] = [_launch_of_experts(rows) for rows in (triton_kernel.FEW_ROWS_OF_EXPERTS, 300)]
         seen["traced"] = _traced()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         seen["error"] = traceback.format_exc()[-4000:]  # told by the test, while the worker goes on
@@ -63,9 +63,9 @@ def _launch(dtype: torch.dtype, rows: int) -> dict[str, Any]:
     return {"rows": rows, "dtype": str(dtype), **_seen_in(lambda: triton_kernel.triton24(x, *packed(dtype), bias))}
 
 
-def _launch_of_experts() -> dict[str, Any]:
+def _launch_of_experts(rows: int) -> dict[str, Any]:
     values, positions = packed(torch.bfloat16)
-    experts, rows = 6, triton_kernel.FEW_ROWS_OF_EXPERTS
+    experts = 6
     of_all = [tensor.expand(experts, -1, -1).contiguous() for tensor in (values, positions)]
     x, ends = torch.empty(rows, INPUTS, dtype=values.dtype, device=CUDA), torch.empty(experts, dtype=int, device=CUDA)
     found = _seen_in(lambda: triton_kernel.triton_experts24(x, *of_all, ends))

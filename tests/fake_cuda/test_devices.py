@@ -112,15 +112,20 @@ def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(
     assert len(packed["launches"]) == 3 * 8
 
 
-def test_a_few_rows_of_packed_experts_are_one_launch_and_wait_for_nothing(seen: dict[str, Any]) -> None:
+def test_packed_experts_are_one_launch_and_wait_for_nothing(seen: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    (outputs, inputs), launch = seen["packed products"]["shape"], seen["packed products"]["experts"]
-    rows, experts = launch["rows"], launch["experts"]
-    assert launch["result"] == ["torch.bfloat16", [rows, outputs], "cuda:0", True]
-    assert launch["kernel"] == "few" and launch["HAS_EXPERTS"] and not launch["HAS_BIAS"]
-    assert launch["grid"] == [-(-outputs // launch["OUTPUTS"]), rows]
-    assert launch["sizes"] == [experts, 1, outputs, inputs // 4]
-    assert not launch["waits"] and not launch["faults"], launch
+    outputs, inputs = seen["packed products"]["shape"]
+    few, many = seen["packed products"]["experts"]
+    for launch in (few, many):
+        assert launch["result"] == ["torch.bfloat16", [launch["rows"], outputs], "cuda:0", True]
+        assert launch["HAS_EXPERTS"] and not launch["HAS_BIAS"]
+        assert not launch["waits"] and not launch["faults"], launch
+    parts = {name: -(-outputs // launch["OUTPUTS"]) for name, launch in (("few", few), ("many", many))}
+    assert few["kernel"] == "few" and few["grid"] == [parts["few"], few["rows"]]
+    assert few["sizes"] == [few["experts"], 1, outputs, inputs // 4]
+    runs = many["rows"] // many["ROWS"] + many["experts"]
+    assert many["kernel"] == "many" and many["grid"] == [runs, parts["many"]]
+    assert many["sizes"] == [many["rows"], outputs, inputs // 4]
 
 
 def test_a_packed_layer_is_one_call_of_a_traced_graph(seen: dict[str, Any]) -> None:

@@ -110,7 +110,9 @@ ONE_FILE_MORE: dict[str, set[str]] = {
         *("transformers", "accelerate", "config", "data.micro_batch", "forge", "model", "train", "zero.probe"),
     },
     "integrations.vllm.__init__": {"vllm", "mask.packing"},
-    "integrations.vllm.packed24": {"vllm", "mask.packing", "runtime.linear24"},
+    "integrations.vllm.experts": {"vllm", "mask.packing", "runtime.experts24"},
+    "integrations.vllm.linear": {"vllm", "mask.packing", "runtime.linear24"},
+    "integrations.vllm.packed24": {"vllm", "mask.packing"},
     "runtime.triton_kernel": {"triton"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }

@@ -13,8 +13,8 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, build_engine, probe_of, published, states, train_step
 
-SAVES = (1, 2, 3, 6)
-"""Before any update (at 2 and 4), after the first, inside hardening (2 to 5), frozen."""
+SAVES = (1, 2, 4, 6)
+"""Before any update (at 2 and 4), after the first, between the last and the projection (at 5), frozen."""
 STEPS = 7
 SOONER = {"hardening": [0.2, 0.5]}
 LOW_RANK = {"low_rank": {"k": 4}}

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparseforge_ds.mask.packing import unpack24
-from sparseforge_ds.runtime.triton_kernel import triton24, triton_experts24
+from sparseforge_ds.runtime.triton_kernel import FEW_ROWS_OF_EXPERTS, divide_rows, triton24, triton_experts24
 from tests.unit.runtime.test_linear24 import packed
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
@@ -50,17 +50,38 @@ def within_the_bound_of_fp32_sums(
 
 def experts_are_those_of_linear24() -> None:
     """Each row by its own expert; one expert has none, and the last rows are nobody's."""
-    for dtype, outputs, groups in ((torch.float32, 19, 43), (torch.float16, 8, 64)):
+    for dtype, outputs, groups, runs in (
+        (torch.float32, 19, 43, ((0, 0, 1), (1, 1, 6), (3, 6, 9))),
+        (torch.float16, 8, 64, ((0, 0, 1), (1, 1, 6), (3, 6, 9))),
+        (torch.float32, 70, 43, ((0, 0, 17), (1, 17, 65), (3, 65, 66))),
+        (torch.float16, 65, 9, ((1, 0, 16), (2, 16, 50), (3, 50, 70))),
+    ):
         held = [packed(outputs, 4 * groups, dtype) for _ in range(4)]
         values, positions = (torch.stack(parts) for parts in zip(*held, strict=True))
-        x, ends = torch.randn(11, 4 * groups).to(dtype), torch.tensor([1, 6, 6, 9])
+        last = runs[-1][2]
+        of = {expert: end for expert, _, end in runs}
+        ends = torch.tensor(
+            [max([end for other, end in of.items() if other <= expert], default=0) for expert in range(4)]
+        )
+        x = torch.randn(last + 2, 4 * groups).to(dtype)
+        assert (len(x) > FEW_ROWS_OF_EXPERTS) == (last > 9)  # both kernels
         found = triton_experts24(x, values, positions, ends)
-        runs = ((0, 0, 1), (1, 1, 6), (3, 6, 9))
         expected = torch.cat([torch.nn.functional.linear(x[a:b], unpack24(*held[expert])) for expert, a, b in runs])
-        torch.testing.assert_close(found[:9], expected)
-        assert found[9:].eq(0).all() and len(found) == 11
+        torch.testing.assert_close(found[:last], expected)
+        assert found[last:].eq(0).all() and len(found) == len(x)
+
+
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), behind=st.integers(0, 9), most=st.integers(1, 32))
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+def runs_cover_every_row_once(counts: list[int], behind: int, most: int) -> None:
+    ends = torch.tensor(counts).cumsum(0)
+    runs = divide_rows(ends, int(ends[-1]) + behind, most).tolist()
+    found = [(row, expert) for expert, first, end in runs for row in range(first, min(end, first + most))]
+    owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    assert sorted(found) == list(enumerate(owners))
 
 
 if __name__ == "__main__":
     within_the_bound_of_fp32_sums()
     experts_are_those_of_linear24()
+    runs_cover_every_row_once()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
-from sparseforge_ds.runtime.experts24 import experts24
+from sparseforge_ds.runtime.experts24 import add_choices, experts24, sort_by_expert
 from tests.unit.runtime.test_linear24 import packed
 
 ENDS = torch.tensor([2, 2, 5])
@@ -50,8 +50,22 @@ def test_compiled_whole_with_its_gradient() -> None:
     def twice(x: Tensor) -> Tensor:
         return 2 * experts24(x, *held, ENDS)
 
-    (compiled,) = torch.autograd.grad(torch.compile(twice, fullgraph=True, backend="aot_eager")(x).sum(), x)
+    graph = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    torch._dynamo.mark_dynamic(x, 0)  # refused where the operator binds a graph to 7 rows
+    (compiled,) = torch.autograd.grad(graph(x).sum(), x)
     torch.testing.assert_close(compiled, torch.autograd.grad(twice(x).sum(), x)[0])
+
+
+def test_choices_are_sorted_and_added_up() -> None:
+    """Whoever is not among the experts is nobody, whose rows come last and are none's."""
+    chosen = torch.tensor([[2, 0], [-1, 2], [0, 7], [1, 2]])
+    of_rows, order, ends = sort_by_expert(chosen, 4)
+    assert of_rows.tolist() == [0, 0, 1, 2, 2, 2, 4, 4] and ends.tolist() == [2, 3, 6, 6]
+    assert chosen.reshape(-1)[order][:6].tolist() == of_rows[:6].tolist()
+    shares = torch.rand(4, 2)
+    told = torch.where(of_rows < 4, of_rows + 1.0, 0)[:, None]  # an expert says its number and one
+    expected = (shares * torch.tensor([[3, 1], [0, 3], [1, 0], [2, 3]])).sum(1, keepdim=True)
+    torch.testing.assert_close(add_choices(told, order, shares), expected)
 
 
 def test_packed_experts_are_not_trained() -> None:

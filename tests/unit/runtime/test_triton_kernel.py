@@ -49,13 +49,14 @@ def test_it_builds_ahead_of_time(
         (1, torch.bfloat16, False),
         (1, torch.bfloat16, True),
         (65, torch.bfloat16, False),
+        (65, torch.bfloat16, True),
         (16, torch.float32, False),
     ):
         tile = triton_kernel.choose_tile(rows, dtype)
         few = rows <= triton_kernel.FEW_ROWS
-        constants = triton_kernel.constants(tile, has_bias=True) | ({"HAS_EXPERTS": experts} if few else {})
+        constants = triton_kernel.constants(tile, has_bias=True) | {"HAS_EXPERTS": experts}
         names = dict.fromkeys(("x", "values", "positions", "bias", "y"), f"*{NAMES[dtype]}") | {"positions": "*u8"}
-        names |= {"experts": "*i64", "count": "i32"} if few else {}
+        names |= {"experts": "*i64", "count": "i32"} if few else {"runs": "*i64"}
         names |= dict.fromkeys(("rows", "outputs", "groups"), "i32") | dict.fromkeys(constants, "constexpr")
         kernel = triton_kernel._few_rows if few else triton_kernel._many_rows
         aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
