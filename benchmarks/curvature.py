@@ -196,12 +196,12 @@ def measure(
         if number == last > 1 and 1 in counts:
             judged["running mean"] = running
         for average, diagonal in judged.items():
-            for form, of in (("elements", dict), ("shrunk", shrunk), ("factored", factored)):
+            for form, of in (("elements", None), ("shrunk", shrunk), ("factored", factored)):
                 if form == "elements" and estimate.name.startswith("outputs"):
                     continue  # only sums are measured
                 if form == "shrunk" and not estimate.name.startswith("weights"):
                     continue
-                quality = judge.judge(diagonal if of is dict else of(diagonal, judge.weights))
+                quality = judge.judge(diagonal if of is None else of(diagonal, judge.weights))
                 row = {"estimate": estimate.name, "refreshes": number, "average": average, "form": form}
                 rows.append({**row, **asdict(quality)})
     cost = sorted(times)[len(times) // 2]

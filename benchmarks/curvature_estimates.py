@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -110,7 +111,7 @@ class OneRank:
             batch_BS = batches[step % len(batches)]
             began = seconds()
             sample = shards.zeros()
-            probe = batches_of(lambda batch_BS=batch_BS: self._loss(batch_BS))
+            probe = batches_of(partial(self._loss, batch_BS))
             if elements is not None:
                 applied = elements.refresh(probe, step, 1, sample, self.forge._method.write_masters)
             else:

@@ -33,7 +33,8 @@ def factored(estimate: Diagonal, weights: list[PrunableWeight]) -> Diagonal:
         column_C = torch.zeros(columns, dtype=torch.float64)
         add_sums(estimate[weight.name], 0, row_R, column_C)
         factors = shares(torch.cat([row_R, column_C]), torch.tensor([weight.shape]))
-        result[weight.name] = rank_one(*factors.split(weight.shape), 0, rows * columns)
+        share_R, column_C = factors.split(weight.shape)
+        result[weight.name] = rank_one(share_R, column_C, 0, rows * columns)
     return result
 
 

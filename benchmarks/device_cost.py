@@ -85,8 +85,10 @@ def main() -> None:
         flags.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-HEAD = ("phase", "kernels", "read GB", "written GB", "B/weight", "memory ms", "launch ms", "peak GB", "held B/w")
-HEAD += ("collectives MB", "host waits", "uploads", "host copies MB")
+HEAD: tuple[str, ...] = (
+    *("phase", "kernels", "read GB", "written GB", "B/weight", "memory ms", "launch ms", "peak GB", "held B/w"),
+    *("collectives MB", "host waits", "uploads", "host copies MB"),
+)
 
 
 def table(phases: dict[str, Cost], weights: int, bandwidth: float, launch: float) -> str:

@@ -34,6 +34,7 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from benchmarks.rehearsal_report import phases, report
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.arguments import RunArguments
+    from sparseforge_ds.mask.anneal import Schedule
     from sparseforge_ds.planning.plan import GIB, Machine, Plan
     from sparseforge_ds.train.dry_run import find_config, plan_of
     from sparseforge_ds.train.spec import Hardware, make_spec
@@ -221,6 +222,7 @@ def rehearse(arguments: argparse.Namespace, layers: int) -> dict[str, Any]:
         exported = command("consolidate", folder / "run", folder / "export")
         verified = command("verify", folder / "export")
         schedule = SparseForgeConfig.from_json(folder / "deepspeed.json", max_steps=arguments.steps).resolved_schedule
+        assert isinstance(schedule, Schedule)  # `write_deepspeed` chooses the soft mask
         return {
             "layers": layers,
             "parameters": planned.model.total,

@@ -140,13 +140,13 @@ class Counter(Live):
         self._tolist = FakeTensor.tolist
         counter = self
 
-        def tolist(tensor: Tensor) -> Any:
+        def tolist(tensor: FakeTensor) -> Any:
             if not tensor.is_cuda:
                 return counter._tolist(tensor)
             counter._sync("tolist")
             return _ones(tensor.shape, tensor.dtype)
 
-        FakeTensor.tolist = tolist  # type: ignore[method-assign]
+        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
         return super().__enter__()  # type: ignore[return-value]
 
     def __exit__(self, *exception: Any) -> None:

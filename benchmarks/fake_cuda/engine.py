@@ -7,7 +7,7 @@ forge uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -115,7 +115,7 @@ class Partitions:
 class BareOptimizer:
     """What DeepSpeed's optimizer does around the inner one: gives it gradients, one sub-group at a time at stage 3."""
 
-    def __init__(self, inner: torch.optim.Optimizer, flats: list[Tensor], rank: Rank, counter: Counter) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, flats: Sequence[Tensor], rank: Rank, counter: Counter) -> None:
         self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
         self.loss_scale = rank.loss_scale
         self._members = [list(group["params"]) for group in inner.param_groups]
