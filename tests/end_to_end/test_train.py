@@ -183,17 +183,18 @@ def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
     assert any(tag.startswith("mask/model.layers.0") for tag in log.Tags()["histograms"])
 
 
-@pytest.mark.parametrize(
-    "block", [{"distillation": None}, {"distillation": {"hold": "replicated", "temperature": 2.0}}]
-)
-def test_without_a_teacher_and_with_a_whole_one(tmp_path, block):
-    train(*flags_of(tmp_path, deepspeed_json(batch=8, **block)))
+def test_a_teacher_that_every_rank_holds_whole(tmp_path):
+    train(*flags_of(tmp_path, deepspeed_json(batch=8, distillation={"hold": "replicated", "temperature": 2.0})))
 
 
-@pytest.mark.parametrize("importance", ["wanda", "magnitude"])
-def test_a_fixed_mask_is_a_plain_retrain(tmp_path, importance):
+def test_a_fixed_mask_without_a_teacher_is_a_plain_retrain(tmp_path):
     content = deepspeed_json(batch=8)
-    content["sparseforge"] = {"method": "naive_retrain", "importance": importance, "max_steps": 4}
+    content["sparseforge"] = {
+        "method": "naive_retrain",
+        "importance": "wanda",
+        "distillation": None,
+        "max_steps": 4,
+    }
     train(*flags_of(tmp_path, content))
 
 

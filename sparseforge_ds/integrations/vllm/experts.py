@@ -98,7 +98,7 @@ class Packed24Experts(FusedMoEMethodBase):
             shares = (chosen >= 0).to(shares.dtype)
         up = self._product(layer, "w13", rows, experts, ends)
         inner = up.new_empty(up.shape[0], up.shape[1] // 2 if layer.activation.is_gated else up.shape[1])
-        settings = ApplyMoEActivationConfig.from_configs(self.moe, self.get_fused_moe_quant_config(layer))
+        settings = ApplyMoEActivationConfig.from_configs(self.moe, self.moe_quant_config)
         apply_moe_activation(layer.activation, inner, up, activation_config=settings)
         return add_choices(self._product(layer, "w2", inner, experts, ends), order, shares).to(x.dtype)
 
