@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -137,20 +138,20 @@ class Counter(Live):
             self._paused = before
 
     def __enter__(self) -> Counter:
-        self._tolist = FakeTensor.tolist
-        counter = self
+        counter, torchs_own = self, FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> Any:
             if not tensor.is_cuda:
-                return counter._tolist(tensor)
+                return torchs_own(tensor)
             counter._sync("tolist")
             return _ones(tensor.shape, tensor.dtype)
 
-        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
+        self._tolist = mock.patch.object(FakeTensor, "tolist", tolist)
+        self._tolist.start()
         return super().__enter__()  # type: ignore[return-value]
 
     def __exit__(self, *exception: Any) -> None:
-        FakeTensor.tolist = self._tolist  # type: ignore[method-assign]
+        self._tolist.stop()
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
