@@ -29,12 +29,27 @@ from sparseforge_ds.cli import (
     inspect,
     permute,
     plan,
+    rotate,
     train,
     verify,
 )
 from sparseforge_ds.cli.printing import printable
 
-COMMANDS = (train, permute, inspect, consolidate, export, verify, generate, evaluate, card, plan, compare, bench)
+COMMANDS = (
+    train,
+    permute,
+    rotate,
+    inspect,
+    consolidate,
+    export,
+    verify,
+    generate,
+    evaluate,
+    card,
+    plan,
+    compare,
+    bench,
+)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""

@@ -27,6 +27,8 @@ from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.record import Permutation, Reordering
+from sparseforge_ds.rotation.record import FILE as ROTATION
+from sparseforge_ds.rotation.record import keep_rotation, rotation_of
 
 FORMAT = 1
 
@@ -56,6 +58,7 @@ def write_masks(source: Source, folder: Path, workers: int | None) -> dict[str, 
     write_json(folder / "mask.json", record)
     if source.permutation is not None:
         source.permutation.save(folder)
+    keep_rotation(source.model_folder, folder)
     return record
 
 
@@ -116,6 +119,11 @@ class MaskedSource(Source):
         self._tensors = TensorFolder(self.model_folder)
         self.permutation = masks.permutation
         self.check_permutation(masks.content["permutation"], masks.folder / "mask.json")
+        if rotation_of(self.model_folder) != rotation_of(masks.folder):
+            raise ValueError(
+                f"{model}: has its vectors in another basis than the mask in {path}; give the dense model that the run "
+                f"had as --model, with its {ROTATION}, if it was rotated"
+            )
         self.pattern, self.prunable, self.fused_name = masks.pattern, masks.prunable, masks.fused_name
         self.branches = {}
         prefix = self._prefix()

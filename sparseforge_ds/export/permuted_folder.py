@@ -31,7 +31,7 @@ class DenseFolder:
         self.model_type = str(read_model_config(self.folder).get("model_type"))
         for file, what in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (FOLDER, "is permuted")):
             if (self.folder / file).exists():
-                raise ValueError(f"{folder}: {what} already ({file}); permute the dense model that it was made of")
+                raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
         check_family(self.model_type)
         self.config = load_config(self.folder, str(folder)).get_text_config()
         self.tensors = TensorFolder(self.folder)

@@ -43,6 +43,8 @@ from sparseforge_ds.config.run_state import RunState, differences
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.planning.states import checkpoint_bytes
+from sparseforge_ds.rotation.record import FILE as ROTATION
+from sparseforge_ds.rotation.record import keep_rotation, rotation_of
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.permuting import keep_permutation
 from sparseforge_ds.train.spec import RunSpec
@@ -178,6 +180,7 @@ def write_folder(spec: RunSpec) -> None:
         spec.model.tokenizer.save_pretrained(folder)
         if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
             shutil.copyfile(spec.model.folder / "tokenizer.model", folder / "tokenizer.model")
+        keep_rotation(spec.model.folder, folder)
         if (spec.model.folder / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)
         shutil.rmtree(final, ignore_errors=True)
@@ -221,12 +224,17 @@ def _check_same_run(spec: RunSpec) -> None:
             f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
             f"{'; '.join(unlike[:3])}; resume with the unchanged model"
         )
-    if spec.config.permute is None and spec.model.folder.is_dir():  # a dry run may know its config only
+    if spec.model.folder.is_dir():  # a dry run may know its config only
         order = Permutation.load(spec.model.folder)
-        if record.get("permutation") != (None if order is None else order.sha256):
+        if spec.config.permute is None and record.get("permutation") != (None if order is None else order.sha256):
             raise ValueError(
                 f"--resume: --model {spec.arguments.model} has its channels in another order than the model that the "
                 f"run in {spec.folder} was started with; resume with the unchanged model, its folder {FOLDER} included"
+            )
+        if rotation_of(spec.folder / "model") != rotation_of(spec.model.folder):
+            raise ValueError(
+                f"--resume: --model {spec.arguments.model} has its vectors in another basis than the model that the "
+                f"run in {spec.folder} was started with; resume with the unchanged model, its {ROTATION} included"
             )
     if batch != spec.deepspeed["train_batch_size"]:
         raise ValueError(

@@ -1,0 +1,76 @@
+"""A dense model in the basis in which a pattern removes the least score, proved to compute what it did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.rotation.moments import measure
+from sparseforge_ds.rotation.record import FORMAT, sha256_of
+from sparseforge_ds.rotation.search import Search
+from sparseforge_ds.rotation.stream import RESIDUAL, find_stream, untie
+from sparseforge_ds.rotation.turn import rotate_model
+
+_KL = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
+"""Nats between the next tokens of the model before and after, at most, by the dtype that both are rounded to."""
+
+
+def rotate(model: PreTrainedModel, batches: Sequence[Tensor], config: SparseForgeConfig, steps: int) -> dict[str, Any]:
+    """Rotate a model's residual stream and the values of its heads, in place. Its head is untied.
+
+    Raises ValueError for what `find_stream` and `measure` refuse, a pattern that is not n:m, and where the rotated
+    model computes something else, which is then of no use.
+
+    Args:
+        batches: (B, S) token ids; a forward and a backward pass each.
+        config: its pattern, seed, and what it includes and excludes.
+        steps: of the search.
+
+    Returns:
+        Plain JSON: how it was found, what it gains, and how exact it is.
+    """
+    pattern, started = config.parsed_pattern, time.monotonic()
+    if not isinstance(pattern, NM):
+        raise ValueError(f"rotate: {pattern} is no n:m pattern, which a search of groups in a row needs")
+    before_SV = _next_tokens(model, batches[0])
+    untied = untie(model)
+    stream = find_stream(model, batches[0])
+    scored = measure(model, stream, prunable_weights(model, config), batches, config.seed)
+    parameters = dict(model.named_parameters())
+    found = Search(lambda name: parameters[name].detach(), stream, scored, pattern, config.seed).run(steps)
+    rotate_model(model, stream, found.rotations)
+    after_SV = _next_tokens(model, batches[0])
+    kl = float(F.kl_div(after_SV, before_SV, log_target=True, reduction="none").sum(-1).mean())
+    if not kl <= _KL[model.dtype]:
+        raise ValueError(
+            f"rotate: the rotated {model.config.model_type!r} model computes something else (KL divergence {kl:.2e} "
+            f"nats, at most {_KL[model.dtype]} is rounding in {model.dtype}); permute it instead, and report this"
+        )
+    return {
+        "format": FORMAT,
+        "sha256": sha256_of(found.rotations),
+        "pattern": str(pattern),
+        "seed": config.seed,
+        "tokens": sum(batch.numel() for batch in batches),
+        "steps": steps,
+        "removed": round(found.removed, 6),
+        "rotated": {"residual": stream.rotated[RESIDUAL].channels, "heads": len(stream.rotated) - 1},
+        "untied": untied,
+        "kl": kl,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+@torch.no_grad()
+def _next_tokens(model: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
+    """(B, S, V) log-probabilities, fp32."""
+    return model(input_ids=tokens_BS.to(model.device), use_cache=False).logits.float().log_softmax(-1)

@@ -1,0 +1,104 @@
+"""`sparseforge rotate` as a user meets it: a folder of the same function, trained and exported like any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.train.run import main as launch
+from tests.end_to_end.test_permute import ONE_SHOT, dense_model, logits, same
+from tests.end_to_end.test_train import flags_of, train
+from tests.tiny_folders import deepspeed_json
+
+SMALL = ("--seq_length", "32", "--sequences", "4", "--steps", "20")
+
+
+def rotated(folder: Path, family: str, *more: str) -> Path:
+    dense, out = dense_model(folder, family), folder / "rotated"
+    assert main(["rotate", str(dense), str(out), "--text", str(folder / "text.jsonl"), *SMALL, *more]) == 0
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_the_folder_computes_the_same_and_is_of_the_same_family(tmp_path: Path, family: str) -> None:
+    out, dense = rotated(tmp_path, family), tmp_path / "model"
+    torch.testing.assert_close(logits(out), logits(dense), rtol=1e-3, atol=1e-4)
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, dense))
+    differing = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert differing <= {"tie_word_embeddings", "transformers_version", "dtype"} and not ours["tie_word_embeddings"]
+    facts = json.loads((out / "rotation.json").read_text())
+    assert facts["removed"] < 1 and facts["kl"] < 1e-6 and facts["tokens"] == 4 * 32
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    states = [
+        AutoModelForCausalLM.from_pretrained(rotated(tmp_path / name, "llama", "--seed", "5")).state_dict()
+        for name in ("one", "two")
+    ]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_model_in_16_bits_stays_in_16_bits(tmp_path: Path) -> None:
+    dense = dense_model(tmp_path, "llama")
+    AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16).save_pretrained(dense)
+    out = tmp_path / "rotated"
+    assert main(["rotate", str(dense), str(out), "--text", str(tmp_path / "text.jsonl"), *SMALL]) == 0
+    assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16
+    assert 0 < json.loads((out / "rotation.json").read_text())["kl"] < 0.02
+
+
+def test_rotated_permuted_and_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run starts from the folder like from any other; what it made says the basis, and another is refused."""
+    out, run, sparse, mask = rotated(tmp_path, "qwen3"), tmp_path / "run", tmp_path / "sparse", tmp_path / "mask"
+    flags = flags_of(tmp_path, deepspeed_json(3, **ONE_SHOT, permute={}), model=out)
+    train(*flags)
+    assert main(["consolidate", str(run), str(sparse), "--skip_proof"]) == 0
+    assert main(["verify", str(sparse)]) == 0
+    assert main(["export", str(run), str(mask), "--format", "mask"]) == 0
+    again = tmp_path / "again"
+    assert main(["export", str(mask), str(again), "--model", str(out), "--skip_proof"]) == 0
+    for folder in (run / "model", sparse, mask, again):
+        assert (folder / "rotation.json").read_bytes() == (out / "rotation.json").read_bytes()
+    assert same(again, sparse)
+    capsys.readouterr()
+    assert main(["export", str(mask), str(tmp_path / "x"), "--model", str(tmp_path / "model")]) == 2
+    assert "has its vectors in another basis than the mask" in capsys.readouterr().err
+    (out / "rotation.json").rename(out / "lost")
+    assert launch([*flags, "--resume"]) == 1
+    assert "has its vectors in another basis than the model that the run" in capsys.readouterr().err
+
+
+def test_a_teacher_in_another_basis_has_no_hidden_states_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = rotated(tmp_path, "llama")
+    content = deepspeed_json(1, distillation={"hidden": {"weight": 1}})
+    flags = flags_of(tmp_path, content, model=out, teacher=tmp_path / "model")
+    assert launch(flags) != 0
+    assert "another order or basis than --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "message"),
+    [
+        ("gemma2", (), "can be permuted, not rotated"),
+        ("llama", ("--pattern", "block16"), "is no n:m pattern"),
+        ("llama", ("--steps", "0"), "--steps 0: use an integer >= 1"),
+        ("llama", ("--seq_length", "99999999"), "less than one window"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, more: tuple[str, ...], message: str
+) -> None:
+    dense, out = dense_model(tmp_path, family), tmp_path / "rotated"
+    assert main(["rotate", str(dense), str(out), "--text", str(tmp_path / "text.jsonl"), *SMALL, *more]) != 0
+    assert message in capsys.readouterr().err
+    assert not out.exists()

@@ -1,0 +1,70 @@
+"""Rotated hidden vectors leave the function of a model as it is, in every family whose norms allow it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparseforge_ds.permutation.channel_table import CHANNELS
+from sparseforge_ds.rotation.stream import RESIDUAL, Stream, find_stream, untie
+from sparseforge_ds.rotation.turn import rotate_model
+from tests.tiny_models import BUILDERS, token_batch
+from tests.unit.permutation.test_channels import BIASES, logits, randomized
+
+BEHIND_LAYERS = {"gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"}
+"""Families with norms whose output is added to the residual stream."""
+
+
+CASES = [(family, False) for family in sorted(set(CHANNELS) - BEHIND_LAYERS)]
+CASES += [(family, True) for family in sorted(set(BIASES) - BEHIND_LAYERS)]
+
+
+def random_rotations(stream: Stream) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    found = {
+        name: torch.linalg.qr(torch.randn(held.blocks, held.channels, held.channels)).Q
+        for name, held in stream.rotated.items()
+    }
+    if stream.keeps_ones:
+        C = stream.rotated[RESIDUAL].channels
+        basis_CC = torch.linalg.qr(torch.cat([torch.ones(C, 1), torch.randn(C, C - 1)], dim=1)).Q
+        inner = torch.linalg.qr(torch.randn(C - 1, C - 1)).Q
+        found[RESIDUAL] = (basis_CC @ torch.block_diag(torch.ones(1, 1), inner) @ basis_CC.T)[None]
+    return found
+
+
+def built(family: str, **settings: object) -> PreTrainedModel:
+    return randomized(BUILDERS[family](**settings))
+
+
+@pytest.mark.parametrize(("family", "biased"), CASES)
+def test_logits_stay_within_rounding(family: str, biased: bool) -> None:
+    model = built(family, **(BIASES[family] if biased else {}))
+    before = logits(model)
+    untie(model)
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    stream = find_stream(model, token_batch()["input_ids"])
+    rotate_model(model, stream, random_rotations(stream))
+    after = dict(model.named_parameters())
+    assert all(not torch.equal(after[name], weights[name]) for name in stream.norm_of)
+    assert all(torch.equal(after[f"{norm}.weight"], torch.ones_like(gain)) for norm, gain in stream.gains.items())
+    torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(BEHIND_LAYERS))
+def test_norms_behind_layers_are_refused(family: str) -> None:
+    model = built(family)
+    untie(model)
+    with pytest.raises(ValueError, match=r"rotate: .* can be permuted, not rotated"):
+        find_stream(model, token_batch()["input_ids"])
+
+
+def test_a_bias_behind_a_gain_of_zero_is_refused() -> None:
+    model = built("gpt2")
+    untie(model)
+    with torch.no_grad():
+        model.transformer.ln_f.weight[3] = 0
+    with pytest.raises(ValueError, match=r"rotate: transformer\.ln_f has gains of 0"):
+        find_stream(model, token_batch()["input_ids"])
