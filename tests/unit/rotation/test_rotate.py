@@ -1,0 +1,48 @@
+"""Rotating a whole model: what it returns, and what it refuses to call the same function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.rotation.rotate import rotate
+from tests.tiny_models import token_batch
+from tests.unit.permutation.test_channels import logits
+from tests.unit.rotation.test_turn import built
+
+
+class OffsetNorm(nn.Module):
+    """A norm whose gain is one more than its weight, as Gemma's; no family that can be rotated has it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+def test_a_model_that_computes_something_else_afterwards_is_refused() -> None:
+    model = built("llama")
+    model.model.layers[1].input_layernorm = OffsetNorm(torch.linspace(-0.5, 0.5, 32))
+    with pytest.raises(ValueError, match=r"the rotated 'llama' model computes something else \(KL divergence"):
+        rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(), steps=5)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
+def test_any_pattern_in_a_row(pattern: str) -> None:
+    model = built("llama")
+    before = logits(model)
+    facts = rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(pattern=pattern), steps=30)
+    torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
+    assert facts["removed"] < 0.95 and facts["pattern"] == pattern
+
+
+def test_weights_that_stay_dense_do_not_count() -> None:
+    config = SparseForgeConfig(exclude=("*mlp*",))
+    facts = [rotate(built("llama"), [token_batch()["input_ids"]], c, steps=30) for c in (config, SparseForgeConfig())]
+    assert facts[0]["sha256"] != facts[1]["sha256"] and facts[0]["removed"] < facts[1]["removed"]
