@@ -49,7 +49,7 @@ def rotate(model: PreTrainedModel, batches: Sequence[Tensor], config: SparseForg
     found = Search(lambda name: parameters[name].detach(), stream, scored, pattern, config.seed).run(steps)
     rotate_model(model, stream, found.rotations)
     after_SV = _next_tokens(model, batches[0])
-    kl = float(F.kl_div(after_SV, before_SV, log_target=True, reduction="none").sum(-1).mean())
+    kl = float(F.kl_div(after_SV, before_SV, log_target=True, reduction="none").sum(-1).mean().abs())
     if not kl <= _KL[model.dtype]:
         raise ValueError(
             f"rotate: the rotated {model.config.model_type!r} model computes something else (KL divergence {kl:.2e} "
