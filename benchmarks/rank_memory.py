@@ -58,9 +58,15 @@ class RankMemory(threading.Thread):
     def _ranks(self) -> list[int]:
         try:
             below = self._launcher.children(recursive=True)
-            return [process.pid for process in below if any("--local_rank=" in word for word in process.cmdline())]
+            ranks = {process.pid: process.ppid() for process in below if _is_rank(process)}
+            # A rank that starts a program is forked first, and shares its memory with what looks like another rank
+            return [pid for pid, parent in ranks.items() if parent not in ranks]
         except psutil.Error:
             return []
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    return any("--local_rank=" in word for word in process.cmdline())
 
 
 def _status(pid: int) -> dict[str, int]:

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from benchmarks import rehearsal, rehearsal_model
+from benchmarks.rank_memory import RankMemory
 from tests.distributed import PATIENCE, ROOT
 
 
@@ -110,3 +112,16 @@ def test_weights_have_published_names_and_depend_on_the_seed_alone(tmp_path: Pat
     assert name.format(0) in files[0] and name.format(0) not in files[1] and name.format(1) in files[1]
     query = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(files[0][query], files[1][query]) and not torch.equal(files[0][query], files[2][query])
+
+
+def test_a_program_that_a_rank_is_about_to_start_is_no_rank() -> None:
+    """Between its fork and its own program it has the arguments and the memory of the rank."""
+    rank = "import os, time; child = os.fork(); child and print(os.getpid(), flush=True); time.sleep(600)"
+    launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}, '--local_rank=0'])"
+    with subprocess.Popen([sys.executable, "-c", launch], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        seen = RankMemory(launcher.pid)._ranks()
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            process.kill()
+    assert seen == [pid]
