@@ -70,7 +70,7 @@ class SparseForge:
         self._mean = CurvatureMean(on, self._probe)
         self._ranking = Ranking(self._mean)
         self._method = method_of(config)(on, self._ranking)
-        self._hooks = StepHooks(on.state, self._method, self._probe)
+        self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious)
         hook_gradients(on.state, on.shards)
         self.ready = not (self._method.starts or self.config.shifts)
         """Whether the first step may be made; if not, `start` comes before it."""

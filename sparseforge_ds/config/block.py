@@ -57,6 +57,9 @@ class SparseForgeConfig:
     `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
     seed: int = 0
     """Seed of probes and of sampled labels."""
+    cautious: bool = False
+    """Whether a trained weight, pruned or not, stays where its step goes against the gradient of its own batch
+    ([C-AdamW](https://arxiv.org/abs/2411.16085), not rescaled). A step needs a copy of what a rank trains."""
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     permute: PermuteConfig | None = None
     low_rank: LowRankConfig | None = None

@@ -91,6 +91,7 @@ def _memory(
         device["teacher's persistent weights"] = _persistent(teacher, settings) if settings.divided_teacher else 0
     if settings.optimizer_on_host:
         host["fp32 gradients"] = 4 * local(model, settings, 1)
+        host["weights before the step"] = _before_step(model, settings, frozen)
         if not zero3:
             device["gradient staging"] = model.largest * low
             host["weights to copy"] = local(model, settings, 1) * low
@@ -184,23 +185,36 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
     # What one call of the inner optimizer steps, and whose fp32 gradients it needs.
     group = max(masked, local(model, settings, 1) - masked)
     if settings.stage == 3:
-        group, masked = min(group, settings.sub_group), min(masked, settings.sub_group)
+        group = min(group, settings.sub_group)
     elif settings.stage == 0:
         group = model.total if settings.low == 2 else model.largest
     # With bf16 states DeepSpeed hands over gradients in bf16, which are cast for the dense weights.
     of_gradient = 0 if settings.stage == 0 and settings.low == 4 else 6 if settings.bf16_states else 4
-    forge = settings.forge
-    follows = forge.soft is not None and not forge.soft.straight_through
-    # A master in bf16 has no room for the fp32 weights that a step began from.
-    before = settings.of_master == 2 and follows and not frozen
     return {
         "gradients": 0 if settings.stage == 3 else kept_gradients(model, settings),
         "fp32 gradients": of_gradient * group,
-        "weights before the step": 4 * masked if before else 0,
+        "weights before the step": _before_step(model, settings, frozen),
         # A root of the second moment, and its quotient, in torch's plain loop.
         "optimizer's temporaries": 0 if settings.fused_optimizer else 8 * group,
         "mask's temporaries": scratch,
     }
+
+
+def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
+    """Bytes of what one call of the inner optimizer starts from, where somebody has to know it afterwards."""
+    forge, moving = settings.forge, not frozen
+    masked = local(model, settings, 1, only_masked=True)
+    others = local(model, settings, 1) - masked
+    if settings.stage == 3:
+        masked, others = min(masked, settings.sub_group), min(others, settings.sub_group)
+    # While masks move, a master in fp32 has room for the weights that the step began from. One in bf16 has none.
+    if settings.of_master == 2:
+        kept = forge.cautious or (moving and forge.soft is not None and not forge.soft.straight_through)
+    else:
+        kept = forge.cautious and not moving
+    of_masked = 4 * masked if kept else 0
+    of_others = (settings.of_master or 4) * others if forge.cautious else 0
+    return of_masked + of_others if settings.stage == 0 else max(of_masked, of_others)
 
 
 def _update(model: Architecture, settings: Settings, of_pass: Kinds, scratch: int) -> Kinds:

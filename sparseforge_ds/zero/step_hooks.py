@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparseforge_ds.zero.cautious import hold_back
 from sparseforge_ds.zero.probe import Probe
 from sparseforge_ds.zero.state import ShardState
 
@@ -45,17 +46,19 @@ class StepMethod(Protocol):
 class StepHooks:
     """Attached to the engine's inner optimizer for as long as the engine lives."""
 
-    def __init__(self, state: ShardState, method: StepMethod, probe: Probe) -> None:
+    def __init__(self, state: ShardState, method: StepMethod, probe: Probe, cautious: bool) -> None:
         """Attach.
 
         Args:
             state: of the prunable weights.
             method: whose masks are published.
             probe: which takes the gradients of a step of its own, in which nothing else happens.
+            cautious: whether every trained weight stays where its step goes against its gradient.
         """
         self.state = state
         self.method = method
         self.probe = probe
+        self.cautious = cautious
         self.steps_begun = 0
         """Optimizer steps applied since the owner last looked; more than one is a missed `forge.step`."""
         self._layout = state.layout
@@ -92,6 +95,8 @@ class StepHooks:
             elif not self.method.trains_the_rest and flat.grad is not None:
                 self._gradients.append((flat, flat.grad))
                 flat.grad = None
+            if self.cautious and self.probe.harvest is None and flat.grad is not None and index not in self._before:
+                self._before[index] = flat.detach().clone()
 
     def _train_dense(self, index: int, flat: Tensor) -> None:
         """Let the optimizer find W in the place of the master, where W is kept beside it."""
@@ -101,7 +106,7 @@ class StepHooks:
         gradient, flat.grad = flat.grad, None
         master, dense = flat.data, dense.view(flat.shape)
         self._masters[index] = master
-        if self.method.remembers:
+        if self.method.remembers or self.cautious:
             # The master is written anew after the step; until then it can hold what the step began from.
             self._before[index] = master.copy_(dense) if master.dtype == dense.dtype else dense.clone()
         flat.data = dense
@@ -111,7 +116,12 @@ class StepHooks:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         prunable = set(self.state.flats)
         for index, flat, group in self._active():
-            if self.probe.harvest is not None or index not in prunable:
+            if self.probe.harvest is not None:
+                continue
+            before = self._before.pop(index, None)
+            if self.cautious and before is not None and flat.grad is not None:
+                hold_back(flat.data, before, flat.grad)
+            if index not in prunable:
                 continue
             self.state.join(index)
             self.method.after_step(index, group)
@@ -121,7 +131,8 @@ class StepHooks:
                 gradient, flat.grad = flat.grad, None
                 dense, flat.data = flat.data, master
                 flat.grad = None if gradient is None else gradient.to(flat.dtype)
-                self.method.publish(index, dense, self._before.pop(index, None), flat.data, self.method.next_step)
+                before = before if self.method.remembers else None
+                self.method.publish(index, dense, before, flat.data, self.method.next_step)
             if index == self.state.flats[0]:
                 self.steps_begun += 1
         for flat, gradient in self._gradients:

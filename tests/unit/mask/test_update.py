@@ -22,6 +22,7 @@ from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_stats, standardized_score
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
+from sparseforge_ds.zero.cautious import hold_back
 from tests.reference import updated_mask
 
 DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0)
@@ -209,6 +210,7 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
         "tally": lambda: tally(mask, dense > 0, dense > 0, bits),
         "soft_step": lambda: soft_step(dense, dense.clone(), mask, bits, 0.7, 0.6, torch.empty_like(dense)),
         "soft_publish": lambda: soft_publish(dense, mask, bits, 0.6, torch.empty_like(dense)),
+        "hold_back": lambda: hold_back(dense.clone(), dense, torch.randn_like(dense)),
         "keep_in_place": lambda: masked_gradient(dense.clone(), bits),
         "token_squares": lambda: token_squares(given),
         "sum_squares": lambda: sum_squares(given, torch.rand(12)),
