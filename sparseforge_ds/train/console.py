@@ -37,5 +37,6 @@ class _Console(logging.Handler):
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {f'on rank {rank}: ' if rank else ''}{text}"
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        tqdm.write(text, file=stream)  # above a bar, if there is one
+        # Above a bar, if there is one; with its newline in one write, for the launcher and other ranks share the pipe.
+        tqdm.write(f"{text}\n", file=stream, end="")
         stream.flush()

@@ -140,14 +140,13 @@ def stopped(
         code = process.wait(timeout=PATIENCE)
         gone, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
         assert not alive, "no rank trains on"
-        (line,) = [line for line in rest.splitlines() if line.startswith("stopped by ")]
-        assert line.endswith("; continue with --resume")
+        (said,) = re.findall(r"stopped by (\w+) at step (\d+); continue with --resume\n", rest)
         # deepspeed and torchrun have a traceback of their own for Ctrl-C, the ranks have none.
         assert not re.search('File ".*(launch/train.py|sparseforge_ds).*", line', rest), rest
         assert send is ctrl_c and command != ALONE or "Traceback" not in rest, rest
         removed = [line for line in lines if "left by a process that was killed" in line]
         assert len(removed) == len(environment), lines  # by one rank, where a lock was left
-        return code, int(line.split("at step ")[1].split(";")[0]), line.split()[2]
+        return code, int(said[1]), said[0]
 
 
 def left_lock(extensions: Path) -> Path:
