@@ -24,10 +24,10 @@ from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.train.teacher import Teacher
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES
-from tests.zero.case import Case, build, gathered, published, states
+from tests.zero.case import Case, build, gathered, published, short, states
 
-ROWS, LENGTH, STEPS = 8, 12, 8
-"""Sequences of a batch over all ranks, their tokens, and optimizer steps."""
+ROWS, LENGTH = 8, 12
+"""Sequences of a batch over all ranks, and their tokens."""
 ZERO3 = Case(stage=3, zero={"stage3_param_persistence_threshold": 0})
 ALONE = Case(stage=0)
 
@@ -132,7 +132,7 @@ def _apart(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _train(case: Case, family: Family) -> dict[str, Any]:
-    """Eight steps, with updates after 2, 4 and 6 and a frozen mask from 7 on."""
+    """The whole life of a mask: updates after 2, 4 and 6 of eight steps and a frozen one from 7 on, or `short`."""
     model = family.model()
     deepspeed.utils.set_z3_leaf_modules_by_name(model, leaf_modules(model))
     calls = _record(model)
@@ -156,7 +156,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         return distillation_loss(logits, teacher(batch["input_ids"]), batch["labels"], distillation).total
 
     losses, updates, first_curvature = [], 0, {}
-    for step in range(STEPS):
+    for step in range(case.steps):
         loss = loss_of(step)
         engine.backward(loss)
         engine.step()
@@ -221,8 +221,8 @@ def results() -> dict[str, tuple[dict[str, Any], ...]]:
     """Every family with the default importance: on both of two ranks, and on one alone."""
     # With seed 0, two scores of one of Mixtral's groups agree in five digits, and rounding decides between them.
     families = [Family(name, seed=int(name == "mixtral")) for name in BUILDERS]
-    both = run_distributed(_train_all, 2, ZERO3, families)
-    alone = run_distributed(_train_all, 1, ALONE, families)
+    both = run_distributed(_train_all, 2, short(ZERO3), families)
+    alone = run_distributed(_train_all, 1, short(ALONE), families)
     return dict(zip(BUILDERS, zip(*both, *alone, strict=True), strict=True))
 
 
