@@ -579,6 +579,5 @@ def _signs_of_outputs(key: int, first: int, tokens: int, outputs: int) -> Tensor
 
 
 def branch_start(removed_OI: Tensor, k: int) -> Tensor:
-    """(out, in) what a mask removes -> (out, in / k) B that stands in for it: its mean over each run of k inputs."""
-    outputs, inputs = removed_OI.shape
-    return removed_OI.reshape(outputs, inputs // k, k).mean(-1)
+    """(out, in) what a mask removes -> (out, ceil(in / k)) B that stands in for it: its mean over a run of k inputs."""
+    return torch.stack([run.mean(1) for run in removed_OI.split(k, dim=1)], dim=1)

@@ -58,10 +58,11 @@ class CurvatureConfig:
 
 @dataclass(frozen=True)
 class LowRankConfig:
-    """SLoRB (design eq. 13): y = x (w^T + P^T B^T), P a fixed sum over runs of `k` inputs, B learned, rank in/k."""
+    """SLoRB (design eq. 13): y = x (w^T + P^T B^T), P a fixed sum over runs of `k` inputs, B learned, rank
+    in/k, rounded up."""
 
     k: int = 16
-    """Inputs that share one column of B; must divide the input axis of every prunable weight."""
+    """Inputs that share one column of B; where it does not divide the inputs of a layer, the last ones are fewer."""
     shift: bool | None = None
     """True: before the first step one number is moved from every run of k weights into its B, the one that leaves the
     pattern the least to remove, and the mask acts on the rest; the network computes the same as before, with the branch

@@ -1,12 +1,14 @@
 """The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter.
 
-Ours is y = x (w^T + P^T B^T) with P (in/k, in) a fixed sum over runs of k inputs; LoRA's is y = x w^T + s x A^T B^T. So
-lora_A is P, lora_B is B, and lora_alpha equals the rank in/k of each layer, which makes the scale s 1. The files lie
-beside the weights, where `from_pretrained` of transformers finds the adapter by itself if peft is installed.
+Ours is y = x (w^T + P^T B^T) with P (ceil(in/k), in) a fixed sum over runs of k inputs; LoRA's is
+y = x w^T + s x A^T B^T. So lora_A is P, lora_B is B, and lora_alpha equals the rank ceil(in/k) of each layer, which
+makes the scale s 1. The files lie beside the weights, where `from_pretrained` of transformers finds the adapter by
+itself if peft is installed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -33,9 +35,10 @@ def require_adapter(folder: Path) -> None:
         )
 
 
-def block_sum(inputs: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """P (rank, inputs): row j has ones where the j-th of `rank` equal runs of inputs lies."""
-    return torch.eye(rank, dtype=dtype).repeat_interleave(inputs // rank, dim=1)
+def block_sum(inputs: int, k: int, dtype: torch.dtype) -> Tensor:
+    """P (ceil(inputs / k), inputs): row j has ones where the j-th run of k inputs lies, the last of which may be
+    shorter."""
+    return torch.eye(math.ceil(inputs / k), dtype=dtype).repeat_interleave(k, dim=1)[:, :inputs].contiguous()
 
 
 def write_adapter(source: Source, folder: Path) -> None:
@@ -68,7 +71,7 @@ def write_adapter(source: Source, folder: Path) -> None:
 
     def make(name: str) -> dict[str, Tensor]:
         return {
-            f"base_model.model.{name}.lora_A.weight": block_sum(inputs[name], ranks[name], source.dtype),
+            f"base_model.model.{name}.lora_A.weight": block_sum(inputs[name], source.k, source.dtype),
             f"base_model.model.{name}.lora_B.weight": source.read_branch(name),
         }
 

@@ -7,6 +7,7 @@ every matrix of a numbered layer.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,8 @@ class FolderSource(Source):
         """The shape of the B of a layer whose weight is sparse."""
         weight = self.prunable.get(f"{name.rpartition('.')[0]}.weight")
         inputs = None if weight is None else weight.shape[weight.input_axis]
-        if inputs is None or len(shape) != 2 or not shape[1] or inputs % shape[1] or not name.endswith(LOW_RANK):
+        fits = inputs is not None and len(shape) == 2 and shape[1] == math.ceil(inputs / self.k)
+        if not fits or not name.endswith(LOW_RANK):
             raise ValueError(f"{self.folder}: {name} is the branch of no weight of sparsity.json; export again")
         return shape[0], shape[1]
 

@@ -74,8 +74,7 @@ def write_model(
         source.permutation.save(folder)
     quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
     if branches:
-        inputs = {name: _inputs(source, name) for name in source.branches}
-        quantization["low_rank"] = {name: inputs[name] // shape[1] for name, shape in source.branches.items()}
+        quantization["low_rank"] = dict.fromkeys(source.branches, source.k)
     copy_model_files(source, folder, quantization if packed else None)
     record = {
         **source.record,
@@ -115,11 +114,6 @@ def copy_other_files(model_folder: Path, folder: Path) -> None:
         wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
         if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
             shutil.copyfile(file, folder / file.name)
-
-
-def _inputs(source: Source, name: str) -> int:
-    weight = source.prunable[f"{name}.weight"]
-    return weight.shape[weight.input_axis]
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:

@@ -62,9 +62,8 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
 
     def hook(b_OK: Tensor) -> Any:
         def add(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-            x = args[0]
-            runs = x.reshape(*x.shape[:-1], b_OK.shape[1], -1).sum(-1)
-            return output + nn.functional.linear(runs, b_OK)
+            runs = [run.sum(-1) for run in args[0].split(source.k, dim=-1)]
+            return output + nn.functional.linear(torch.stack(runs, dim=-1), b_OK)
 
         return add
 

@@ -55,7 +55,7 @@ class Source(abc.ABC):
     model_config: dict[str, Any]
     """config.json, as the model was given it."""
     branches: dict[str, tuple[int, int]]
-    """SLoRB: name of the module -> shape of its B, (out, in/k). Empty without."""
+    """SLoRB: name of the module -> shape of its B, (out, ceil(in/k)). Empty without."""
     permutation: Permutation | None = None
     """The order of its channels, where it is not the one that the dense model was trained in."""
     folder: Path
@@ -64,8 +64,23 @@ class Source(abc.ABC):
     @property
     def shifted(self) -> bool:
         """Whether the weights gave a part of themselves to their branches, without which they are useless."""
+        config = self._config
+        return config is not None and config.shifts
+
+    @property
+    def k(self) -> int:
+        """Inputs that share a number of a branch. Raises ValueError where nothing says how many."""
+        low_rank = None if (config := self._config) is None else config.low_rank
+        if low_rank is None:
+            raise ValueError(
+                f"{self.folder}: has low-rank branches, and its config does not say of what k; export again"
+            )
+        return low_rank.k
+
+    @property
+    def _config(self) -> SparseForgeConfig | None:
         config = self.record.get("config")
-        return isinstance(config, dict) and SparseForgeConfig.from_dict(config).shifts
+        return SparseForgeConfig.from_dict(config) if isinstance(config, dict) else None
 
     @property
     def permutation_sha256(self) -> str | None:
@@ -99,7 +114,7 @@ class Source(abc.ABC):
         return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)
 
     def read_branch(self, name: str) -> Tensor:
-        """B of a module of `branches`, (out, in/k), in `dtype`."""
+        """B of a module of `branches`, (out, ceil(in/k)), in `dtype`."""
         raise KeyError(name)
 
     def check_bytes(self, workers: int | None = None) -> None:  # noqa: B027

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,17 +54,21 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
     _forget_moments(layout, [weights[name] for name in added])
     for name, branch in added.items():
         weight, shard = weights[name], layout.shards[name]
-        inputs = weight.shape[weight.input_axis]
-        outputs, segments = weight.numel // inputs, inputs // branch.k
-        # Flat, a segment is k neighbours; or, with the inputs first, the same place in each of k rows of outputs.
+        inputs, k = weight.shape[weight.input_axis], branch.k
+        outputs, segments = weight.numel // inputs, math.ceil(inputs / k)
+        unit, each = _unit(inputs, k)
+        # Flat, a unit is neighbours; or, with the inputs first, the same place in each of as many rows of outputs.
         input_last = weight.input_axis == -1
         apart = 1 if input_last else outputs
-        span = branch.k * apart
-        widened = F.pad(removed(shard), (shard.start % span, -shard.stop % span))
-        mean_RA = widened.view(-1, branch.k, apart).sum(dim=1).div_(branch.k).to(layout.device)
+        span = unit * apart
+        widened = F.pad(removed(shard), (shard.start % span, -shard.stop % span)).view(-1, unit, apart)
+        sum_RSA = F.pad(widened, (0, 0, 0, each * k - unit)).view(-1, each, k, apart).sum(dim=2)
+        lengths = torch.full((each, 1), k, device=sum_RSA.device)
+        lengths[-1] -= each * k - unit
+        mean_RA = sum_RSA.div_(lengths).view(-1, apart).to(layout.device)
         b = torch.zeros(outputs * segments, device=layout.device)
         of_segments = b.view(-1, 1) if input_last else b.view(outputs, segments).t()
-        of_segments[shard.start // span :][: len(mean_RA)] = mean_RA
+        of_segments[shard.start // span * each :][: len(mean_RA)] = mean_RA
         layout.sum_shards(b)
         own, master = _master_of(layout, weight)
         master.copy_(b[own.start : own.stop])
@@ -75,49 +80,69 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
     """W <- W - b and B <- B + b with the best b of every segment of k inputs, and the branches on. Collective.
 
     Segments lie along the inputs as groups do, so that shards are completed to segments as to groups: only what a
-    boundary cuts travels, and B, as in `switch_on_branches`. The masters of W are not written here: publish them, and
-    push, afterwards. W gives up what the forward will see B add, in its precision, also when B was not 0 before. The
-    pattern is n:m, and m divides k.
+    boundary cuts travels, and B, as in `switch_on_branches`. Where k does not divide the inputs, shards are completed
+    to all inputs of an output; of a `Conv1D`, whose inputs come first, that is the whole weight. The masters of W are
+    not written here: publish them, and push, afterwards. W gives up what the forward will see B add, in its precision,
+    also when B was not 0 before. The pattern is n:m, and m divides k.
     """
     added, layout = branches(model), on.layout
     assert isinstance(on.pattern, NM)
     shards = {name: on.shards[name] for name in added}
-    segment_of = {name: NM(1, branch.k) for name, branch in added.items()}
-    spans = {name: segment_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
+    inputs_of = {name: weight.shape[weight.input_axis] for name, weight in on.weights.items() if name in added}
+    unit_of = {name: NM(1, _unit(inputs_of[name], branch.k)[0]) for name, branch in added.items()}
+    spans = {name: unit_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
     _forget_moments(layout, [on.weights[name] for name in added])
     edges = HaloExchange(layout, shards, spans)
     halo = edges.exchange(on.reader(on.dense))
     for name, branch in added.items():
-        weight, k = on.weights[name], branch.k
-        inputs = weight.shape[weight.input_axis]
-        outputs = weight.numel // inputs
+        weight, k, inputs = on.weights[name], branch.k, inputs_of[name]
+        outputs, segments = weight.numel // inputs, math.ceil(inputs / k)
+        unit, each = _unit(inputs, k)
         input_last = weight.input_axis == -1
         own, master = _master_of(layout, weight)
-        b, before = torch.zeros(2, outputs * (inputs // k), device=layout.device)
+        b, before = torch.zeros(2, outputs * segments, device=layout.device)
+        in_unit_S = torch.arange(each, device=layout.device)
         before[own.start : own.stop] = master
         places = []
         for chunk in edges.chunks[name]:
             dense = edges.widen(chunk, on.dense(chunk), halo)
-            segment_RK = segment_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
+            unit_RU = unit_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
             first = chunk.start - chunk.start % spans[name]  # flat element that the first span of the chunk begins with
-            number = torch.arange(first // k, first // k + len(segment_RK), device=layout.device)
-            # In the order of `to_groups`: along the inputs of an output, or all outputs of k inputs after another.
-            place = number if input_last else number % outputs * (inputs // k) + number // outputs
-            begins = number * k if input_last else number // outputs * (k * outputs) + number % outputs
-            mine = (begins >= chunk.start) & (begins < chunk.stop)  # a segment that is cut counts where it begins
-            b[place] = torch.where(mine, best_shift(segment_RK, on.pattern.kept, on.pattern.members), b[place])
-            places.append(place)
+            number_R1 = torch.arange(first // unit, first // unit + len(unit_RU), device=layout.device)[:, None]
+            # In the order of `to_groups`: along the inputs of an output, or all outputs of a unit after another.
+            if input_last:
+                place_RS, begins_RS = number_R1 * each + in_unit_S, number_R1 * unit + in_unit_S * k
+            else:
+                row_R1, output_R1 = number_R1 // outputs, number_R1 % outputs
+                place_RS = output_R1 * segments + row_R1 * each + in_unit_S
+                begins_RS = (row_R1 * unit + in_unit_S * k) * outputs + output_R1
+            mine = (begins_RS >= chunk.start) & (begins_RS < chunk.stop)  # a segment that is cut counts where it begins
+            b[place_RS] = torch.where(mine, _best_shifts(unit_RU, k, on.pattern), b[place_RS])
+            places.append(place_RS)
         layout.sum_shards(b)
         layout.sum_shards(before)
         b += before
         master.copy_(b[own.start : own.stop])
         seen = branch.low_rank_b.dtype
         b = b.to(master.dtype).to(seen).float() - before.to(seen).float()
-        for chunk, place in zip(edges.chunks[name], places, strict=True):
+        for chunk, place_RS in zip(edges.chunks[name], places, strict=True):
             dense = on.dense(chunk)
-            b_RK = b[place].to(dense.device)[:, None].expand(-1, k)
-            dense -= edges.own(chunk, segment_of[name].from_groups(b_RK, weight.shape, weight.input_axis))
+            b_RU = b[place_RS].to(dense.device).repeat_interleave(k, dim=1)[:, :unit]
+            dense -= edges.own(chunk, unit_of[name].from_groups(b_RU, weight.shape, weight.input_axis))
         branch.enabled = True
+
+
+def _unit(inputs: int, k: int) -> tuple[int, int]:
+    """The fewest inputs that whole segments make up, for all outputs alike, and how many segments these are."""
+    return (inputs, math.ceil(inputs / k)) if inputs % k else (k, 1)
+
+
+def _best_shifts(unit_RU: Tensor, k: int, pattern: NM) -> Tensor:
+    """(R, S) of the segments of units of inputs, the last of which may be shorter than k."""
+    whole = unit_RU.shape[1] - unit_RU.shape[1] % k
+    parts = unit_RU[:, :whole].reshape(-1, k), unit_RU[:, whole:]
+    found = [best_shift(part, pattern.kept, pattern.members) for part in parts if part.numel()]
+    return torch.cat([shift.view(len(unit_RU), -1) for shift in found], dim=1)
 
 
 def _master_of(layout: Layout, weight: PrunableWeight) -> tuple[Shard, Tensor]:

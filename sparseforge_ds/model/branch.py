@@ -2,12 +2,14 @@
 
     y = x (w^T + P^T B^T)
 
-P is a fixed sum over runs of `k` neighbouring inputs: no parameters and no matmul, a reshape and a sum. B, of shape
-(out, in / k), is learned. The layers are those of the model with another class: parameter names, ZeRO-3 partitions and
-masks do not notice.
+P is a fixed sum over runs of `k` neighbouring inputs, the last of which is shorter where `k` does not divide them: no
+parameters and no matmul, a reshape and a sum. B, of shape (out, ceil(in / k)), is learned. The layers are those of the
+model with another class: parameter names, ZeRO-3 partitions and masks do not notice.
 """
 
 from __future__ import annotations
+
+import math
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ class Branch(nn.Module):
     """What a layer with a switchable branch has beside its weight, which keeps its orientation."""
 
     low_rank_b: nn.Parameter
-    """(out, in / k)."""
+    """(out, ceil(in / k))."""
     k: int
     enabled: bool
 
@@ -27,8 +29,7 @@ class Branch(nn.Module):
         output: Tensor = super().forward(input)
         if not self.enabled:
             return output
-        sums = input.reshape(*input.shape[:-1], input.shape[-1] // self.k, self.k).sum(-1)
-        return output + F.linear(sums, self.low_rank_b)
+        return output + F.linear(segment_sums(input, self.k), self.low_rank_b)
 
     def extra_repr(self) -> str:
         """Sizes for print(model)."""
@@ -43,12 +44,19 @@ class LowRankConv1D(Branch, Conv1D):  # type: ignore[misc]  # transformers is un
     """GPT-2's `Conv1D` with a branch."""
 
 
+def segment_sums(input: Tensor, k: int) -> Tensor:
+    """P x: (..., in) -> (..., ceil(in / k)), sums of k neighbours."""
+    if rest := -input.shape[-1] % k:
+        input = F.pad(input, (0, rest))
+    return input.reshape(*input.shape[:-1], input.shape[-1] // k, k).sum(-1)
+
+
 def add_branch(layer: nn.Linear | Conv1D, k: int, b_OK: nn.Parameter | None = None) -> Branch:
-    """Give a layer a branch that is off, in place; `k` must divide its inputs. A layer that is neither `nn.Linear`
-    nor `Conv1D` keeps its own forward too. B is given of a layer that this one takes the place of; else it is 0."""
+    """Give a layer a branch that is off, in place. A layer that is neither `nn.Linear` nor `Conv1D` keeps its own
+    forward too. B is given of a layer that this one takes the place of; else it is 0."""
     outputs, inputs = (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
     if b_OK is None:
-        b_OK = nn.Parameter(layer.weight.new_zeros(outputs, inputs // k))
+        b_OK = nn.Parameter(layer.weight.new_zeros(outputs, math.ceil(inputs / k)))
     kind = type(layer)
     own = {nn.Linear: LowRankLinear, Conv1D: LowRankConv1D}.get(kind)
     layer.__class__ = own or type(f"LowRank{kind.__name__}", (Branch, kind), {})

@@ -35,7 +35,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         The same object.
 
     Raises:
-        ValueError: `k` does not divide an input axis; fused experts; a model that was prepared before; whatever
+        ValueError: fused experts; a model that was prepared before; whatever
             `prunable_weights` raises.
     """
     set_z3_leaf_modules_by_name(model, leaf_modules(model))
@@ -47,21 +47,15 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     k = config.low_rank.k
     layers = plain_layers(model, config, LOW_RANK, "low-rank branch", '"low_rank": null')
     for weight in layers:
-        _check(weight, k)
+        _refuse_experts(weight)
     for layer in layers.values():
         add_branch(layer, k)
     return model
 
 
-def _check(weight: PrunableWeight, k: int) -> None:
+def _refuse_experts(weight: PrunableWeight) -> None:
     if weight.experts:
         raise ValueError(
             f"{weight.name} belongs to a routed expert, which low_rank does not cover; set "
             '"low_rank": null, or keep experts dense with "exclude": ["*.experts.*"] in the sparseforge block'
-        )
-    inputs = weight.shape[weight.input_axis]
-    if inputs % k:
-        raise ValueError(
-            f"low_rank.k = {k} does not divide the {inputs} inputs of {weight.name}; choose a divisor of {inputs}, or "
-            f'keep it dense with "exclude": ["{weight.name}"] in the sparseforge block'
         )

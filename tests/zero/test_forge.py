@@ -342,16 +342,16 @@ def switch_on(case: Case) -> list[str]:
 
 
 LOW_RANK: dict[str, Case] = {
-    f"stage {stage} {dtype} {model} {start}": Case(
-        stage=stage, dtype=dtype, model=model, config={"low_rank": {"k": 4, "shift": False, "start": start}}, steps=9
+    f"stage {stage} {dtype} {model} k={k} {start}": Case(
+        stage=stage, dtype=dtype, model=model, config={"low_rank": {"k": k, "shift": False, "start": start}}, steps=9
     )
-    for stage, dtype, model, start in (
-        (0, "fp32", "llama", None),
-        (0, "bf16", "gpt2", 0.5),
-        (1, "bf16", "llama", 0.4),
-        (2, "fp32", "gpt2", 0.5),
-        (3, "fp32", "llama", 0.6),
-        (3, "bf16", "gpt2", 0.8),
+    for stage, dtype, model, k, start in (
+        (0, "fp32", "llama", 4, None),
+        (0, "bf16", "gpt2", 4, 0.5),
+        (1, "bf16", "llama", 4, 0.4),
+        (2, "fp32", "gpt2", 12, 0.5),  # of 20 and 80 inputs
+        (3, "fp32", "llama_24", 7, 0.6),  # of 24 and 40
+        (3, "bf16", "gpt2", 4, 0.8),
     )
 }
 

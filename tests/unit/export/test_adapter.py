@@ -10,20 +10,22 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.adapter import block_sum, write_adapter
 from sparseforge_ds.export.source import Source
 from tests.sparse_folders import ModelSource
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
-# Name of the module -> (outputs, inputs, rank); ranks differ where one k divides other inputs.
+K = 12
+# Name of the module -> (outputs, inputs, rank); the last run of inputs is shorter than 12.
 CASES: dict[str, dict[str, tuple[int, int, int]]] = {
     "llama": {
-        "model.layers.0.self_attn.q_proj": (32, 32, 4),
-        "model.layers.1.self_attn.q_proj": (32, 32, 4),
-        "model.layers.1.mlp.down_proj": (32, 64, 8),
+        "model.layers.0.self_attn.q_proj": (32, 32, 3),
+        "model.layers.1.self_attn.q_proj": (32, 32, 3),
+        "model.layers.1.mlp.down_proj": (32, 64, 6),
     },
-    "gpt2": {"transformer.h.0.attn.c_attn": (96, 32, 4), "transformer.h.1.mlp.c_proj": (32, 128, 16)},
+    "gpt2": {"transformer.h.0.attn.c_attn": (96, 32, 3), "transformer.h.1.mlp.c_proj": (32, 128, 11)},
 }
 
 
@@ -32,6 +34,7 @@ def branches_of(branch: dict[str, Tensor], layers: dict[str, Any], input_axis: i
     source = object.__new__(ModelSource)
     source.branches = {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()}
     source.prunable, source.dtype = {}, dtype
+    source.record = {"config": SparseForgeConfig(low_rank=LowRankConfig(k=K)).to_dict()}
     for name, (outputs, inputs, _) in layers.items():
         shape = (outputs, inputs) if input_axis == -1 else (inputs, outputs)
         source.prunable[f"{name}.weight"] = SparseWeight(f"{name}.weight", shape, input_axis)
@@ -40,7 +43,8 @@ def branches_of(branch: dict[str, Tensor], layers: dict[str, Any], input_axis: i
 
 
 def test_block_sum_by_hand() -> None:
-    assert block_sum(6, 2, torch.float32).tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
+    assert block_sum(6, 3, torch.float32).tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
+    assert block_sum(5, 3, torch.float32).tolist() == [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -53,8 +57,8 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str) -> N
     build: Any = {"llama": tiny_llama, "gpt2": tiny_gpt2}[family]
     ours, ids = build().eval(), torch.arange(16)[None]
     with torch.no_grad():
-        for name, (_, inputs, rank) in layers.items():
-            added: Tensor = branch[name] @ block_sum(inputs, rank, torch.float32)
+        for name, (_, inputs, _) in layers.items():
+            added: Tensor = branch[name] @ block_sum(inputs, K, torch.float32)
             layer = ours.get_submodule(name)
             layer.weight += added if isinstance(layer, nn.Linear) else added.T
         adapted = PeftModel.from_pretrained(build(), tmp_path).eval()
@@ -69,7 +73,7 @@ def test_files(tmp_path: Path) -> None:
     write_adapter(branches_of(zeros, layers, -1, torch.bfloat16), tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["r"] == config["lora_alpha"] == 4
-    assert config["rank_pattern"] == config["alpha_pattern"] == {"model.layers.1.mlp.down_proj": 8}
+    assert config["r"] == config["lora_alpha"] == 3
+    assert config["rank_pattern"] == config["alpha_pattern"] == {"model.layers.1.mlp.down_proj": 6}
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and len(tensors) == 2 * len(layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -120,21 +121,23 @@ def test_without_low_rank_nothing_happens() -> None:
     assert branches(model) == {}
 
 
-def _layers(bias: bool = True) -> list[Branch]:
-    return [add_branch(nn.Linear(12, 6, bias=bias), 3), add_branch(Conv1D(6, 12), 3)]
+def _layers(bias: bool = True, k: int = 3) -> list[Branch]:
+    return [add_branch(nn.Linear(12, 6, bias=bias), k), add_branch(Conv1D(6, 12), k)]
 
 
 @pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("k", [3, 5, 12, 16])
 @pytest.mark.parametrize("leading", [(5,), (2, 3), (0, 7)])
-def test_on_is_equation_13(which: int, leading: tuple[int, ...]) -> None:
-    layer = _layers()[which].double()
+def test_on_is_equation_13(which: int, k: int, leading: tuple[int, ...]) -> None:
+    """Also where the last run of inputs is shorter than k."""
+    layer = _layers(k=k)[which].double()
     with torch.no_grad():
         layer.low_rank_b.normal_()
     layer.enabled = True
     x = torch.randn(*leading, 12, dtype=torch.float64, requires_grad=True)
     y = layer(x)
     w, b = _out_in(layer.weight, layer), layer.low_rank_b
-    expected = x @ (w.T + _projection(4, 3).double().T @ b.T) + layer.bias
+    expected = x @ (w.T + _projection(math.ceil(12 / k), k)[:, :12].double().T @ b.T) + layer.bias
     torch.testing.assert_close(y, expected)
 
     parameters = [x, layer.weight, layer.bias, layer.low_rank_b]
@@ -255,11 +258,10 @@ def test_the_start_repairs_a_real_model(assets: Path) -> None:
     assert losses[1] < losses[0] - 0.5
 
 
-def test_a_k_that_does_not_divide_names_the_weight_and_changes_nothing() -> None:
-    model = tiny_llama(intermediate_size=72)
-    with pytest.raises(ValueError, match="k = 16 does not divide the 72 inputs of model.layers.0.mlp.down_proj.weight"):
-        prepare(model, SparseForgeConfig(low_rank=LowRankConfig(k=16)))
-    assert branches(model) == {}
+def test_a_k_that_does_not_divide_the_inputs_has_a_shorter_run_at_the_end() -> None:
+    model = prepare(tiny_llama(intermediate_size=72), SparseForgeConfig(low_rank=LowRankConfig(k=16)))
+    ranks = {name.split(".")[-2]: branch.low_rank_b.shape[1] for name, branch in branches(model).items()}
+    assert ranks["down_proj"] == 5 and ranks["up_proj"] == 2
 
 
 def test_preparing_twice_is_an_error() -> None:
