@@ -193,10 +193,7 @@ class AstConfig(RefreshedMaskConfig):
     name: Literal["ast"] = "ast"
     decay: float = 6e-5
     ramp: Window = (0.0, 0.25)
-    starts_from: ClassVar[dict[str, Any]] = {
-        **_CHOSEN,
-        "distillation": {"task_weight": 1 / 3, "weight": 2 / 3, "temperature": 2.0},
-    }
+    starts_from: ClassVar[dict[str, Any]] = _CHOSEN
 
 
 @dataclass(frozen=True)
@@ -211,7 +208,7 @@ class CastConfig(RefreshedMaskConfig):
     frozen: float = 0.1
     scaling: bool = True
     """Train one factor per output of every pruned layer; it is folded into the weights when the mask freezes."""
-    starts_from: ClassVar[dict[str, Any]] = AstConfig.starts_from
+    starts_from: ClassVar[dict[str, Any]] = _CHOSEN
     unused: ClassVar[tuple[str, ...]] = ("low_rank",)
 
 

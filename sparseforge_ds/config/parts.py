@@ -107,13 +107,15 @@ class HiddenConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Forward KL from the frozen dense teacher (design eq. 12)."""
+    """Forward KL from the frozen dense teacher (design eq. 12). The defaults are the loss of AST (arXiv 2407.20584) and
+    CAST (arXiv 2509.25996)."""
 
-    weight: float = 1.0
+    weight: float = 2 / 3
     """l_KL."""
-    task_weight: float = 0.25
-    """l_task, the weight of the cross-entropy."""
-    temperature: float = 1.0
+    task_weight: float = 1 / 3
+    """l_task, the weight of the cross-entropy. A model that is trained to saturation on the text wants less of it in a
+    short run, one that is not wants more (docs/results/notes.md)."""
+    temperature: float = 2.0
     """Both logits are divided by it and the KL is multiplied by its square."""
     hold: Literal["zero3", "replicated"] = "zero3"
     """Where the teacher lives: partitioned over the ranks by ZeRO-3 inference, or whole on every rank."""

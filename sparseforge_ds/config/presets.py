@@ -20,7 +20,7 @@ _PAPER: dict[str, Any] = {
     },
     "curvature": {"decay": 0.98, "per_token": False, "factored": False},
     "low_rank": {"k": 16, "shift": False, "start": 0.1},
-    "distillation": {"temperature": 2.0, "task_weight": 1.0},
+    "distillation": {"temperature": 2.0, "task_weight": 1.0, "weight": 1.0},
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -111,7 +111,7 @@ def test_all_that_differs_is_named(spec, tmp_path):
     with pytest.raises(ValueError, match="started with other settings") as caught:
         check_folder(spec(resume=True))
     assert "sparseforge.curvature.factored was false, is true" in str(caught.value)
-    assert "sparseforge.distillation.task_weight was 1.0, is 0.25" in str(caught.value)
+    assert "sparseforge.distillation.task_weight was 1.0, is 0.3333333333333333" in str(caught.value)
     same = {"curvature": {"factored": False}, "distillation": {"task_weight": 1.0}}
     check_folder(spec(resume=True, block=same))
     for damaged in ([1], {**record["config"], "curvature": 3}):
