@@ -49,10 +49,11 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
     logged = scalars(run)
     # Even use of E experts gives E (sum of f P) = 1 a layer, or K of it where all chosen ones count.
     assert all(0.005 < balance < 0.05 for balance in logged["loss/balance"])
-    task = DistillationConfig().task_weight
+    weights = DistillationConfig()
     losses = zip(*(logged[f"loss/{x}"] for x in ("total", "kl", "cross_entropy", "balance")), strict=True)
     for total, kl, cross_entropy, balance in losses:
-        assert total == pytest.approx(kl + task * cross_entropy + balance, rel=1e-4)
+        distilled = weights.weight * kl + weights.task_weight * cross_entropy
+        assert total == pytest.approx(distilled + balance, rel=1e-4)
     assert logged["experts/unseen"][-1] == 0.0
     assert logged[f"experts/load_min/{LAYER}"][-1] <= 1.0 <= logged[f"experts/load_max/{LAYER}"][-1]
 
