@@ -108,7 +108,8 @@ def inference_cost(config: SparseForgeConfig) -> Cost:
     """Kept values and their places, and B of a low-rank branch, by the config's pattern and `low_rank`.
 
     Places take the fewest bits of naming the members that are kept, those that are not, or a bit for every member: for
-    2:4 what packed24 stores. Products with zeros are counted as skipped, sums of inputs as free.
+    2:4 what packed24 stores. Products with zeros are counted as skipped, sums of inputs as free, and B as where k
+    divides the inputs.
     """
     n, m = config.parsed_pattern.kept, config.parsed_pattern.members
     places = min(m, min(n, m - n) * math.ceil(math.log2(m)))

@@ -60,16 +60,16 @@ def token_ids(model: Any, count: int) -> Tensor:
 def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
     """Our low-rank branch (design eq. 13) as forward hooks, in the model's dtype."""
 
-    def hook(b_OK: Tensor) -> Any:
+    def hook(b_OK: Tensor, k: int) -> Any:
         def add(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-            runs = [run.sum(-1) for run in args[0].split(source.k, dim=-1)]
+            runs = [run.sum(-1) for run in args[0].split(k, dim=-1)]
             return output + nn.functional.linear(torch.stack(runs, dim=-1), b_OK)
 
         return add
 
     dtype = next(model.parameters()).dtype
     return [
-        model.get_submodule(name).register_forward_hook(hook(source.read_branch(name).to(dtype)))
+        model.get_submodule(name).register_forward_hook(hook(source.read_branch(name).to(dtype), source.k))
         for name in source.branches
     ]
 

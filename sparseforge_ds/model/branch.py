@@ -29,7 +29,7 @@ class Branch(nn.Module):
         output: Tensor = super().forward(input)
         if not self.enabled:
             return output
-        return output + F.linear(segment_sums(input, self.k), self.low_rank_b)
+        return output + F.linear(sums_of_runs(input, self.k), self.low_rank_b)
 
     def extra_repr(self) -> str:
         """Sizes for print(model)."""
@@ -44,7 +44,7 @@ class LowRankConv1D(Branch, Conv1D):  # type: ignore[misc]  # transformers is un
     """GPT-2's `Conv1D` with a branch."""
 
 
-def segment_sums(input: Tensor, k: int) -> Tensor:
+def sums_of_runs(input: Tensor, k: int) -> Tensor:
     """P x: (..., in) -> (..., ceil(in / k)), sums of k neighbours."""
     if rest := -input.shape[-1] % k:
         input = F.pad(input, (0, rest))

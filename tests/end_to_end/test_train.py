@@ -199,7 +199,7 @@ def test_a_fixed_mask_without_a_teacher_is_a_plain_retrain(tmp_path):
 
 
 def test_low_rank_branches_train_and_resume(tmp_path):
-    flags = flags_of(tmp_path, deepspeed_json(batch=8, importance="hutchinson", low_rank={"k": 8}))
+    flags = flags_of(tmp_path, deepspeed_json(batch=8, importance="hutchinson", low_rank={"k": 12}))
     train(*flags)
     checkpoints = tmp_path / "run" / "checkpoints"
     straight = states(checkpoints / "step_000008")

@@ -28,6 +28,7 @@ def test_published_settings() -> None:
     ast = build(method="ast", low_rank={"k": 16})
     assert ast.distillation == DistillationConfig(weight=2 / 3, task_weight=1 / 3, temperature=2.0)
     assert ast.method == AstConfig(every=10, decay=6e-5, ramp=(0.0, 0.25), frozen=0.0)
+    assert build(method="cast").distillation == ast.distillation
     assert ast.branch_step == 0, "AST's branches are there from the start"
     assert build(method="cast").method == CastConfig(every=10, decay=1e-4, ramp=(0.0, 0.5), frozen=0.1, scaling=True)
     maskllm = build(method="maskllm").method
