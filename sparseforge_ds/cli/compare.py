@@ -9,7 +9,8 @@ from typing import Any
 _EPILOG = """\
 CONFIG names a model, a training, a validation and a test text, methods (keys of the `sparseforge` block), learning
 rates, seeds and budgets. Its paths are read from its own folder, unless they are absolute or begin with a $VARIABLE.
-Every method's learning rate is chosen on the validation text; the test text decides nothing.
+Every method's learning rate is chosen on the validation text, at the smallest budget or with "choose_at_each_budget" at
+each; the test text decides nothing.
 What was interrupted goes on with the same command: a finished run is not made again, an unfinished one continues.
 Methods, seeds, budgets and learning rates may be added to a CONFIG later.
 

@@ -62,7 +62,7 @@ def settled(record: Mapping[str, Any]) -> bool:
 
 
 def write_rows(
-    out: Path, config: CompareConfig, baselines: dict[str, Any], records: Records, chosen: Mapping[str, Run]
+    out: Path, config: CompareConfig, baselines: dict[str, Any], records: Records, chosen: Mapping[tuple[str, int], Run]
 ) -> list[dict[str, Any]]:
     """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done."""
     rows: list[dict[str, Any]] = []
@@ -88,8 +88,9 @@ def write_rows(
             "learning_rate": run.learning_rate if run.trained else None,
             "decay": run.decay,
             "decides": run in deciding,
-            "chosen": run.method.name in chosen
-            and replace(chosen[run.method.name], seed=run.seed, steps=run.steps) == run,
+            "chosen": run.trained
+            and bool(chosen)
+            and replace(chosen[run.method.name, run.steps], seed=run.seed) == run,
             "at_the_edge": run.trained and at_the_edge(run.method.learning_rates, run.learning_rate),
             "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
             **{key: record.get(key) for key in _FOUND},

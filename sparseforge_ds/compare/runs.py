@@ -75,7 +75,7 @@ class Run:
 
 def selection_runs(config: CompareConfig) -> list[Run]:
     """Runs that decide a learning rate and a decay: none where there is nothing to choose from."""
-    grids = [_grid(config, method) for method in config.methods.values()]
+    grids = [_grid(config, method, steps) for steps in config.deciding_budgets for method in config.methods.values()]
     return [run for grid in grids if len(grid) > 1 for run in grid]
 
 
@@ -86,30 +86,35 @@ def one_shot_runs(config: CompareConfig) -> list[Run]:
     ]
 
 
-def result_runs(config: CompareConfig, chosen: Mapping[str, Run]) -> list[Run]:
-    """Runs that count: those chosen for every method, with all seeds and budgets."""
+def result_runs(config: CompareConfig, chosen: Mapping[tuple[str, int], Run]) -> list[Run]:
+    """Runs that count: those chosen for every method and budget, with all seeds."""
     return [
-        replace(chosen[name], seed=seed, steps=steps)
+        replace(chosen[name, steps], seed=seed)
         for steps in config.budgets
         for seed in config.seeds
         for name in config.methods
     ]
 
 
-def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[str, Run]:
-    """The run of every method whose learning rate and decay are taken: that of the lowest perplexity on the validation
-    text, by the name of a run. One that diverged has an infinite one. Raises ValueError where all of them have."""
+def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple[str, int], Run]:
+    """The run with the first seed of every method and budget whose learning rate and decay are taken: that of the
+    lowest perplexity on the validation text, by the name of a run. One that diverged has an infinite one. A budget that
+    decides nothing has those of the smallest. Raises ValueError where all of them have diverged."""
     chosen = {}
     for name, method in config.methods.items():
-        chosen[name] = min(_grid(config, method), key=lambda run: validation.get(run.name, 0.0))
-        if math.isinf(validation.get(chosen[name].name, 0.0)):
-            raise ValueError(f"methods.{name}: diverges at all learning rates; add lower ones")
+        for steps in config.deciding_budgets:
+            best = min(_grid(config, method, steps), key=lambda run: validation.get(run.name, 0.0))
+            if math.isinf(validation.get(best.name, 0.0)):
+                raise ValueError(f"methods.{name}: diverges at all learning rates with {steps} steps; add lower ones")
+            chosen[name, steps] = best
+        for steps in config.budgets:
+            chosen.setdefault((name, steps), replace(chosen[name, config.budgets[0]], steps=steps))
     return chosen
 
 
-def _grid(config: CompareConfig, method: Method) -> list[Run]:
+def _grid(config: CompareConfig, method: Method, steps: int) -> list[Run]:
     return [
-        Run(method, rate, config.seeds[0], config.budgets[0], decay=decay)
+        Run(method, rate, config.seeds[0], steps, decay=decay)
         for rate in method.learning_rates
         for decay in method.decays or (None,)
     ]

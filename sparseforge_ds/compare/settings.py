@@ -76,10 +76,12 @@ class CompareConfig:
     methods: dict[str, Method]
     """Trained methods, by name: keys of the `sparseforge` block, and `flags` and `learning_rates` of their own."""
     learning_rates: tuple[float, ...]
-    """The grid for each method, of which one is chosen at the smallest budget with the first seed."""
+    """The grid for each method, of which one is chosen with the first seed, at the smallest budget."""
     seeds: tuple[int, ...]
     budgets: tuple[int, ...]
     """Optimizer steps."""
+    choose_at_each_budget: bool = False
+    """Whether every budget has a learning rate, and decay, chosen by runs of its own length."""
     one_shot: dict[str, Method] = field(default_factory=dict)
     """Methods that prune and do not train: one run a seed, no budget, no learning rate."""
     reference: str | None = None
@@ -112,6 +114,11 @@ class CompareConfig:
     def compared_with(self) -> str:
         """Name of the reference."""
         return next(iter(self.methods)) if self.reference is None else self.reference
+
+    @property
+    def deciding_budgets(self) -> tuple[int, ...]:
+        """Budgets at which learning rates and decays are chosen."""
+        return self.budgets if self.choose_at_each_budget else self.budgets[:1]
 
     def block(self, method: Method, steps: int, decay: float | None = None) -> dict[str, Any]:
         """The `sparseforge` block of a run; a decay of its own takes the place of the method's."""

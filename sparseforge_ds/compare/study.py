@@ -61,7 +61,7 @@ class Study:
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
-        self.chosen: dict[str, Run] = {}
+        self.chosen: dict[tuple[str, int], Run] = {}
         for name in ("runs", "models"):
             (out / name).mkdir(parents=True, exist_ok=True)
 

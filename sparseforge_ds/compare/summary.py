@@ -171,7 +171,7 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     legend = [
         f"Perplexity per token, {over}. At the same budget and seed all methods read the same tokens in the same "
         "order. Learning rates, and decays where there is a grid of them, were chosen on the validation text, at "
-        f"{config.budgets[0]} steps, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
+        f"{_at(config)}, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
         "seed.",
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
         "values of 16 bits and the places of what is kept; products with zeros are skipped.",
@@ -190,13 +190,17 @@ def selection_table(rows: Sequence[Row], config: CompareConfig) -> Table | None:
     decays = tried["decay"].astype(float) if "decay" in tried else pd.Series(math.nan, tried.index)
     names = zip(tried["method"], decays, strict=True)
     tried["tuned"] = [name if math.isnan(decay) else f"{name}, decay {decay:g}" for name, decay in names]
-    cells = tried.pivot(index="tuned", columns="learning_rate", values="shown").fillna("")
+    cells = tried.pivot(index=["tuned", "steps"], columns="learning_rate", values="shown").fillna("")
     head = ["validation perplexity at learning rate", "steps", *(f"{rate:g}" for rate in cells.columns)]
-    steps = str(config.budgets[0])
     order = list(config.methods)
     rank = {tuned: order.index(method) for tuned, method in zip(tried["tuned"], tried["method"], strict=True)}
-    shown = sorted(dict.fromkeys(tried["tuned"]), key=rank.__getitem__)
-    return Table(head, [[name, steps, *cells.loc[name]] for name in shown])
+    lines = dict.fromkeys(zip(tried["tuned"], tried["steps"], strict=True))
+    shown = sorted(lines, key=lambda line: (line[1], rank[line[0]]))
+    return Table(head, [[name, str(steps), *cells.loc[(name, steps)]] for name, steps in shown])
+
+
+def _at(config: CompareConfig) -> str:
+    return "each budget" if config.choose_at_each_budget else f"{config.budgets[0]} steps"
 
 
 def _tried(row: Row) -> str:

@@ -27,12 +27,31 @@ def test_the_grid(tmp_path: Path) -> None:
     ], "ours has one learning rate, so there is nothing to choose"
     assert [run.name for run in one_shot_runs(config)] == ["pruned-seed3-steps0", "pruned-seed0-steps0"]
     chosen = choose(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
-    assert {name: run.learning_rate for name, run in chosen.items()} == {"ours": 0.5, "fixed": 0.002}
+    assert {key: run.learning_rate for key, run in chosen.items()} == {
+        **{("ours", steps): 0.5 for steps in (40, 80)},
+        **{("fixed", steps): 0.002 for steps in (40, 80)},
+    }
     counting = result_runs(config, chosen)
     assert len(counting) == 2 * 2 * 2
     again = {run.name for run in counting} & {run.name for run in selection_runs(config)}
     assert again == {"fixed-lr0.002-seed3-steps40"}
     assert len(unique([*selection_runs(config), *counting])) == 2 + 8 - 1
+
+
+def test_every_budget_has_a_rate_of_its_own_where_asked(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, choose_at_each_budget=True))
+    tried = [run.name for run in selection_runs(config)]
+    assert tried == [f"fixed-lr{rate}-seed3-steps{steps}" for steps in (40, 80) for rate in (0.001, 0.002)]
+    chosen = choose(config, dict(zip(tried, (5.0, 4.0, 3.0, 3.5), strict=True)))
+    assert [chosen["fixed", steps].learning_rate for steps in (40, 80)] == [0.002, 0.001]
+    counting = [run for run in result_runs(config, chosen) if run.method.name == "fixed"]
+    assert {(run.steps, run.seed, run.learning_rate) for run in counting} == {
+        *[(40, seed, 0.002) for seed in (3, 0)],
+        *[(80, seed, 0.001) for seed in (3, 0)],
+    }
+    found = {name: math.inf if name.endswith("80") else 4.0 for name in tried}
+    with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates with 80 steps"):
+        choose(config, found)
 
 
 def test_a_rate_at_the_edge_of_the_grid() -> None:
@@ -52,7 +71,7 @@ def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
     assert tried[1].name == "cast-lr0.001-decay0.1-seed3-steps40"
     assert tried[1].deepspeed(config)["sparseforge"]["method"] == {"name": "cast", "decay": 0.1}
     chosen = choose(config, {run.name: 4.0 if run is tried[2] else 5.0 for run in tried})
-    assert chosen["cast"] is not tried[2] and chosen["cast"] == tried[2]
+    assert chosen["cast", 40] is not tried[2] and chosen["cast", 40] == tried[2]
     counting = [run for run in result_runs(config, chosen) if run.method.name == "cast"]
     assert {run.decay for run in counting} == {0.01} and tried[2] in counting
     with pytest.raises(
@@ -64,7 +83,7 @@ def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
 def test_a_method_that_always_diverges(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     found = {run.name: math.inf for run in selection_runs(config)}
-    with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates; add lower ones"):
+    with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates with 40 steps; add lower ones"):
         choose(config, found)
 
 

@@ -83,6 +83,16 @@ def test_the_table(tmp_path: Path) -> None:
     assert "| fixed | 40 | 9 | **4** |" in markdown(summarize(ROWS, "ours"), [*ROWS, chosen], config, [])
 
 
+def test_rates_that_every_budget_chose_are_shown_with_it(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, methods=METHODS, choose_at_each_budget=True))
+    tried = {"kind": "tried", "decides": True, "chosen": False}
+    rows = [row("fixed", 3, 9.0, learning_rate=1e-3, **tried), row("fixed", 3, 4.0, decides=True)]
+    rows += [row("fixed", 3, 3.0, 80, learning_rate=1e-3, decides=True), row("fixed", 3, 3.5, 80, **tried)]
+    text = markdown(summarize([*ROWS, *rows], "ours"), [*ROWS[:-1], *rows], config, [])
+    assert "| fixed | 40 | 9 | **4** |" in text and "| fixed | 80 | **3** | 3.5 |" in text
+    assert "at each budget, seed 3;" in text
+
+
 def test_rows_with_a_branch_have_a_table_of_their_own(tmp_path: Path) -> None:
     methods = {"ours": {}, "branched": {"low_rank": {"k": 4}}, "cast": {"method": "cast", "decays": [0.1, 0.2]}}
     config = read_config(write(tmp_path, methods=methods, reference="ours"))
