@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.compare.settings import CompareConfig, Protocol
 from sparseforge_ds.compare.texts import Texts
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import measure
 from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.export.formats import export
@@ -26,8 +25,7 @@ class Evaluator:
         self.config = config
         self.texts = texts
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
-        first = next(iter(config.methods.values()))
-        self.pruned = SparseForgeConfig.from_dict(config.block(first, config.budgets[0]))
+        self.pruned = config.pruned
         self._dtype = "auto"
         self._loading = threading.Lock()  # transformers sets what is global while it loads
 

@@ -23,7 +23,7 @@ from sparseforge_ds.compare.summary import (
 )
 
 
-def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], notes: list[str], pattern: str) -> str:
+def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], notes: list[str]) -> str:
     """Write `table.md`, the figures and `index.html`, and return the first."""
     lines = summarize(rows, config.compared_with)
     table = markdown(lines, rows, config, notes)
@@ -33,7 +33,8 @@ def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], no
     tried = selection_table(rows, config)
     tables = [*results_tables(lines, config), *([] if tried is None else [tried])]
     words = [*legend_lines(lines, config), *notes]
-    title = f"Comparison on {Path(config.model).name}, {pattern}"
+    patterns = sorted({row["sparsity"]["pattern"] for row in rows if row.get("sparsity")})
+    title = f"Comparison on {Path(config.model).name}, {' and '.join(patterns)}"
     commands = [row["command"] for row in rows if row["command"]]
     text = (out / "config.json").read_text()
     write_text(out / "index.html", page(title, tables, words, figures, text, commands))

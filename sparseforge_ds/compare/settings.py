@@ -116,6 +116,18 @@ class CompareConfig:
         return next(iter(self.methods)) if self.reference is None else self.reference
 
     @property
+    def pruned(self) -> SparseForgeConfig:
+        """The block of the reference, whose pattern and layers the magnitude baseline has."""
+        return SparseForgeConfig.from_dict(self.block(self.methods[self.compared_with], self.budgets[0]))
+
+    @property
+    def patterns(self) -> set[str]:
+        """Of all methods."""
+        blocks = [self.block(method, self.budgets[0]) for method in self.methods.values()]
+        blocks += [self.block(method, 0) for method in self.one_shot.values()]
+        return {SparseForgeConfig.from_dict(block).pattern for block in blocks}
+
+    @property
     def deciding_budgets(self) -> tuple[int, ...]:
         """Budgets at which learning rates and decays are chosen."""
         return self.budgets if self.choose_at_each_budget else self.budgets[:1]
@@ -222,7 +234,6 @@ def _check(config: CompareConfig) -> None:
         raise ValueError(f"reference = {config.reference!r}: use one of the methods, {', '.join(config.methods)}")
     if config.batch % config.ranks:
         raise ValueError(f"batch = {config.batch} cannot be divided over ranks = {config.ranks}; use a multiple")
-    patterns = set()
     for where, method, steps in (
         *(("methods", method, steps) for method in config.methods.values() for steps in config.budgets),
         *(("one_shot", method, 0) for method in config.one_shot.values()),
@@ -231,11 +242,9 @@ def _check(config: CompareConfig) -> None:
             raise ValueError(f'{where}.{method.name}: method "{name}": "oneshot" stands in one_shot, others in methods')
         try:
             for decay in method.decays or (None,):
-                patterns.add(SparseForgeConfig.from_dict(config.block(method, steps, decay)).pattern)
+                SparseForgeConfig.from_dict(config.block(method, steps, decay))
         except ValueError as error:
             raise ValueError(f"{where}.{method.name} with {steps} steps: {error}") from None
-    if len(patterns) != 1:
-        raise ValueError(f"methods of different patterns ({', '.join(sorted(patterns))}): compare one at a time")
 
 
 def _flags(given: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:

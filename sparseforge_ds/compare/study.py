@@ -84,7 +84,7 @@ class Study:
             for name in records.keys() - names:
                 shutil.rmtree(self.out / "models" / name, ignore_errors=True)
             self._do_all(counting, names)
-            return write_pages(self.out, config, self._write_rows(), self.texts.notes, self.evaluator.pruned.pattern)
+            return write_pages(self.out, config, self._write_rows(), self.texts.notes)
 
     def _baselines(self) -> dict[str, Any]:
         pruned = self.evaluator.pruned

@@ -97,8 +97,6 @@ class Cost:
 
     bytes: float
     multiplications: float
-    branch: bool = False
-    """Whether a low-rank branch is in them."""
 
 
 DENSE = Cost(1.0, 1.0)
@@ -114,7 +112,7 @@ def inference_cost(config: SparseForgeConfig) -> Cost:
     n, m = config.parsed_pattern.kept, config.parsed_pattern.members
     places = min(m, min(n, m - n) * math.ceil(math.log2(m)))
     branch = 0.0 if config.low_rank is None else 1 / config.low_rank.k
-    return Cost((16 * n + places) / (16 * m) + branch, n / m + branch, bool(branch))
+    return Cost((16 * n + places) / (16 * m) + branch, n / m + branch)
 
 
 def cost_of(line: Any, config: CompareConfig) -> Cost:
@@ -123,25 +121,26 @@ def cost_of(line: Any, config: CompareConfig) -> Cost:
         return DENSE
     if line.method in config.one_shot:
         method, steps = config.one_shot[line.method], 0
-    elif line.kind == "one_shot":  # magnitude, with the pattern of all
-        method, steps = next(iter(config.methods.values())), config.budgets[0]
-        method = replace(method, block={**method.block, "low_rank": None})
+    elif line.kind == "one_shot":  # magnitude
+        return inference_cost(replace(config.pruned, low_rank=None))
     else:
         method, steps = config.methods[line.method], line.steps
     return inference_cost(SparseForgeConfig.from_dict(config.block(method, steps)))
 
 
 def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
-    """A row for every line of the summary; those with a low-rank branch, which cost more, in a table of their own."""
+    """A row for every line of the summary; those that cost another thing than the reference in a table of their own."""
     head = ["bytes", "multiplications", "tokens", "learning rate", "seeds", "validation", "test", "above dense"]
     head += [f"test minus {config.compared_with}", "training"]
     dense = lines.loc[lines["kind"] == "dense", "test"]
-    tables: dict[bool, list[list[str]]] = {False: [], True: []}
+    same: list[list[str]] = []
+    other: list[list[str]] = []
+    usual = inference_cost(config.pruned)
     for line in lines.itertuples():
         cost = cost_of(line, config)
-        tables[cost.branch].append(_cells(line, cost, dense.iloc[0] if len(dense) else math.nan))
-    names = {False: "method", True: "method, with a low-rank branch"}
-    return [Table([names[branch], *head], rows) for branch, rows in tables.items() if rows]
+        rows = same if cost in (DENSE, usual) else other
+        rows.append(_cells(line, cost, dense.iloc[0] if len(dense) else math.nan))
+    return [Table([name, *head], rows) for name, rows in (("method", same), ("method, at another cost", other)) if rows]
 
 
 def _cells(line: Any, cost: Cost, dense: float) -> list[str]:
@@ -176,6 +175,8 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
         "values of 16 bits and the places of what is kept; products with zeros are skipped.",
     ]
+    if len(config.patterns) > 1:
+        legend.append(f"One-shot magnitude has the pattern of {config.compared_with}, {config.pruned.pattern}.")
     if lines[["at_the_edge", "decay_at_the_edge"]].any(axis=None):
         legend.append("(edge): the smallest or the largest of the grid; a better one may lie outside.")
     return legend

@@ -49,6 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "soft": {"method": {"update_every": 1, "hardening": [0, 0.5]}},
             "fixed": {
                 "method": "naive_retrain",
+                "pattern": "1:4",
                 "low_rank": {"k": 4, "shift": False},
                 "learning_rates": [3e-3],
             },
@@ -125,7 +126,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     assert {kind: len(found) for kind, found in kinds.items()} == {"dense": 1, "one_shot": 1, "result": 4, "tried": 1}
     for row in kinds["result"]:
         assert row["learning_rate"] == 3e-3 and row["tokens"] == STEPS * 4 * 32
-        assert row["sparsity"]["zeros"] == pytest.approx(0.5)
+        assert row["sparsity"]["zeros"] == pytest.approx(0.75 if row["method"] == "fixed" else 0.5)
         assert math.isfinite(row["test_perplexity"]) and math.isfinite(row["validation_perplexity"])
         assert row["command"].startswith("deepspeed --num_gpus 1 launch/train.py --deepspeed ")
     for row in kinds["tried"]:

@@ -102,7 +102,6 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         ({"methods": {"a b": {}}}, "'a b' is to be the name of a folder"),
         ({"methods": {"a-b": {}}}, "'a-b' is to be the name of a folder"),
         ({"methods": {"a": {"maskrate": 1}}}, r"methods.a with 40 steps: sparseforge.\w+: unknown key"),
-        ({"methods": {"a": {"pattern": "1:4"}, "b": {}}}, r"methods of different patterns \(1:4, 2:4\)"),
         ({"methods": {"pruned": {}}}, "'pruned' stands in methods and in one_shot"),
         ({"methods": {"a": {"flags": {"seed": 3}}}}, "methods.a.flags.seed: the grid or its base decides it"),
         ({"flags": {"global_batch": 16}}, "flags.global_batch: the grid or its base decides it"),
