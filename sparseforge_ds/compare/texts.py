@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparseforge_ds.compare.settings import CompareConfig, HeldOut
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.data.formats import is_readable
+from sparseforge_ds.evaluate.text import STDLIB, read_documents
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def _documents(config: CompareConfig, where: str) -> list[str]:
 
 def _also_in_training(config: CompareConfig, held_out: dict[str, list[str]]) -> list[str]:
     """A sentence for each text whose documents are also trained on, letter by letter."""
-    if Path(config.train_text).suffix not in (".txt", ".jsonl"):
+    file = Path(config.train_text)
+    if config.train_text not in STDLIB and not (file.is_file() and is_readable(file.name)):
         return [f"Whether held-out documents stand in {config.train_text} too was not checked."]
     training = set(read_documents(config.train_text, config.text_field))
     shared = {name: sum(document in training for document in documents) for name, documents in held_out.items()}

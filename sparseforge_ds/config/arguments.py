@@ -131,7 +131,7 @@ class RunArguments:
     learning_rate: float | None = _flag(
         None,
         "peak learning rate; default: lr of the JSON's optimizer, and where that is auto "
-        "1e-3 * min(1, 128 / hidden size)",
+        "4e-3 * min(1, 64 / hidden size)",
         "LR",
     )
     warmup: float = _flag(0.03, "share of the run over which the learning rate rises", "SHARE")

@@ -182,7 +182,7 @@ def _fill_precision(filled: dict[str, Any], supported: dict[str, bool]) -> None:
 def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size: int, fused: bool) -> None:
     params = filled["optimizer"].setdefault("params", {})
     defaults = {
-        "lr": 1e-3 * min(1.0, 128 / hidden_size),
+        "lr": 4e-3 * min(1.0, 64 / hidden_size),
         "betas": [0.9, 0.999],
         "eps": 1e-8,
         "weight_decay": 0.0,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,12 @@ def test_nothing_is_in_two_texts_unsaid(tmp_path: Path) -> None:
         read_texts(config_of(tmp_path, [0, 3], [2, 4], ["other"]))
     texts = read_texts(config_of(tmp_path, [0, 3], [3, None], ["story 4", "other", "story 5"]))
     assert texts.notes == ["2 of 3 documents of the test text stand in the training text too."]
+    packed = tmp_path / "train.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "train.jsonl").read_bytes()))
+    of_packed = replace(config_of(tmp_path, [0, 3], [3, None], ["other"]), train_text=str(packed))
+    assert read_texts(of_packed).notes == texts.notes
+    of_hub = replace(of_packed, train_text="allenai/c4:en")
+    assert read_texts(of_hub).notes == ["Whether held-out documents stand in allenai/c4:en too was not checked."]
 
 
 def test_documents_that_are_not_there(tmp_path: Path) -> None:

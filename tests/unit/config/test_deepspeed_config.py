@@ -126,7 +126,7 @@ def test_shipped_configurations_resolve(path, accelerated):
     assert "auto" not in json.dumps(result)
     assert training_dtype(result) == (torch.bfloat16 if accelerated else torch.float32)
     assert zero_stage(result) == int(path.name[4])
-    assert result["optimizer"]["params"]["lr"] == 1e-3
+    assert result["optimizer"]["params"]["lr"] == 4e-3
     assert result["train_batch_size"] == 8
     assert SparseForgeConfig.from_dict(result["sparseforge"]) == SparseForgeConfig.from_json(path)
     assert read_deepspeed_json(str(path)) == content, "the input is not changed"
@@ -159,8 +159,8 @@ def test_the_default_learning_rate_shrinks_with_width():
         )
         return result["optimizer"]["params"]["lr"]
 
-    assert rate(64) == rate(128) == 1e-3
-    assert rate(4096) == pytest.approx(1e-3 / 32)
+    assert rate(32) == rate(64) == 4e-3
+    assert rate(4096) == pytest.approx(4e-3 / 64)
 
 
 def test_precision_is_chosen_by_what_the_accelerator_can_do():
