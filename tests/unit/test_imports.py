@@ -91,6 +91,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "compare.figures": {"matplotlib", "pandas"},
     "compare.page": {"jinja2"},
     "compare.summary": {"pandas"},
+    "compare.texts": {"data.formats"},
     "compare.training": {"train.run"},
     "config.command_line": {"transformers"},
     "config.deepspeed_config": {"torch", "deepspeed", "pydantic"},

@@ -185,7 +185,7 @@ def test_what_changed_is_said(spec):
     assert changed_flags(spec(resume=True, learning_rate=0.5, keep_checkpoints=0)) == [
         "run.keep_checkpoints was 2, is 0",
         "run.learning_rate was null, is 0.5",
-        "deepspeed.optimizer.params.lr was 0.001, is 0.5",
+        "deepspeed.optimizer.params.lr was 0.004, is 0.5",
     ]
 
 
