@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
     if "bytes" in record:
         print(f"{args.out}: {Size(**record['bytes'])}")
     if record.get("adapter"):
+        fixed = "" if source.low_rank.learned else ". It stores the fixed matrix P too: --format packed24 does not"
         print(
             f"{args.out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where "
-            "peft is installed, and without it the weights compute nonsense. It stores the fixed matrix P too: "
-            "--format packed24 does not"
+            f"peft is installed, and without it the weights compute nonsense{fixed}"
         )
     print(_proof_line(args.format, record["proof"]))
     return 0

@@ -101,7 +101,7 @@ class SparseForgeConfig:
         if self.low_rank is not None and self.shifts:
             pattern = self.parsed_pattern
             self._require(
-                isinstance(pattern, NM) and self.low_rank.k % pattern.members == 0,
+                self.low_rank.learned or (isinstance(pattern, NM) and self.low_rank.k % pattern.members == 0),
                 "low_rank.k",
                 f"shifted runs are whole groups of the pattern, here {pattern}; use a multiple of the m of an n:m "
                 'pattern, or "shift": false',
@@ -158,7 +158,8 @@ class SparseForgeConfig:
         if self.low_rank is None:
             return False
         if self.low_rank.shift is None:
-            return self.low_rank.start is None and self.method.name in ("sparseforge", "naive_retrain", "oneshot")
+            of_ours = self.method.name in ("sparseforge", "naive_retrain", "oneshot")
+            return self.low_rank.learned or (self.low_rank.start is None and of_ours)
         return self.low_rank.shift
 
     @property

@@ -59,15 +59,21 @@ class CurvatureConfig:
 @dataclass(frozen=True)
 class LowRankConfig:
     """SLoRB (design eq. 13): y = x (w^T + P^T B^T), P a fixed sum over runs of `k` inputs, B learned, rank
-    in/k, rounded up."""
+    in/k, rounded up; or P learned too."""
 
     k: int = 16
-    """Inputs that share one column of B; where it does not divide the inputs of a layer, the last ones are fewer."""
+    """Weights for each number of the branch. With a fixed P that is the inputs that share one column of B; where it
+    does not divide the inputs of a layer, the last ones are fewer."""
+    learned: bool = False
+    """Whether P is learned as B is, which makes the branch a LoRA adapter. B and P have as many numbers together as B
+    has with a fixed P: their rank is out * in / (k * (out + in)), rounded. Before the first step the low-rank part of
+    the weights that leaves the pattern the least to remove is moved into them (`shift`, which is true then)."""
     shift: bool | None = None
     """True: before the first step one number is moved from every run of k weights into its B, the one that leaves the
     pattern the least to remove, and the mask acts on the rest; the network computes the same as before, with the branch
-    on from the start. Needs k to be a multiple of the pattern's M. False: as published, B starts from what the mask
-    removes. Null: true for `sparseforge`, `naive_retrain` and `oneshot` without `start`, else false."""
+    on from the start. Needs k to be a multiple of the pattern's M where P is fixed. False: as published, B starts from
+    what the mask removes. Null: true for `sparseforge`, `naive_retrain` and `oneshot` without `start`, and with
+    `learned`; else false."""
     start: float | None = None
     """Without `shift`: when the branch is switched on, with B made from what the mask removes at that moment, as a
     fraction of max_steps; null: when the mask is frozen (`sparseforge`), or before the first step (other methods)."""
@@ -80,6 +86,18 @@ class LowRankConfig:
             "low_rank.start",
             self.start,
             'with "shift": true the branch is there from the first step; set it to null, or use "shift": false',
+        )
+        require(
+            not self.learned or self.shift is not False,
+            "low_rank.shift",
+            self.shift,
+            'a learned P starts from a part of the weights; leave it out, or use "learned": false',
+        )
+        require(
+            not self.learned or self.start is None,
+            "low_rank.start",
+            self.start,
+            'with "learned": true the branch is there from the first step; set it to null, or use "learned": false',
         )
 
 

@@ -1,9 +1,9 @@
-"""The learned low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter.
+"""The low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter.
 
-Ours is y = x (w^T + P^T B^T) with P (ceil(in/k), in) a fixed sum over runs of k inputs; LoRA's is
-y = x w^T + s x A^T B^T. So lora_A is P, lora_B is B, and lora_alpha equals the rank ceil(in/k) of each layer, which
-makes the scale s 1. The files lie beside the weights, where `from_pretrained` of transformers finds the adapter by
-itself if peft is installed.
+Ours is y = x (w^T + P^T B^T) with P (rank, in) a fixed sum over runs of k inputs, or learned; LoRA's is
+y = x w^T + s x A^T B^T. So lora_A is P, lora_B is B, and lora_alpha equals the rank of each layer, which makes the
+scale s 1. The files lie beside the weights, where `from_pretrained` of transformers finds the adapter by itself if peft
+is installed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.stored import ADAPTER
 from sparseforge_ds.export.writer import write_tensors
+from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 
 TENSORS = f"{ADAPTER}.safetensors"
 CONFIG = "adapter_config.json"
@@ -39,6 +40,24 @@ def block_sum(inputs: int, k: int, dtype: torch.dtype) -> Tensor:
     """P (ceil(inputs / k), inputs): row j has ones where the j-th run of k inputs lies, the last of which may be
     shorter."""
     return torch.eye(math.ceil(inputs / k), dtype=dtype).repeat_interleave(k, dim=1)[:, :inputs].contiguous()
+
+
+_PREFIX = "base_model.model."
+_MATRICES = {LOW_RANK: "lora_B.weight", PROJECTION: "lora_A.weight"}
+
+
+def key_of(name: str) -> str:
+    """The name in an adapter of a tensor of `Source.branch_specs`."""
+    module, _, which = name.rpartition(".")
+    return f"{_PREFIX}{module}.{_MATRICES[which]}"
+
+
+def name_of(key: str) -> str:
+    """The reverse of `key_of`; of what no adapter of ours has, the key."""
+    for which, matrix in _MATRICES.items():
+        if key.startswith(_PREFIX) and key.endswith(f".{matrix}"):
+            return key.removeprefix(_PREFIX).removesuffix(matrix) + which
+    return key
 
 
 def write_adapter(source: Source, folder: Path) -> None:
@@ -66,13 +85,15 @@ def write_adapter(source: Source, folder: Path) -> None:
     }
     specs = {}
     for name, shape in source.branches.items():
-        specs[f"base_model.model.{name}.lora_A.weight"] = TensorSpec((ranks[name], inputs[name]), source.dtype)
-        specs[f"base_model.model.{name}.lora_B.weight"] = TensorSpec(shape, source.dtype)
+        specs[key_of(f"{name}.{PROJECTION}")] = TensorSpec((ranks[name], inputs[name]), source.dtype)
+        specs[key_of(f"{name}.{LOW_RANK}")] = TensorSpec(shape, source.dtype)
 
     def make(name: str) -> dict[str, Tensor]:
+        p = f"{name}.{PROJECTION}"
+        fixed = p not in source.branch_specs
         return {
-            f"base_model.model.{name}.lora_A.weight": block_sum(inputs[name], source.k, source.dtype),
-            f"base_model.model.{name}.lora_B.weight": source.read_branch(name),
+            key_of(p): block_sum(inputs[name], source.low_rank.k, source.dtype) if fixed else source.read_branch(p),
+            key_of(f"{name}.{LOW_RANK}"): source.read_branch(f"{name}.{LOW_RANK}"),
         }
 
     write_tensors(folder, ADAPTER, specs, make, list(source.branches))

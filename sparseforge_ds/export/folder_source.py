@@ -8,6 +8,7 @@ every matrix of a numbered layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.adapter import CONFIG, TENSORS, require_adapter
+from sparseforge_ds.export.adapter import CONFIG, TENSORS, key_of, name_of, require_adapter
 from sparseforge_ds.export.source import (
     DTYPES,
     HEAD,
@@ -31,7 +32,8 @@ from sparseforge_ds.export.source import (
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.mask.pattern import NM, parse_pattern
-from sparseforge_ds.model.families import LOW_RANK
+from sparseforge_ds.model.branch import branch_rank
+from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.permutation.record import Permutation
 
 _KEYS = ("format", "dtype", *HEAD)
@@ -82,10 +84,15 @@ class FolderSource(Source):
         where = str(self.folder / "sparsity.json")
         self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
         self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
-        self.branches = {n.rpartition(".")[0]: self._matrix(n, self._weights.specs[n].shape) for n in branches}
         self._adapter: TensorFolder | None = None
+        shapes = {name: self._weights.specs[name].shape for name in branches}
         if self._sparsity.get("adapter"):
-            self._open_adapter()
+            require_adapter(self.folder)
+            self._adapter = TensorFolder(self.folder, ADAPTER)
+            learned = BRANCH if self.low_rank.learned else (LOW_RANK,)
+            names = {name_of(key): spec.shape for key, spec in self._adapter.specs.items()}
+            shapes |= {name: shape for name, shape in names.items() if name.endswith(learned)}
+        self._set_branches(shapes)
 
     def _found(self) -> dict[str, Any]:
         """What `sparsity.json` would say of a folder without one. Raises ValueError where it is not 2:4."""
@@ -132,9 +139,9 @@ class FolderSource(Source):
 
     @override
     def read_branch(self, name: str) -> Tensor:
-        adapter, key = self._adapter, f"{name}.{LOW_RANK}"
-        value = (self._checked(key) if adapter is None else adapter.read(_branch_key(name))).to(self.dtype)
-        require_finite(value, key, self.folder)
+        adapter = self._adapter
+        value = (self._checked(name) if adapter is None else adapter.read(key_of(name))).to(self.dtype)
+        require_finite(value, name, self.folder)
         return value
 
     def _checked(self, name: str) -> Tensor:
@@ -154,23 +161,18 @@ class FolderSource(Source):
         if expected is not None and hash_file(self.folder / TENSORS) != expected:
             raise ValueError(f"{self.folder / TENSORS}: has not the sha256 that sparsity.json gives; export again")
 
-    def _open_adapter(self) -> None:
-        require_adapter(self.folder)
-        self._adapter = TensorFolder(self.folder, ADAPTER)
-        for key, spec in self._adapter.specs.items():
-            name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
-            if key == _branch_key(name):
-                self.branches[name] = self._matrix(f"{name}.{LOW_RANK}", spec.shape)
-
-    def _matrix(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The shape of the B of a layer whose weight is sparse."""
-        weight = self.prunable.get(f"{name.rpartition('.')[0]}.weight")
-        inputs = None if weight is None else weight.shape[weight.input_axis]
-        fits = inputs is not None and len(shape) == 2 and shape[1] == math.ceil(inputs / self.k)
-        if not fits or not name.endswith(LOW_RANK):
-            raise ValueError(f"{self.folder}: {name} is the branch of no weight of sparsity.json; export again")
-        return shape[0], shape[1]
-
-
-def _branch_key(name: str) -> str:
-    return f"base_model.model.{name}.lora_B.weight"
+    def _set_branches(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """`branches`, from the shapes of the tensors that the folder has of them. Raises ValueError where one is not
+        what the weight of its layer and the config make it."""
+        self.branches = {}
+        for name in shapes:
+            module = name.rpartition(".")[0]
+            if (weight := self.prunable.get(f"{module}.weight")) is not None:
+                inputs = weight.shape[weight.input_axis]
+                outputs = math.prod(weight.shape) // inputs
+                rank = branch_rank(outputs, inputs, self.low_rank.k, self.low_rank.learned)
+                self.branches[module] = outputs, rank
+        expected = {name: tuple(spec.shape) for name, spec in self.branch_specs.items()}
+        for name in sorted(expected.keys() | shapes):
+            if expected.get(name) != shapes.get(name):
+                raise ValueError(f"{self.folder}: {name} is the branch of no weight of sparsity.json; export again")

@@ -25,7 +25,7 @@ from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.run_source import read_masked
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.pattern import Pattern, top_n
-from sparseforge_ds.model.families import LOW_RANK
+from sparseforge_ds.model.families import BRANCH
 
 UNDECIDED = (0.05, 0.95)
 """A mask value between these is neither kept nor pruned yet."""
@@ -233,7 +233,7 @@ def _read(folder: Path, quick: bool, checksums: bool) -> RunStatus:
             "hardening": schedule.hardening if isinstance(schedule, Schedule) else None,
             "masked_weights": len(saved.weights),
             "masked_parameters": sum(math.prod(weight.shape) for weight in saved.weights),
-            "branch_parameters": sum(math.prod(s) for name, s in checkpoint.shapes.items() if name.endswith(LOW_RANK)),
+            "branch_parameters": sum(math.prod(s) for name, s in checkpoint.shapes.items() if name.endswith(BRANCH)),
         }
         if not quick:
             bar = tqdm(saved.weights, unit=" weights", disable=None)

@@ -22,7 +22,6 @@ from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
-from sparseforge_ds.model.families import LOW_RANK
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)
@@ -44,10 +43,10 @@ def write_model(
     Returns what `sparsity.json` is to hold, whose `proof` is null. Hashes are of the weights in their dense shapes.
     """
     rows: dict[str, dict[str, Any]] = {}
-    branches = {f"{name}.{LOW_RANK}": name for name in source.branches} if packed else {}
+    branches = source.branch_specs if packed else {}
 
     def make(name: str) -> dict[str, Tensor]:
-        value = source.read_branch(branches[name]) if name in branches else source.read(name)
+        value = source.read_branch(name) if name in branches else source.read(name)
         weight = source.prunable.get(name)
         row: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         row["sha256"] = hash_tensor(value)
@@ -61,8 +60,7 @@ def write_model(
         values, positions = pack24(value, weight.input_axis)
         return {name: values, name + POSITIONS: positions}
 
-    specs = _packed_specs(source) if packed else dict(source.specs)
-    specs |= {key: TensorSpec(source.branches[name], source.dtype) for key, name in branches.items()}
+    specs = {**(_packed_specs(source) if packed else source.specs), **branches}
     # The largest first, so that the workers end together; equal ones stay in the order of the files.
     items = sorted([*source.specs, *branches], key=lambda name: -specs[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers)
@@ -74,7 +72,9 @@ def write_model(
         source.permutation.save(folder)
     quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
     if branches:
-        quantization["low_rank"] = dict.fromkeys(source.branches, source.k)
+        quantization["low_rank"] = dict.fromkeys(source.branches, source.low_rank.k)
+        if source.low_rank.learned:
+            quantization["low_rank_learned"] = True
     copy_model_files(source, folder, quantization if packed else None)
     record = {
         **source.record,

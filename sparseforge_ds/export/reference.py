@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
+from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
 
@@ -60,16 +61,22 @@ def token_ids(model: Any, count: int) -> Tensor:
 def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
     """Our low-rank branch (design eq. 13) as forward hooks, in the model's dtype."""
 
-    def hook(b_OK: Tensor, k: int) -> Any:
+    def hook(b_OK: Tensor, p_KI: Tensor | None) -> Any:
         def add(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-            runs = [run.sum(-1) for run in args[0].split(k, dim=-1)]
-            return output + nn.functional.linear(torch.stack(runs, dim=-1), b_OK)
+            if p_KI is None:
+                projected = torch.stack([run.sum(-1) for run in args[0].split(source.low_rank.k, dim=-1)], dim=-1)
+            else:
+                projected = nn.functional.linear(args[0], p_KI)
+            return output + nn.functional.linear(projected, b_OK)
 
         return add
 
     dtype = next(model.parameters()).dtype
+    learned = {name: source.read_branch(name).to(dtype) for name in source.branch_specs}
     return [
-        model.get_submodule(name).register_forward_hook(hook(source.read_branch(name).to(dtype), source.k))
+        model.get_submodule(name).register_forward_hook(
+            hook(learned[f"{name}.{LOW_RANK}"], learned.get(f"{name}.{PROJECTION}"))
+        )
         for name in source.branches
     ]
 

@@ -33,7 +33,7 @@ from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.model.family_table import LOW_RANK, SCALE
+from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
 from sparseforge_ds.permutation.record import Permutation
 
 
@@ -83,7 +83,7 @@ class RunSource(Source):
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
         self.folder = checkpoint.folder
         shapes = checkpoint.shapes
-        self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (LOW_RANK, SCALE)}
+        self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (*BRANCH, SCALE)}
         if not self.model_config.get("tie_word_embeddings", False):
             self._origin |= {alias: name for alias, name in checkpoint.aliases.items() if name in self._origin}
         self._published = published_tensors(
@@ -151,8 +151,8 @@ class RunSource(Source):
 
     @override
     def read_branch(self, name: str) -> Tensor:
-        value = self.checkpoint.weight(f"{name}.{LOW_RANK}").to(self.dtype)
-        require_finite(value, f"{name}.{LOW_RANK}", self.checkpoint.folder)
+        value = self.checkpoint.weight(name).to(self.dtype)
+        require_finite(value, name, self.checkpoint.folder)
         return value
 
     @override

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.counting import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
@@ -55,7 +56,7 @@ class Source(abc.ABC):
     model_config: dict[str, Any]
     """config.json, as the model was given it."""
     branches: dict[str, tuple[int, int]]
-    """SLoRB: name of the module -> shape of its B, (out, ceil(in/k)). Empty without."""
+    """SLoRB: name of the module -> shape of its B, (out, rank). Empty without."""
     permutation: Permutation | None = None
     """The order of its channels, where it is not the one that the dense model was trained in."""
     folder: Path
@@ -68,14 +69,25 @@ class Source(abc.ABC):
         return config is not None and config.shifts
 
     @property
-    def k(self) -> int:
-        """Inputs that share a number of a branch. Raises ValueError where nothing says how many."""
+    def low_rank(self) -> LowRankConfig:
+        """Of the branches. Raises ValueError where nothing says of what kind they are."""
         low_rank = None if (config := self._config) is None else config.low_rank
         if low_rank is None:
             raise ValueError(
                 f"{self.folder}: has low-rank branches, and its config does not say of what k; export again"
             )
-        return low_rank.k
+        return low_rank
+
+    @property
+    def branch_specs(self) -> dict[str, TensorSpec]:
+        """The learned tensors of the branches, by name: B, (out, rank), and where it is learned P, (rank, in)."""
+        specs = {}
+        for module, (outputs, rank) in self.branches.items():
+            specs[f"{module}.{LOW_RANK}"] = TensorSpec((outputs, rank), self.dtype)
+            if self.low_rank.learned:
+                weight = self.prunable[f"{module}.weight"]
+                specs[f"{module}.{PROJECTION}"] = TensorSpec((rank, weight.shape[weight.input_axis]), self.dtype)
+        return specs
 
     @property
     def _config(self) -> SparseForgeConfig | None:
@@ -114,7 +126,7 @@ class Source(abc.ABC):
         return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)
 
     def read_branch(self, name: str) -> Tensor:
-        """B of a module of `branches`, (out, ceil(in/k)), in `dtype`."""
+        """A tensor of `branch_specs`, in `dtype`."""
         raise KeyError(name)
 
     def check_bytes(self, workers: int | None = None) -> None:  # noqa: B027

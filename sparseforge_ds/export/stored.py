@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights, is_quantized
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, unpack24
-from sparseforge_ds.model.families import LOW_RANK
+from sparseforge_ds.model.families import BRANCH
 
 ADAPTER = "adapter_model"
 """Where PEFT has the tensors of an adapter."""
@@ -44,7 +44,7 @@ class StoredWeights:
     @property
     def size(self) -> Size:
         """With the branches of the folder, wherever they lie."""
-        branches = {name: spec for name, spec in self._tensors.specs.items() if name.endswith(LOW_RANK)}
+        branches = {name: spec for name, spec in self._tensors.specs.items() if name.endswith(BRANCH)}
         beside = TensorFolder(self.folder, ADAPTER).specs if (self.folder / f"{ADAPTER}.safetensors").is_file() else {}
         of_branches = sum(spec.nbytes for spec in (*branches.values(), *beside.values()))
         stored = sum(spec.nbytes for name, spec in self._tensors.specs.items() if name not in branches)

@@ -3,8 +3,9 @@
     y = x (w^T + P^T B^T)
 
 P is a fixed sum over runs of `k` neighbouring inputs, the last of which is shorter where `k` does not divide them: no
-parameters and no matmul, a reshape and a sum. B, of shape (out, ceil(in / k)), is learned. The layers are those of the
-model with another class: parameter names, ZeRO-3 partitions and masks do not notice.
+parameters and no matmul, a reshape and a sum. B, of shape (out, ceil(in / k)), is learned. Or P is learned as B is, of
+shape (rank, in), which makes the branch LoRA's with P for its A. The layers are those of the model with another class:
+parameter names, ZeRO-3 partitions and masks do not notice.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from sparseforge_ds.model.family_table import LOW_RANK, PROJECTION
+
 
 class Branch(nn.Module):
     """What a layer with a switchable branch has beside its weight, which keeps its orientation."""
 
     low_rank_b: nn.Parameter
-    """(out, ceil(in / k))."""
+    """(out, rank), of which the rank is ceil(in / k) where P is fixed."""
+    low_rank_p: nn.Parameter | None
+    """(rank, in) where P is learned; None where it is fixed."""
     k: int
+    """Weights of the layer for each number of the branch."""
     enabled: bool
 
     def forward(self, input: Tensor) -> Tensor:
@@ -29,11 +35,14 @@ class Branch(nn.Module):
         output: Tensor = super().forward(input)
         if not self.enabled:
             return output
-        return output + F.linear(sums_of_runs(input, self.k), self.low_rank_b)
+        if self.low_rank_p is None:
+            return output + F.linear(sums_of_runs(input, self.k), self.low_rank_b)
+        return output + F.linear(F.linear(input, self.low_rank_p), self.low_rank_b)
 
     def extra_repr(self) -> str:
         """Sizes for print(model)."""
-        return f"{super().extra_repr()}, k={self.k}, enabled={self.enabled}"
+        learned = self.low_rank_p is not None
+        return f"{super().extra_repr()}, k={self.k}, learned={learned}, enabled={self.enabled}"
 
 
 class LowRankLinear(Branch, nn.Linear):
@@ -51,17 +60,27 @@ def sums_of_runs(input: Tensor, k: int) -> Tensor:
     return input.reshape(*input.shape[:-1], input.shape[-1] // k, k).sum(-1)
 
 
-def add_branch(layer: nn.Linear | Conv1D, k: int, b_OK: nn.Parameter | None = None) -> Branch:
+def branch_rank(outputs: int, inputs: int, k: int, learned: bool) -> int:
+    """Columns of B: a run of k inputs for each; or, with a learned P, as many as give B and P one number together for k
+    weights, to the nearest whole rank, at least 1."""
+    return max(1, round(outputs * inputs / (k * (outputs + inputs)))) if learned else math.ceil(inputs / k)
+
+
+def add_branch(layer: nn.Linear | Conv1D, k: int, learned: bool = False, like: Branch | None = None) -> Branch:
     """Give a layer a branch that is off, in place. A layer that is neither `nn.Linear` nor `Conv1D` keeps its own
-    forward too. B is given of a layer that this one takes the place of; else it is 0."""
+    forward too. B and a learned P are those of the layer that this one is `like`; else they are 0."""
     outputs, inputs = (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
-    if b_OK is None:
-        b_OK = nn.Parameter(layer.weight.new_zeros(outputs, math.ceil(inputs / k)))
-    kind = type(layer)
+    rank = branch_rank(outputs, inputs, k, learned)
+    kind, zeros = type(layer), layer.weight.new_zeros
     own = {nn.Linear: LowRankLinear, Conv1D: LowRankConv1D}.get(kind)
     layer.__class__ = own or type(f"LowRank{kind.__name__}", (Branch, kind), {})
     assert isinstance(layer, Branch)
-    layer.low_rank_b = b_OK
+    if like is None:
+        b, p = nn.Parameter(zeros(outputs, rank)), nn.Parameter(zeros(rank, inputs)) if learned else None
+    else:
+        b, p = like.low_rank_b, like.low_rank_p
+    layer.register_parameter(LOW_RANK, b)
+    layer.register_parameter(PROJECTION, p)
     layer.k, layer.enabled = k, False
     return layer
 

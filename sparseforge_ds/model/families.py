@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.model.coverage import Coverage
-from sparseforge_ds.model.family_table import FAMILIES, LOW_RANK, Row
+from sparseforge_ds.model.family_table import BRANCH as BRANCH
+from sparseforge_ds.model.family_table import FAMILIES, Row
+from sparseforge_ds.model.family_table import LOW_RANK as LOW_RANK
+from sparseforge_ds.model.family_table import PROJECTION as PROJECTION
 from sparseforge_ds.model.rules import (
     Rule,
     by_modules,
@@ -133,7 +136,7 @@ def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
     dense: dict[str, int] = {}
     for name, shape in shapes.items():
         bias = name.endswith("bias")  # of all experts of a layer, and so in two dimensions
-        if len(shape) > 1 and name not in numel and name not in aside and not bias and not name.endswith(LOW_RANK):
+        if len(shape) > 1 and name not in numel and name not in aside and not bias and not name.endswith(BRANCH):
             dense[name_pattern(name)] = dense.get(name_pattern(name), 0) + math.prod(shape)
     masked = sum(numel.values())
     return Coverage(

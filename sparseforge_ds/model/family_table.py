@@ -280,8 +280,11 @@ def register_family(
         raise ValueError(f"register_family: {model_type!r} has other rows in the family table already")
 
 
-LOW_RANK = "low_rank_b"
-"""Name of the learned matrix that `model.low_rank` adds to a layer; dense in every family."""
+LOW_RANK, PROJECTION = "low_rank_b", "low_rank_p"
+"""Names of the learned matrices that `model.low_rank` adds to a layer, B and where it is learned P; dense in every
+family."""
+
+BRANCH = (LOW_RANK, PROJECTION)
 
 SCALE = "weight_scale"
 """Name of the learned factors that `model.weight_scale` adds to a layer."""

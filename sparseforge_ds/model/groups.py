@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.families import LOW_RANK, full_shape, prunable_weights
+from sparseforge_ds.model.families import BRANCH, full_shape, prunable_weights
 
 PERMUTED = "channels_are_permuted"
 """Attribute of a model that says so; `permutation.apply` sets it."""
@@ -21,8 +21,9 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
     """What to give to `deepspeed.initialize` as `model_parameters`.
 
     Four groups, in this order, empty ones left out: `prunable` (marked with the key `sparseforge`, which travels
-    through every ZeRO stage) and `matrix` with `weight_decay`; `vector` (norms, biases) and `low_rank` (SLoRB's B,
-    whose moments start when its branch does) without. Only parameters that require a gradient; tied ones once.
+    through every ZeRO stage) and `matrix` with `weight_decay`; `vector` (norms, biases) and `low_rank` (SLoRB's B and
+    a learned P, whose moments start when their branch does) without. Only parameters that require a gradient; tied ones
+    once.
 
     Args:
         model: after `prepare`, before `deepspeed.initialize`; its parameters may be partitioned by ZeRO-3.
@@ -51,7 +52,7 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
             continue
         if name in names:
             prunable.append(parameter)
-        elif name.rpartition(".")[2] == LOW_RANK:
+        elif name.rpartition(".")[2] in BRANCH:
             low_rank.append(parameter)
         elif len(full_shape(parameter)) > 1:
             matrix.append(parameter)

@@ -2,8 +2,9 @@
 
     y = x (w^T + P^T B^T)
 
-Its layer is in `model.branch`. B is zero and switched off until the forge starts it (`methods.compensate`): before the
-first step from a shift of the weights, or as published from what a mask removes.
+Its layer is in `model.branch`. B is zero and switched off until the forge starts it: before the first step from a shift
+of the weights, or as published from what a mask removes (`methods.compensate`), or, with a learned P, from a low-rank
+part of the weights (`methods.decompose`).
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         add_scales(model, config)
     if config.low_rank is None:
         return model
-    k = config.low_rank.k
+    k, learned = config.low_rank.k, config.low_rank.learned
     layers = plain_layers(model, config, LOW_RANK, "low-rank branch", '"low_rank": null')
     for weight in layers:
         _refuse_experts(weight)
     for layer in layers.values():
-        add_branch(layer, k)
+        add_branch(layer, k, learned)
     return model
 
 

@@ -35,6 +35,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         semi_structured: on CUDA, unpack weights into torch's semi-structured sparse tensors where it has a kernel for
             them, and into dense ones elsewhere.
         low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
+        low_rank_learned: whether the folder has the projections P of these branches too.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         format: int = PACKED24_FORMAT,
         semi_structured: bool = False,
         low_rank: dict[str, int] | None = None,
+        low_rank_learned: bool = False,
         **more: Any,
     ) -> None:
         if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
@@ -53,8 +55,11 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         self.format = format
         self.semi_structured = semi_structured
         self.low_rank = low_rank or {}
+        self.low_rank_learned = low_rank_learned
         if not isinstance(self.low_rank, dict) or any(type(k) is not int or k < 1 for k in self.low_rank.values()):
             raise ValueError(f"{PACKED24}: low_rank {low_rank!r} is damaged; use names of layers and integers k >= 1")
+        if not isinstance(low_rank_learned, bool):
+            raise ValueError(f"{PACKED24}: low_rank_learned {low_rank_learned!r} is damaged; use true or false")
 
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
@@ -94,9 +99,10 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         self._leaves = tuple(sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 1}))
         from sparseforge_ds.model.branch import add_branch
 
-        for name, k in self.quantization_config.low_rank.items():
+        config = self.quantization_config
+        for name, k in config.low_rank.items():
             try:
-                add_branch(model.get_submodule(name), k).enabled = True
+                add_branch(model.get_submodule(name), k, config.low_rank_learned).enabled = True
             except AttributeError as error:
                 raise ValueError(
                     f"{PACKED24}: low_rank names {name}, no linear layer of this model ({error})"
@@ -142,7 +148,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
             elif is_packed(module):
                 dense = module.dense()
                 if isinstance(module, Branch):
-                    add_branch(dense, module.k, module.low_rank_b).enabled = module.enabled
+                    add_branch(dense, module.k, like=module).enabled = module.enabled
                 model.set_submodule(name, dense.to(dtype))
             elif _is_sparse(module):
                 module.weight = nn.Parameter(module.weight.to_dense().to(dtype), requires_grad=True)

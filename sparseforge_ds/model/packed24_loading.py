@@ -108,7 +108,7 @@ def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[
     kind: Any = Packed24Linear if isinstance(layer, nn.Linear) else Packed24Conv1D
     packed = kind(values, positions, layer.bias)
     if isinstance(layer, Branch):
-        add_branch(packed, layer.k, layer.low_rank_b).enabled = True
+        add_branch(packed, layer.k, like=layer).enabled = True
     model.set_submodule(name.rpartition(".")[0], packed.train(layer.training))
     return {name: packed.weight, name + POSITIONS: packed.weight_positions}
 

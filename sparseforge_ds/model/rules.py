@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.model.family_table import LOW_RANK, Family, Row
+from sparseforge_ds.model.family_table import BRANCH, Family, Row
 
 Rule = Callable[[str], Row | bool]
 """Name of a matrix -> its row; where it has none, whether it is known that it stays dense."""
@@ -25,7 +25,7 @@ def by_table(family: Family) -> Rule:
 
     def rule(name: str) -> Row | bool:
         row = next((row for row in family.prunable if is_row(name, row.names)), None)
-        return row if row is not None else any(is_row(name, names) for names in (*family.dense, LOW_RANK))
+        return row if row is not None else any(is_row(name, names) for names in (*family.dense, *BRANCH))
 
     return rule
 
@@ -37,7 +37,7 @@ def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
     def rule(name: str) -> Row | bool:
         if name in rows and matches(name, include):
             return rows[name]
-        return name in aside or name.rpartition(".")[2] == LOW_RANK
+        return name in aside or name.rpartition(".")[2] in BRANCH
 
     return rule
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sparseforge_ds.config import LowRankConfig
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
@@ -60,7 +61,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
         ),
         *_longer_line(spec),
         *([("permuted", f"{permute.dimensions}, by {permute.score}: before the first step")] if permute else []),
-        *([("low rank", f"SLoRB, a number for {rank.k} inputs of a pruned weight's output")] if rank else []),
+        *([("low rank", _branch_line(rank))] if rank else []),
         (
             "rate",
             f"{rate.peak:g} after {round(rate.warmup * rate.max_steps)} warm-up steps, "
@@ -102,6 +103,12 @@ def _longer_line(spec: RunSpec) -> list[Row]:
     return [
         ("longer", f"laid out over {before} steps; the finetune goes on to {spec.steps} at the rate of step {before}")
     ]
+
+
+def _branch_line(branch: LowRankConfig) -> str:
+    if branch.learned:
+        return f"a learned branch, a number for {branch.k} weights"
+    return f"SLoRB, a number for {branch.k} inputs of a pruned weight's output"
 
 
 def memory_per_rank(spec: RunSpec) -> dict[str, int]:

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[Any, Case]] = {
     "gpt2": (tiny_models.tiny_gpt2, Case(stage=2, dtype="bf16")),
     "llama-branch": (tiny_models.tiny_llama, Case(stage=3, config={"low_rank": {"k": 12}})),  # of 32 and 64 inputs
     "gpt2-branch": (tiny_models.tiny_gpt2, Case(stage=2, dtype="bf16", config={"low_rank": {"k": 8}})),
+    "llama-learned": (tiny_models.tiny_llama, Case(stage=2, config={"low_rank": {"k": 8, "learned": True}})),
     "llama-still": (tiny_models.tiny_llama, Case(stage=2, dtype="bf16", **STILL)),
     "gpt2-still": (tiny_models.tiny_gpt2, Case(stage=3, **STILL)),
     "llama-block": (tiny_models.tiny_llama, Case(stage=2, config={"pattern": "block16"}, **STILL)),
@@ -210,6 +211,31 @@ def test_the_mask_of_shifted_weights_is_refused(from_folder: bool, runs: dict[st
     with pytest.raises(ValueError, match=r"low_rank\.shift.*use --format hf, or train with \"shift\": false"):
         formats.export(open_source(source), tmp_path / "out", "mask")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_a_learned_projection_is_stored_in_both_formats(
+    from_folder: bool, runs: dict[str, Run], tmp_path: Path
+) -> None:
+    run = runs["llama-learned"]
+    source = export(run, tmp_path / "hf")
+    record = json.loads((source / "sparsity.json").read_text())
+    assert record["proof"]["adapter"]["difference"] <= 1e-5 < 1e-2 < record["proof"]["adapter"]["effect"]
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(source)), run.logits, rtol=0, atol=1e-5)
+    packed = tmp_path / "packed"
+    origin = source if from_folder else run.folder
+    assert main(["export", str(origin), str(packed), "--format", "packed24"]) == 0
+    torch.testing.assert_close(logits(load_model(str(packed))), run.logits, rtol=0, atol=1e-5)
+    config = json.loads((packed / "config.json").read_text())["quantization_config"]
+    assert config["low_rank_learned"] is True and set(config["low_rank"].values()) == {8}
+    record = json.loads((packed / "sparsity.json").read_text())
+    assert len(record["branches"]) == 2 * len(record["weights"]) and record["proof"]["logits"] == "bit-equal"
+    assert main(["verify", str(packed)]) == 0
+    # one whose projections are gone, or of another kind than its config says, is no model
+    record["config"]["low_rank"]["learned"] = False
+    (packed / "sparsity.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="low_rank_b is the branch of no weight of sparsity.json"):
+        open_source(packed)
 
 
 def test_packed24_with_a_branch_is_the_run(

@@ -104,6 +104,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.splits": {"yaml", "huggingface_hub"},
     "export.compressed_tensors": {"compressed_tensors", "pydantic"},
     "export.card": {"huggingface_hub"},
+    "export.folder_source": {"model.branch"},
     "export.loaded": {"safetensors"},
     "export.proof": {"psutil", "safetensors"},
     "export.reference": {"model.loading_error"},

@@ -26,7 +26,7 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.reference import filled_model
 from sparseforge_ds.mask.codes import decode, encode
 from sparseforge_ds.mask.effective_mask import is_kept
-from sparseforge_ds.model.families import LOW_RANK
+from sparseforge_ds.model.families import BRANCH
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed
 from tests.zero.case import Case, batch_at, build, probe_of, published, short, states, train_step
@@ -44,6 +44,8 @@ CASES: dict[str, tuple[str, Case]] = {
     "stage2-block": ("llama", Case(stage=2, config={"pattern": "block16"})),
     "stage3-low-rank": ("llama", Case(stage=3, config={"low_rank": {"k": 8}})),
     "stage2-low-rank-conv1d": ("gpt2", Case(stage=2, config={"low_rank": {"k": 12}})),  # of 32 and 128 inputs
+    "stage3-low-rank-learned": ("llama", Case(stage=3, config={"low_rank": {"k": 8, "learned": True}})),
+    "stage1-low-rank-learned-conv1d": ("gpt2", Case(stage=1, config={"low_rank": {"k": 12, "learned": True}})),
     "stage3-excluded": ("llama", Case(stage=3, config={"exclude": ["*.down_proj.weight"]})),
     "stage2-unfinished": ("llama", Case(stage=2, steps=5)),
     "stage3-unfinished-bf16": ("llama", Case(stage=3, steps=6, dtype="bf16")),
@@ -188,7 +190,7 @@ def test_low_rank_branch_as_peft_adapter(runs: dict[str, Run], exported: dict[st
     torch.testing.assert_close(logits, runs[name].logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(at_once, runs[name].logits, rtol=1e-4, atol=1e-5)
     names = list(TensorFolder(exported[name]).specs)
-    assert not any(LOW_RANK in key for key in names)
+    assert not any(key.endswith(BRANCH) for key in names)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "low-rank" in name])
@@ -196,8 +198,9 @@ def test_an_export_with_branches_is_a_source_too(
     runs: dict[str, Run], exported: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     run, folder = open_source(runs[name].folder, dtype="float32"), open_source(exported[name])
-    assert run.branches == folder.branches and len(run.branches) == len(run.prunable)
-    assert all(torch.equal(run.read_branch(key), folder.read_branch(key)) for key in run.branches)
+    assert run.branch_specs == folder.branch_specs and len(run.branches) == len(run.prunable)
+    assert len(run.branch_specs) == len(run.branches) * (2 if "learned" in name else 1)
+    assert all(torch.equal(run.read_branch(key), folder.read_branch(key)) for key in run.branch_specs)
     export(folder, tmp_path / "again", skip_proof=True)
     for file in ("model.safetensors", "adapter_model.safetensors", "adapter_config.json", "README.md"):
         assert (tmp_path / "again" / file).read_bytes() == (exported[name] / file).read_bytes()

@@ -27,6 +27,7 @@ LOW_SHARE, LOW_DENSE = 1e-2, 1e-3
 UNSCALED_DENSE = 5e-3
 STEPS = 10
 LOW_RANK = {"low_rank": {"k": 4}}
+LEARNED = {"low_rank": {"k": 4, "learned": True}}
 PUBLISHED_START = {"low_rank": {**LOW_RANK["low_rank"], "shift": False}}
 RAGGED = {"exclude": ["*.k_proj.weight"]}  # so that shards cut groups
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -51,7 +52,7 @@ SAVED: dict[str, Saved] = {
     "0 on 1": Saved(1, Case(stage=0)),
     "1 on 1": Saved(1, Case(stage=1, dtype="bf16", zero=OFFLOAD, more=TORCH_ADAM, config=RAGGED)),
     "2 on 1": Saved(1, Case(stage=2, model="gpt2", gas=2, clip=0.1), save=8),
-    "3 on 1": Saved(1, Case(stage=3, config=LOW_RANK, zero={"sub_group_size": 300}), save=7),
+    "3 on 1": Saved(1, Case(stage=3, config=LEARNED, zero={"sub_group_size": 300}), save=7),
     "0 on 2": Saved(2, Case(stage=0, dtype="bf16", config=RAGGED)),
     "1 on 2": Saved(2, Case(stage=1, config={**RAGGED, "importance": "wanda"}), save=3),
     "2 on 2": Saved(2, Case(stage=2, dtype="fp16", more=DYNAMIC_SCALE, config=RAGGED)),
@@ -64,7 +65,7 @@ SAVED: dict[str, Saved] = {
     "3 on 3": Saved(3, Case(stage=3, dtype="bf16", config=RAGGED, more=BF16_MASTERS), save=6),
     "0 on 4": Saved(4, Case(stage=0, client=True, config={**RAGGED, "importance": "magnitude"}), save=1),
     "1 on 4": Saved(4, Case(stage=1, dtype="bf16", more=FP32_GRADIENTS)),
-    "2 on 4": Saved(4, Case(stage=2, dtype="bf16", more=BF16_MASTERS, config=LOW_RANK), save=4),
+    "2 on 4": Saved(4, Case(stage=2, dtype="bf16", more=BF16_MASTERS, config=LEARNED), save=4),
     "3 on 4": Saved(4, Case(stage=3, config=RAGGED, zero=NOTHING_PERSISTENT), save=9),
 }
 

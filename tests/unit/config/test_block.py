@@ -111,6 +111,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"curvature": {"per_token": 1}}, ["sparseforge.curvature.per_token", "true or false"]),
     ({"low_rank": {"k": 1}}, ["sparseforge.low_rank.k", "1", ">= 2"]),
     ({"low_rank": {"start": 2}}, ["sparseforge.low_rank.start", "0 <= start <= 1"]),
+    ({"low_rank": {"learned": True, "shift": False}}, ["low_rank.shift", "false", '"learned": false']),
+    ({"low_rank": {"learned": True, "start": 0.5}}, ["low_rank.start", "0.5", '"learned": false']),
     ({"low_rank": True}, ["sparseforge.low_rank", "True", "object", "or null"]),
     ({"distillation": {"weight": 0, "task_weight": 0}}, ["sparseforge.distillation.weight", "> 0"]),
     ({"distillation": {"hidden": {"until": 1.5}}}, ["sparseforge.distillation.hidden.until", "0 < until <= 1"]),
@@ -255,6 +257,7 @@ def test_branches_are_there_from_the_start_where_weights_are_shifted_into_them()
         ({"method": "naive_retrain"}, True),
         ({"method": "ast"}, False),
         ({"method": "ast", "low_rank": {"k": 4, "shift": True}}, True),
+        ({"method": "ast", "low_rank": {"k": 4, "learned": True}}, True),
         ({"low_rank": {"k": 4, "shift": False}}, False),
         ({"low_rank": {"k": 4, "start": 0.5}}, False),
         ({"preset": "paper_like"}, False),
@@ -273,6 +276,7 @@ def test_a_shift_needs_runs_of_whole_groups() -> None:
         SparseForgeConfig.from_dict({**block, "low_rank": {"k": 16}, "pattern": "block16"})
     SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6, "shift": False}})
     SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6}, "pattern": "1:2"})
+    SparseForgeConfig.from_dict({**block, "low_rank": {"k": 6, "learned": True}, "pattern": "block16"})
 
 
 def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:

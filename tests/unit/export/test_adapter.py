@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.adapter import block_sum, write_adapter
+from sparseforge_ds.export.adapter import block_sum, key_of, name_of, write_adapter
 from sparseforge_ds.export.source import Source
 from tests.sparse_folders import ModelSource
 from tests.tiny_models import tiny_gpt2, tiny_llama
@@ -29,12 +29,14 @@ CASES: dict[str, dict[str, tuple[int, int, int]]] = {
 }
 
 
-def branches_of(branch: dict[str, Tensor], layers: dict[str, Any], input_axis: int, dtype: torch.dtype) -> Source:
-    """A source that has these branches, and of its weights only their shapes."""
+def branches_of(
+    branch: dict[str, Tensor], layers: dict[str, Any], input_axis: int, dtype: torch.dtype, learned: bool = False
+) -> Source:
+    """A source that has these tensors of branches, and of its weights only their shapes."""
     source = object.__new__(ModelSource)
     source.branches = {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()}
     source.prunable, source.dtype = {}, dtype
-    source.record = {"config": SparseForgeConfig(low_rank=LowRankConfig(k=K)).to_dict()}
+    source.record = {"config": SparseForgeConfig(low_rank=LowRankConfig(k=K, learned=learned)).to_dict()}
     for name, (outputs, inputs, _) in layers.items():
         shape = (outputs, inputs) if input_axis == -1 else (inputs, outputs)
         source.prunable[f"{name}.weight"] = SparseWeight(f"{name}.weight", shape, input_axis)
@@ -47,18 +49,23 @@ def test_block_sum_by_hand() -> None:
     assert block_sum(5, 3, torch.float32).tolist() == [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
 
 
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("family", CASES)
-def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str) -> None:
+def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str, learned: bool) -> None:
     """y = x (w^T + P^T B^T), with another rank in every size of layer."""
     layers = CASES[family]
-    branch = {name: torch.randn(outputs, rank) for name, (outputs, _, rank) in layers.items()}
-    source = branches_of(branch, layers, -2 if family == "gpt2" else -1, torch.float32)
+    branch = {f"{name}.low_rank_b": torch.randn(outputs, rank) for name, (outputs, _, rank) in layers.items()}
+    p_of = {name: block_sum(inputs, K, torch.float32) for name, (_, inputs, _) in layers.items()}
+    if learned:
+        p_of = {name: torch.randn(rank, inputs) for name, (_, inputs, rank) in layers.items()}
+        branch |= {f"{name}.low_rank_p": p for name, p in p_of.items()}
+    source = branches_of(branch, layers, -2 if family == "gpt2" else -1, torch.float32, learned)
     write_adapter(source, tmp_path)
     build: Any = {"llama": tiny_llama, "gpt2": tiny_gpt2}[family]
     ours, ids = build().eval(), torch.arange(16)[None]
     with torch.no_grad():
-        for name, (_, inputs, _) in layers.items():
-            added: Tensor = branch[name] @ block_sum(inputs, K, torch.float32)
+        for name in layers:
+            added: Tensor = branch[f"{name}.low_rank_b"] @ p_of[name]
             layer = ours.get_submodule(name)
             layer.weight += added if isinstance(layer, nn.Linear) else added.T
         adapted = PeftModel.from_pretrained(build(), tmp_path).eval()
@@ -69,7 +76,7 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str) -> N
 
 def test_files(tmp_path: Path) -> None:
     layers = CASES["llama"]
-    zeros = {name: torch.zeros(outputs, rank, dtype=torch.bfloat16) for name, (outputs, _, rank) in layers.items()}
+    zeros = {f"{n}.low_rank_b": torch.zeros(out, rank, dtype=torch.bfloat16) for n, (out, _, rank) in layers.items()}
     write_adapter(branches_of(zeros, layers, -1, torch.bfloat16), tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -77,3 +84,6 @@ def test_files(tmp_path: Path) -> None:
     assert config["rank_pattern"] == config["alpha_pattern"] == {"model.layers.1.mlp.down_proj": 6}
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and len(tensors) == 2 * len(layers)
+    names = {f"{name}.low_rank_{which}" for name in layers for which in "bp"}
+    assert {name_of(key) for key in tensors} == names and {key_of(name) for name in names} == set(tensors)
+    assert name_of("lora_A.weight") == "lora_A.weight"

@@ -17,8 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.model.branch import Branch, add_branch, branches
+from sparseforge_ds.model.branch import Branch, add_branch, branch_rank, branches
 from sparseforge_ds.model.families import FAMILIES, prunable_weights
+from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
 from tests.reference import branch_start
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
@@ -309,5 +310,42 @@ def test_a_layer_of_another_class_keeps_its_forward() -> None:
     with torch.no_grad():
         branch.low_rank_b.fill_(1.0)
     torch.testing.assert_close(branch(x), expected + x.sum(-1, keepdim=True))
-    successor = add_branch(nn.Linear(8, 3, bias=False), branch.k, branch.low_rank_b)
+    successor = add_branch(nn.Linear(8, 3, bias=False), branch.k, like=branch)
     assert successor.low_rank_b is branch.low_rank_b and not successor.enabled
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_learned_projection(which: int) -> None:
+    layer = [add_branch(nn.Linear(12, 6), 2, learned=True), add_branch(Conv1D(6, 12), 2, learned=True)][which]
+    assert layer.low_rank_b.shape == (6, 2) and layer.low_rank_p is not None and layer.low_rank_p.shape == (2, 12)
+    assert not layer.low_rank_b.any() and not layer.low_rank_p.any()
+    with torch.no_grad():
+        layer.low_rank_b.normal_()
+        layer.low_rank_p.normal_()
+    x = torch.randn(3, 5, 12)
+    off = layer(x)
+    layer.enabled = True
+    torch.testing.assert_close(layer(x), off + x @ (layer.low_rank_b @ layer.low_rank_p).T)
+    assert which or "learned=True" in repr(layer)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(2, 64))
+def test_a_learned_branch_has_a_number_for_k_weights(outputs: int, inputs: int, k: int) -> None:
+    """To the nearest rank, and never none."""
+    numbers = branch_rank(outputs, inputs, k, learned=True) * (outputs + inputs)
+    assert abs(numbers - outputs * inputs / k) <= (outputs + inputs) / 2 or numbers == outputs + inputs
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_learned_branches_are_prepared(family: str) -> None:
+    config = SparseForgeConfig(low_rank=LowRankConfig(k=4, learned=True))
+    model, batch = BUILDERS[family](), token_batch()
+    expected = model(**batch).logits
+    before = prunable_weights(model, config)
+    prepare(model, config)
+    assert prunable_weights(model, config) == before and torch.equal(model(**batch).logits, expected)
+    groups = {group["name"]: group["params"] for group in param_groups(model, config)}
+    of_branches = {id(b.low_rank_b) for b in branches(model).values()}
+    of_branches |= {id(b.low_rank_p) for b in branches(model).values()}
+    assert {id(parameter) for parameter in groups["low_rank"]} == of_branches and len(of_branches) == 2 * len(before)

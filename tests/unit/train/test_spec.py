@@ -117,7 +117,9 @@ def test_a_frame_that_the_tokenizer_does_not_have_is_found_at_once(arguments, mo
 def test_the_banner_says_what_low_rank_branches_cost(arguments):
     spec = make_spec(arguments(deepspeed_json(3, low_rank={"k": 8})), world_size=1)
     assert "SLoRB, a number for 8 inputs of a pruned weight's output" in banner(spec, TEXT)
-    assert "SLoRB" not in banner(make_spec(arguments(), world_size=1), TEXT)
+    learned = make_spec(arguments(deepspeed_json(3, low_rank={"k": 8, "learned": True})), world_size=1)
+    assert "a learned branch, a number for 8 weights" in banner(learned, TEXT)
+    assert "low rank" not in banner(make_spec(arguments(), world_size=1), TEXT)
 
 
 def test_memory_is_divided_as_zero_divides_it(arguments):
