@@ -18,7 +18,7 @@ Shape suffixes: R rows and C columns of a weight as it is stored, K the rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -89,23 +89,25 @@ class _Removed:
 
     def times(self, right_CK: Tensor) -> Tensor:
         """(R, K), summed over the ranks."""
-        return self._summed(
-            torch.zeros_like(self.left_RK), lambda sum_RK, rows, part: sum_RK[rows].add_(part @ right_CK)
-        )
+        sum_RK = torch.zeros_like(self.left_RK)
+        for rows, part in self._parts():
+            sum_RK[rows] += part @ right_CK
+        return self.on.layout.sum_shards(sum_RK)
 
     def transposed_times(self, left_RK: Tensor) -> Tensor:
         """(C, K), summed over the ranks."""
-        return self._summed(
-            torch.zeros_like(self.right_CK), lambda sum_CK, rows, part: sum_CK.add_(part.t() @ left_RK[rows])
-        )
+        sum_CK = torch.zeros_like(self.right_CK)
+        for rows, part in self._parts():
+            sum_CK += part.t() @ left_RK[rows]
+        return self.on.layout.sum_shards(sum_CK)
 
-    def _summed(self, total: Tensor, add: Callable[[Tensor, slice, Tensor], object]) -> Tensor:
+    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a chunk and its entries in them, 0 where it has none."""
         columns = len(self.right_CK)
         for chunk in self.on.chunks([self.name]):
             first, last = chunk.start // columns, -(-chunk.stop // columns)
             flat = F.pad(self._of(chunk), (chunk.start - first * columns, last * columns - chunk.stop))
-            add(total, slice(first, last), flat.view(-1, columns))
-        return self.on.layout.sum_shards(total)
+            yield slice(first, last), flat.view(-1, columns)
 
     def _of(self, chunk: Shard) -> Tensor:
         """(numel of the chunk,) what the pattern removes; 0 where it keeps."""
