@@ -282,6 +282,8 @@ class Counter(Live):
                 self.cost.faults.append(f"{kind} of a {tensor.device.type} tensor at {place()}")
             if tensor.dtype not in NCCL_DTYPES:
                 self.cost.faults.append(f"{kind} of {tensor.dtype} at {place()}")
+            if not tensor.is_contiguous():
+                self.cost.faults.append(f"{kind} of a tensor that is not contiguous at {place()}")
         self.cost.calls[kind] += 1
         self.cost.collectives[kind] += max((tensor.nbytes for tensor in given), default=0)
 

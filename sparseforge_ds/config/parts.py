@@ -82,7 +82,7 @@ class LowRankConfig:
         require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
         require(self.start is None or 0 <= self.start <= 1, "low_rank.start", self.start, "use null or 0 <= start <= 1")
         require(
-            not self.shift or self.start is None,
+            self.learned or not self.shift or self.start is None,
             "low_rank.start",
             self.start,
             'with "shift": true the branch is there from the first step; set it to null, or use "shift": false',
@@ -91,7 +91,7 @@ class LowRankConfig:
             not self.learned or self.shift is not False,
             "low_rank.shift",
             self.shift,
-            'a learned P starts from a part of the weights; leave it out, or use "learned": false',
+            'a learned P starts from a part of the weights; set it to null, or use "learned": false',
         )
         require(
             not self.learned or self.start is None,

@@ -52,12 +52,12 @@ def key_of(name: str) -> str:
     return f"{_PREFIX}{module}.{_MATRICES[which]}"
 
 
-def name_of(key: str) -> str:
-    """The reverse of `key_of`; of what no adapter of ours has, the key."""
+def name_of(key: str) -> str | None:
+    """The reverse of `key_of`; None of what no adapter of ours has."""
     for which, matrix in _MATRICES.items():
         if key.startswith(_PREFIX) and key.endswith(f".{matrix}"):
             return key.removeprefix(_PREFIX).removesuffix(matrix) + which
-    return key
+    return None
 
 
 def write_adapter(source: Source, folder: Path) -> None:

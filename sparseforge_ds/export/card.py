@@ -78,6 +78,7 @@ def make_card(
         eval_results=scored or None,
     )
     packed = is_packed(config)
+    settings = SparseForgeConfig.from_dict(sections["config"]) if sections["config"] else None
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
     return ModelCard.from_template(
         data,
@@ -89,7 +90,8 @@ def make_card(
         weights=len(weights),
         packed=packed,
         branched=branched,
-        shifted=bool(sections["config"]) and SparseForgeConfig.from_dict(sections["config"]).shifts,
+        shifted=settings is not None and settings.shifts,
+        learned=settings is not None and settings.low_rank is not None and settings.low_rank.learned,
         rank=adapter_rank(folder) if branched and not packed else 0,
         training=_training(record, sections),
         evaluation=[_line(each) for each in scored],

@@ -90,8 +90,8 @@ class FolderSource(Source):
             require_adapter(self.folder)
             self._adapter = TensorFolder(self.folder, ADAPTER)
             learned = BRANCH if self.low_rank.learned else (LOW_RANK,)
-            names = {name_of(key): spec.shape for key, spec in self._adapter.specs.items()}
-            shapes |= {name: shape for name, shape in names.items() if name.endswith(learned)}
+            named = ((name_of(key), spec.shape) for key, spec in self._adapter.specs.items())
+            shapes |= {of: shape for of, shape in named if of is not None and of.endswith(learned)}
         self._set_branches(shapes)
 
     def _found(self) -> dict[str, Any]:
@@ -174,5 +174,8 @@ class FolderSource(Source):
                 self.branches[module] = outputs, rank
         expected = {name: tuple(spec.shape) for name, spec in self.branch_specs.items()}
         for name in sorted(expected.keys() | shapes):
-            if expected.get(name) != shapes.get(name):
+            if name not in expected:
                 raise ValueError(f"{self.folder}: {name} is the branch of no weight of sparsity.json; export again")
+            if (shape := shapes.get(name)) != expected[name]:
+                found = "missing" if shape is None else f"of shape {tuple(shape)}"
+                raise ValueError(f"{self.folder}: {name} is {found}, and not {expected[name]}; export again")

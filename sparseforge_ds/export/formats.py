@@ -38,9 +38,9 @@ def export(
     if format == "mask" and source.shifted:
         # A mask that was chosen after a shift fits no weights of the dense model.
         raise ValueError(
-            f"{source.folder}: its mask was made for weights that had given up a shift to their low-rank branches "
-            "(low_rank.shift), and no mask of the dense model's own weights; use --format hf, or train with "
-            '"shift": false'
+            f"{source.folder}: its mask was made for weights that had given up a part of themselves to their low-rank "
+            "branches (low_rank.shift), and is no mask of the dense model's own weights; use --format hf, or train "
+            'with "learned": false and "shift": false'
         )
     permuted = isinstance(config := source.record.get("config"), dict) and config.get("permute")
     if format == "mask" and permuted and source.permutation is None:

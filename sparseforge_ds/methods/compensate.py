@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +14,13 @@ from torch.nn import functional as F
 
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
+from sparseforge_ds.methods.branch_masters import forget_moments, master_of, seen
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.branch import branches
-from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.model.families import LOW_RANK
 from sparseforge_ds.zero.halo import HaloExchange
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard
 
 
 @torch.no_grad()
@@ -51,7 +50,7 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
         return on.state.dense(shard) - shard.of(published[shard.flat])
 
     added = branches(on.engine.module)
-    _forget_moments(layout, [weights[name] for name in added])
+    forget_moments(layout, [weights[name] for name in added])
     for name, branch in added.items():
         weight, shard = weights[name], layout.shards[name]
         inputs, k = weight.shape[weight.input_axis], branch.k
@@ -70,7 +69,7 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
         of_segments = b.view(-1, 1) if input_last else b.view(outputs, segments).t()
         of_segments[shard.start // span * each :][: len(mean_RA)] = mean_RA
         layout.sum_shards(b)
-        own, master = _master_of(layout, weight)
+        own, master = master_of(layout, weight, LOW_RANK)
         master.copy_(b[own.start : own.stop])
         branch.enabled = True
 
@@ -91,7 +90,7 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
     inputs_of = {name: weight.shape[weight.input_axis] for name, weight in on.weights.items() if name in added}
     unit_of = {name: NM(1, _unit(inputs_of[name], branch.k)[0]) for name, branch in added.items()}
     spans = {name: unit_of[name].span(shard.shape, on.weights[name].input_axis) for name, shard in shards.items()}
-    _forget_moments(layout, [on.weights[name] for name in added])
+    forget_moments(layout, [on.weights[name] for name in added])
     edges = HaloExchange(layout, shards, spans)
     halo = edges.exchange(on.reader(on.dense))
     for name, branch in added.items():
@@ -99,7 +98,7 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         outputs, segments = weight.numel // inputs, math.ceil(inputs / k)
         unit, each = _unit(inputs, k)
         input_last = weight.input_axis == -1
-        own, master = _master_of(layout, weight)
+        own, master = master_of(layout, weight, LOW_RANK)
         b, before = torch.zeros(2, outputs * segments, device=layout.device)
         in_unit_S = torch.arange(each, device=layout.device)
         before[own.start : own.stop] = master
@@ -123,8 +122,7 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         layout.sum_shards(before)
         b += before
         master.copy_(b[own.start : own.stop])
-        seen = branch.low_rank_b.dtype
-        b = b.to(master.dtype).to(seen).float() - before.to(seen).float()
+        b = seen(layout, weight, LOW_RANK, branch, b) - seen(layout, weight, LOW_RANK, branch, before)
         for chunk, place_RS in zip(edges.chunks[name], places, strict=True):
             dense = on.dense(chunk)
             b_RU = b[place_RS].to(dense.device).repeat_interleave(k, dim=1)[:, :unit]
@@ -143,20 +141,3 @@ def _best_shifts(unit_RU: Tensor, k: int, pattern: NM) -> Tensor:
     parts = unit_RU[:, :whole].reshape(-1, k), unit_RU[:, whole:]
     found = [best_shift(part, pattern.kept, pattern.members) for part in parts if part.numel()]
     return torch.cat([shift.view(len(unit_RU), -1) for shift in found], dim=1)
-
-
-def _master_of(layout: Layout, weight: PrunableWeight) -> tuple[Shard, Tensor]:
-    """What this rank holds of the B of a weight, and its master."""
-    shard = layout.shards[f"{weight.module}.low_rank_b"]
-    return shard, shard.of(layout.flats[shard.flat].data)
-
-
-def _forget_moments(layout: Layout, weights: Iterable[PrunableWeight]) -> None:
-    """Let Adam begin anew: it has counted steps in which B had no gradient, and would take several times the rate."""
-    for flat in {_master_of(layout, weight)[0].flat for weight in weights}:
-        state: dict[str, Any] = layout.inner.state.get(layout.flats[flat], {})
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                value.zero_()
-            elif key == "step":
-                state[key] = 0

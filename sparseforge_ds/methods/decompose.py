@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.methods.branch_masters import forget_moments, seen, whole, write
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.branch import Branch, branches
-from sparseforge_ds.model.family_table import LOW_RANK, PROJECTION
+from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.zero.halo import Halo
-from sparseforge_ds.zero.shard import Shard
+from sparseforge_ds.zero.shard import Layout, Shard
 
 ROUNDS = 20
 """Twice as many leave 2% to 3% less to remove."""
@@ -39,39 +40,55 @@ WARM_UP = 3
 
 @torch.no_grad()
 def decompose_into_branches(model: nn.Module, on: ShardedWeights) -> None:
-    """W <- W - B P with the B and P of every branch, which were 0, and the branches on. Collective.
+    """W <- W + B P with the B and P of every branch as they are, 0 in a new one, then W <- W - B P with new ones, and
+    the branches on. Collective.
 
     The masters of W are not written here: publish them, and push, afterwards. W gives up what the forward will see the
     branch add, in its precision. The largest memory is that of a weight's B and P and of a bounded chunk.
     """
-    added = branches(model)
+    added, layout = branches(model), on.layout
+    forget_moments(layout, [on.weights[name] for name in added])
+    for name, branch in added.items():
+        _add(on, name, *(_seen(on, name, branch, which, whole(layout, on.weights[name], which)) for which in BRANCH))
     halo = on.edges.exchange(on.reader(on.dense), added)
     for name, branch in added.items():
-        left_RK, right_CK = _balanced(*_search(on, name, halo))
-        input_last = on.weights[name].input_axis == -1
-        b_OK, p_KI = (left_RK, right_CK.t()) if input_last else (right_CK, left_RK.t())
-        b_OK, p_KI = _write(on, name, branch, LOW_RANK, b_OK), _write(on, name, branch, PROJECTION, p_KI)
-        left_RK, right_CK = (b_OK, p_KI.t()) if input_last else (p_KI.t(), b_OK)
-        for chunk in on.chunks([name]):
-            dense = on.dense(chunk)
-            dense -= _product(left_RK, right_CK, chunk.start, chunk.stop).to(dense.device)
+        weight = on.weights[name]
+        left_RK, right_CK = _search(on, name, halo)
+        value = dict(zip(BRANCH, _balanced(left_RK, right_CK, weight.input_axis == -1), strict=True))
+        value = {which: _same(layout, matrix) for which, matrix in value.items()}
+        for which, matrix in value.items():
+            write(layout, weight, which, matrix)
+        b_OK, p_KI = (_seen(on, name, branch, which, matrix) for which, matrix in value.items())
+        _add(on, name, -b_OK, p_KI)
         branch.enabled = True
+
+
+def _seen(on: ShardedWeights, name: str, branch: Branch, which: str, value: Tensor) -> Tensor:
+    return seen(on.layout, on.weights[name], which, branch, value)
+
+
+def _add(on: ShardedWeights, name: str, b_OK: Tensor, p_KI: Tensor) -> None:
+    """W <- W + B P, of this rank's shard."""
+    left_RK, right_CK = (b_OK, p_KI.t()) if on.weights[name].input_axis == -1 else (p_KI.t(), b_OK)
+    for chunk in on.chunks([name]):
+        dense = on.dense(chunk)
+        dense += _product(left_RK, right_CK, chunk.start, chunk.stop).to(dense.device)
 
 
 def _search(on: ShardedWeights, name: str, halo: Halo) -> tuple[Tensor, Tensor]:
     """left (R, K) with orthonormal columns and right (C, K), on the layout's device, whose product is the part."""
     rows, columns = on.weights[name].shape
-    rank = _rank(on, name)
+    rank = on.layout.shards[f"{on.weights[name].module}.{LOW_RANK}"].shape[1]
     generator = torch.Generator().manual_seed(0)  # the same on every rank
     right_CK = torch.randn(columns, rank, generator=generator).to(on.layout.device)
     left_RK = torch.zeros(rows, rank, device=on.layout.device)
     removed = _Removed(on, name, halo, left_RK, torch.zeros_like(right_CK))
     for _ in range(WARM_UP):
-        left_RK = _orthonormal(removed.times(right_CK))
+        left_RK = _orthonormal(on.layout, removed.times(right_CK))
         right_CK = removed.transposed_times(left_RK)
     for _ in range(ROUNDS):
         removed = _Removed(on, name, halo, left_RK, right_CK)
-        new_RK = _orthonormal(left_RK @ (right_CK.t() @ right_CK) + 2 * removed.times(right_CK))
+        new_RK = _orthonormal(on.layout, left_RK @ (right_CK.t() @ right_CK) + 2 * removed.times(right_CK))
         right_CK = right_CK @ (left_RK.t() @ new_RK) + 2 * removed.transposed_times(new_RK)
         left_RK = new_RK
     return left_RK, right_CK
@@ -126,24 +143,23 @@ def _product(left_RK: Tensor, right_CK: Tensor, start: int, stop: int) -> Tensor
     return (left_RK[first:last] @ right_CK.t()).view(-1)[start - first * columns : stop - first * columns]
 
 
-def _orthonormal(matrix: Tensor) -> Tensor:
-    return torch.linalg.qr(matrix).Q
+def _orthonormal(layout: Layout, matrix: Tensor) -> Tensor:
+    return _same(layout, torch.linalg.qr(matrix).Q)
 
 
-def _balanced(left_RK: Tensor, right_CK: Tensor) -> tuple[Tensor, Tensor]:
-    """The same product, with the singular values shared between both, so that both learn at one rate."""
-    u, s, v = torch.linalg.svd(right_CK, full_matrices=False)
-    return left_RK @ v.t() * s.sqrt(), u * s.sqrt()
+def _same(layout: Layout, matrix: Tensor) -> Tensor:
+    """The same on all ranks, where the last bits of a factorization may differ, and contiguous, as NCCL asks."""
+    matrix = matrix.contiguous()
+    if layout.world_size > 1:
+        layout.broadcast(matrix, 0)
+    return matrix
 
 
-def _rank(on: ShardedWeights, name: str) -> int:
-    return on.layout.shards[f"{on.weights[name].module}.{LOW_RANK}"].shape[1]
-
-
-def _write(on: ShardedWeights, name: str, branch: Branch, which: str, value: Tensor) -> Tensor:
-    """Set the masters of B or P, whole on every rank; returns in fp32 what the forward will see of it."""
-    layout = on.layout
-    own = layout.shards[f"{on.weights[name].module}.{which}"]
-    master = own.of(layout.flats[own.flat].data)
-    master.copy_(value.reshape(-1)[own.start : own.stop])
-    return value.to(master.dtype).to(getattr(branch, which).dtype).float()
+def _balanced(left_RK: Tensor, right_CK: Tensor, input_last: bool) -> tuple[Tensor, Tensor]:
+    """B (out, K) and P (K, in) of the product, with its singular values shared between both, so that both learn at one
+    rate. Where one is 0, P has a unit vector and only B is 0, as a LoRA adapter starts: else neither would learn."""
+    u_CK, s_K, v_KK = torch.linalg.svd(right_CK, full_matrices=False)
+    root_K = s_K.sqrt()
+    of_p_K = torch.where(s_K <= 1e-6 * s_K.max(), 1.0, root_K)
+    left_RK = left_RK @ v_KK.t()
+    return (left_RK * root_K, (u_CK * of_p_K).t()) if input_last else (u_CK * root_K, (left_RK * of_p_K).t())

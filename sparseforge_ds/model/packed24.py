@@ -61,6 +61,11 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         if not isinstance(low_rank_learned, bool):
             raise ValueError(f"{PACKED24}: low_rank_learned {low_rank_learned!r} is damaged; use true or false")
 
+    def to_dict(self) -> dict[str, Any]:
+        """What a config.json says; without `low_rank_learned` where it is false, which older versions refuse."""
+        content = super().to_dict()
+        return {key: value for key, value in content.items() if key != "low_rank_learned" or value}
+
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
     """Puts packed layers into a model while transformers loads it."""

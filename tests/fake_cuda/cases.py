@@ -128,6 +128,9 @@ EXCEEDS: dict[str, str] = {
 
 FAULTS: dict[str, Case] = {
     fault: _other("naive_retrain", steps=2, fault=fault)
-    for fault in ("a CPU tensor into a CUDA operation", "a CPU tensor into a collective", "bool", "item", "upload")
+    for fault in (
+        *("a CPU tensor into a CUDA operation", "a CPU tensor into a collective", "bool", "not contiguous"),
+        *("item", "upload"),
+    )
 }
 """Runs that must be found faulty."""

@@ -79,6 +79,7 @@ def test_the_host_waits_as_often_as_it_may(name: str, seen: dict[str, Any]) -> N
         ("a CPU tensor into a CUDA operation", "device mixing: aten.mul_"),
         ("a CPU tensor into a collective", "allreduce of a cpu tensor"),
         ("bool", "allreduce of torch.bool"),
+        ("not contiguous", "allreduce of a tensor that is not contiguous"),
     ],
 )
 def test_a_seeded_fault_is_found(fault: str, complaint: str, seen: dict[str, Any]) -> None:

@@ -104,6 +104,8 @@ def _plant(fault: str | None, engine: BareEngine) -> None:
             dist.all_reduce(torch.ones(3))
         elif fault == "bool":
             dist.all_reduce(torch.ones(3, dtype=torch.bool, device=CUDA))
+        elif fault == "not contiguous":
+            dist.all_reduce(torch.ones(3, 2, device=CUDA).t())
         elif fault == "item":
             flat.detach().sum().item()
         elif fault == "upload":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.methods.decompose import ROUNDS, WARM_UP
+from sparseforge_ds.methods.decompose import ROUNDS, WARM_UP, decompose_into_branches
 from sparseforge_ds.model.branch import branch_rank, branches
 from sparseforge_ds.model.families import BRANCH, prunable_weights
 from tests.distributed import run_distributed
@@ -39,6 +39,13 @@ def of_branches(engine: Any) -> dict[str, Tensor]:
     weights = published(engine)
     module = {name: name.removesuffix("weight") for name in branches(engine.module)}
     return {n: weights[f"{m}low_rank_b"].float() @ weights[f"{m}low_rank_p"].float() for n, m in module.items()}
+
+
+def scale_branches(engine: Any, forge: Any, factor: float) -> None:
+    for name in branches(engine.module):
+        shard = forge._layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
+        shard.of(forge._layout.flats[shard.flat].data).mul_(factor)
+    forge._republish()
 
 
 def learned(engine: Any) -> dict[str, Tensor]:
@@ -100,6 +107,14 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         held = there[name].view(weight.shape) != 0
         if not torch.allclose(rest[held], stored[held], atol=1e-6):
             problems.append(f"{name} gave up something else than what the branch adds")
+    if not frozen:  # a second time: what the branch adds is given back first
+        scale_branches(engine, forge, 0.7)
+        expected = engine(**batch).logits.detach().float()
+        decompose_into_branches(engine.module, forge._sharded)
+        forge._republish()
+        again = engine(**batch).logits.detach().float()
+        if not torch.allclose(expected, again, atol=10 * rounding):
+            problems.append(f"a second start changes the network, by up to {(expected - again).abs().max().item()}")
     started = learned(engine)
     for step in range(case.sparseforge.max_steps):
         train_step(engine, case, step)
@@ -155,3 +170,26 @@ def test_one_shot_pruning_loses_less_where_weights_are_large_in_a_few_directions
     """With as many numbers as the shift has."""
     without, shifted, learned_p = run_distributed(one_shots, 2)[0]
     assert shifted < without and learned_p < 0.7 * shifted
+
+
+def nothing_to_remove() -> list[str]:
+    """What does not train of the branches of a model that is 2:4 already."""
+    case = Case(stage=2, config={**K4, "method": "naive_retrain", "importance": "magnitude", "max_steps": 4})
+    model = MODELS[case.model]()
+    with torch.no_grad():
+        for weight in prunable_weights(model, case.sparseforge):
+            value = model.get_parameter(weight.name)
+            value.mul_(top_n(value.abs().view(-1, 4), 2).view(value.shape))
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    engine, forge = build(case, model)
+    forge.start(None)
+    start = published(engine)
+    assert all(torch.equal(start[weight.name], before[weight.name]) for weight in forge.weights)
+    for step in range(4):
+        train_step(engine, case, step)
+        forge.step(None)
+    return [name for name, value in learned(engine).items() if torch.equal(value, start[name])]
+
+
+def test_a_branch_with_nothing_to_take_learns_all_the_same() -> None:
+    assert run_distributed(nothing_to_remove, 2) == [[], []]
