@@ -198,8 +198,10 @@ def test_a_fixed_mask_without_a_teacher_is_a_plain_retrain(tmp_path):
     train(*flags_of(tmp_path, content))
 
 
-def test_low_rank_branches_train_and_resume(tmp_path):
-    flags = flags_of(tmp_path, deepspeed_json(batch=8, importance="hutchinson", low_rank={"k": 12}))
+@pytest.mark.parametrize("learned", [False, True])
+def test_low_rank_branches_train_and_resume(tmp_path, learned):
+    block = {"importance": "hutchinson", "low_rank": {"k": 12, "learned": learned}}
+    flags = flags_of(tmp_path, deepspeed_json(batch=8, **block))
     train(*flags)
     checkpoints = tmp_path / "run" / "checkpoints"
     straight = states(checkpoints / "step_000008")
