@@ -13,8 +13,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import CurvatureMean, ForgeError, Ranking, ShardedWeights, method_of
-from sparseforge_ds.methods.compensate import shift_into_branches, switch_on_branches
-from sparseforge_ds.methods.decompose import decompose_into_branches
+from sparseforge_ds.methods.compensate import move_into_branches, switch_on_branches
 from sparseforge_ds.methods.histograms import histograms
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
@@ -115,8 +114,7 @@ class SparseForge:
         if self.ready or self.step_count:
             return
         if self.config.shifts:
-            learned = self.config.low_rank is not None and self.config.low_rank.learned
-            (decompose_into_branches if learned else shift_into_branches)(self.engine.module, self._sharded)
+            move_into_branches(self.engine.module, self._sharded)
             self._republish()  # the mask is chosen by what the probe says of shifted weights
         self._method.start(probe)
         self.ready = True

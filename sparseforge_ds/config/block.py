@@ -155,12 +155,10 @@ class SparseForgeConfig:
     @property
     def shifts(self) -> bool:
         """Whether SLoRB's branches take up a shift of the weights before the first step."""
-        if self.low_rank is None:
-            return False
-        if self.low_rank.shift is None:
-            of_ours = self.method.name in ("sparseforge", "naive_retrain", "oneshot")
-            return self.low_rank.learned or (self.low_rank.start is None and of_ours)
-        return self.low_rank.shift
+        low_rank = self.low_rank
+        if low_rank is None or low_rank.shift is not None or low_rank.learned:
+            return low_rank is not None and low_rank.shift is not False
+        return low_rank.start is None and self.method.name in ("sparseforge", "naive_retrain", "oneshot")
 
     @property
     def keeps_curvature(self) -> bool:

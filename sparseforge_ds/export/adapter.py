@@ -88,11 +88,13 @@ def write_adapter(source: Source, folder: Path) -> None:
         specs[key_of(f"{name}.{PROJECTION}")] = TensorSpec((ranks[name], inputs[name]), source.dtype)
         specs[key_of(f"{name}.{LOW_RANK}")] = TensorSpec(shape, source.dtype)
 
+    low_rank = source.low_rank
+
     def make(name: str) -> dict[str, Tensor]:
         p = f"{name}.{PROJECTION}"
-        fixed = p not in source.branch_specs
+        fixed = None if low_rank.learned else block_sum(inputs[name], low_rank.k, source.dtype)
         return {
-            key_of(p): block_sum(inputs[name], source.low_rank.k, source.dtype) if fixed else source.read_branch(p),
+            key_of(p): source.read_branch(p) if fixed is None else fixed,
             key_of(f"{name}.{LOW_RANK}"): source.read_branch(f"{name}.{LOW_RANK}"),
         }
 

@@ -165,12 +165,15 @@ class FolderSource(Source):
         """`branches`, from the shapes of the tensors that the folder has of them. Raises ValueError where one is not
         what the weight of its layer and the config make it."""
         self.branches = {}
+        if not shapes:
+            return
+        low_rank = self.low_rank
         for name in shapes:
             module = name.rpartition(".")[0]
             if (weight := self.prunable.get(f"{module}.weight")) is not None:
                 inputs = weight.shape[weight.input_axis]
                 outputs = math.prod(weight.shape) // inputs
-                rank = branch_rank(outputs, inputs, self.low_rank.k, self.low_rank.learned)
+                rank = branch_rank(outputs, inputs, low_rank.k, low_rank.learned)
                 self.branches[module] = outputs, rank
         expected = {name: tuple(spec.shape) for name, spec in self.branch_specs.items()}
         for name in sorted(expected.keys() | shapes):

@@ -64,14 +64,14 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
     def hook(b_OK: Tensor, p_KI: Tensor | None) -> Any:
         def add(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
             if p_KI is None:
-                projected = torch.stack([run.sum(-1) for run in args[0].split(source.low_rank.k, dim=-1)], dim=-1)
+                projected = torch.stack([run.sum(-1) for run in args[0].split(k, dim=-1)], dim=-1)
             else:
                 projected = nn.functional.linear(args[0], p_KI)
             return output + nn.functional.linear(projected, b_OK)
 
         return add
 
-    dtype = next(model.parameters()).dtype
+    dtype, k = next(model.parameters()).dtype, source.low_rank.k
     learned = {name: source.read_branch(name).to(dtype) for name in source.branch_specs}
     return [
         model.get_submodule(name).register_forward_hook(

@@ -81,10 +81,10 @@ class Source(abc.ABC):
     @property
     def branch_specs(self) -> dict[str, TensorSpec]:
         """The learned tensors of the branches, by name: B, (out, rank), and where it is learned P, (rank, in)."""
-        specs = {}
+        specs, learned = {}, bool(self.branches) and self.low_rank.learned
         for module, (outputs, rank) in self.branches.items():
             specs[f"{module}.{LOW_RANK}"] = TensorSpec((outputs, rank), self.dtype)
-            if self.low_rank.learned:
+            if learned:
                 weight = self.prunable[f"{module}.weight"]
                 specs[f"{module}.{PROJECTION}"] = TensorSpec((rank, weight.shape[weight.input_axis]), self.dtype)
         return specs

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
-from sparseforge_ds.methods.branch_masters import forget_moments, master_of, seen
+from sparseforge_ds.methods.branch_masters import forget_moments, seen, whole, write
+from sparseforge_ds.methods.decompose import decompose_into_branches
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.branch import branches
@@ -69,9 +70,15 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
         of_segments = b.view(-1, 1) if input_last else b.view(outputs, segments).t()
         of_segments[shard.start // span * each :][: len(mean_RA)] = mean_RA
         layout.sum_shards(b)
-        own, master = master_of(layout, weight, LOW_RANK)
-        master.copy_(b[own.start : own.stop])
+        write(layout, weight, LOW_RANK, b)
         branch.enabled = True
+
+
+def move_into_branches(model: nn.Module, on: ShardedWeights) -> None:
+    """Before the first step: what `low_rank` moves from the weights into the branches. Collective."""
+    low_rank = on.config.low_rank
+    assert low_rank is not None
+    (decompose_into_branches if low_rank.learned else shift_into_branches)(model, on)
 
 
 @torch.no_grad()
@@ -98,10 +105,8 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         outputs, segments = weight.numel // inputs, math.ceil(inputs / k)
         unit, each = _unit(inputs, k)
         input_last = weight.input_axis == -1
-        own, master = master_of(layout, weight, LOW_RANK)
-        b, before = torch.zeros(2, outputs * segments, device=layout.device)
+        b, before = torch.zeros(outputs * segments, device=layout.device), whole(layout, weight, LOW_RANK).view(-1)
         in_unit_S = torch.arange(each, device=layout.device)
-        before[own.start : own.stop] = master
         places = []
         for chunk in edges.chunks[name]:
             dense = edges.widen(chunk, on.dense(chunk), halo)
@@ -119,9 +124,8 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
             b[place_RS] = torch.where(mine, _best_shifts(unit_RU, k, on.pattern), b[place_RS])
             places.append(place_RS)
         layout.sum_shards(b)
-        layout.sum_shards(before)
         b += before
-        master.copy_(b[own.start : own.stop])
+        write(layout, weight, LOW_RANK, b)
         b = seen(layout, weight, LOW_RANK, branch, b) - seen(layout, weight, LOW_RANK, branch, before)
         for chunk, place_RS in zip(edges.chunks[name], places, strict=True):
             dense = on.dense(chunk)

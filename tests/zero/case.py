@@ -185,6 +185,18 @@ class StepText:
         return loss
 
 
+def moved_by_pruning(case: Case, model: Any = None) -> float:
+    """The square of what one-shot pruning moves the logits by, summed over the ranks' means. Collective."""
+    engine, forge = build(case, model)
+    batch = my_part(batch_at(0))
+    dense = engine(**batch).logits.detach()
+    forge.start(None)
+    forge.finish()
+    moved = (engine(**batch).logits.detach() - dense).square().mean()
+    dist.all_reduce(moved)
+    return moved.item()
+
+
 def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
     """One of `states`."""
     return states(forge, key)[key]

@@ -14,7 +14,18 @@ from sparseforge_ds.model.branch import branch_rank, branches
 from sparseforge_ds.model.families import BRANCH, prunable_weights
 from tests.distributed import run_distributed
 from tests.reference import groups_of
-from tests.zero.case import MODELS, Case, batch_at, build, gathered, my_part, probe_of, published, train_step
+from tests.zero.case import (
+    MODELS,
+    Case,
+    batch_at,
+    build,
+    gathered,
+    moved_by_pruning,
+    my_part,
+    probe_of,
+    published,
+    train_step,
+)
 
 K4 = {"low_rank": {"k": 4, "learned": True}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -152,14 +163,7 @@ def one_shot(low_rank: dict[str, Any] | None) -> float:
             outputs, inputs = value.shape
             u, v = (torch.randn(size, 2, generator=generator) for size in (outputs, inputs))
             value.add_(value.std() * u @ v.T)
-    engine, forge = build(case, model)
-    batch = my_part(batch_at(0))
-    dense = engine(**batch).logits.detach()
-    forge.start(None)
-    forge.finish()
-    moved = (engine(**batch).logits.detach() - dense).square().mean()
-    torch.distributed.all_reduce(moved)
-    return moved.item()
+    return moved_by_pruning(case, model)
 
 
 def one_shots() -> list[float]:

@@ -13,7 +13,7 @@ from sparseforge_ds.methods.compensate import shift_into_branches
 from sparseforge_ds.model.branch import branches
 from tests.distributed import run_distributed
 from tests.reference import groups_of
-from tests.zero.case import Case, batch_at, build, gathered, my_part, probe_of, published, train_step
+from tests.zero.case import Case, batch_at, build, gathered, moved_by_pruning, my_part, probe_of, published, train_step
 
 HARDENED = {"hardening": [0.0, 0.0]}
 CASES: dict[str, Case] = {
@@ -133,14 +133,7 @@ def test_weights_are_shifted_into_the_branches() -> None:
 def one_shot(low_rank: dict[str, Any] | None) -> float:
     """How far one-shot pruning moves the logits of a model with weights as they come."""
     case = Case(stage=2, model="llama_24", config={"method": "oneshot", "max_steps": 0, "low_rank": low_rank})
-    engine, forge = build(case)
-    batch = my_part(batch_at(0))
-    dense = engine(**batch).logits.detach()
-    forge.start(None)
-    forge.finish()
-    moved = (engine(**batch).logits.detach() - dense).square().mean()
-    torch.distributed.all_reduce(moved)
-    return moved.item()
+    return moved_by_pruning(case)
 
 
 def one_shots() -> list[float]:
