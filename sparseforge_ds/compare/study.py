@@ -32,6 +32,7 @@ import transformers
 from tqdm import tqdm
 
 from sparseforge_ds.compare.assessment import Evaluator
+from sparseforge_ds.compare.check import check_methods
 from sparseforge_ds.compare.page import write_pages
 from sparseforge_ds.compare.records import Records, settled, write_rows, write_text
 from sparseforge_ds.compare.runs import Run, choose, one_shot_runs, result_runs, selection_runs, unique
@@ -68,9 +69,11 @@ class Study:
     def run(self) -> str:
         """Do what is missing, and write everything; returns the table.
 
-        Raises ValueError where a run failed; the others are saved, and the same command goes on.
+        Raises ValueError where a method cannot run, before any does, and where a run failed; the others are saved, and
+        the same command goes on.
         """
         config = self.config
+        check_methods(config)
         with _locked(self.out):
             write_text(self.out / "config.json", self.text)
             self.baselines = self._baselines()

@@ -7,7 +7,7 @@ a time is whole, and the X^T X of one block exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from sparseforge_ds.config import ReconstructionConfig
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
@@ -26,22 +27,13 @@ class SparseGPT:
     """Prunes a whole model, block by block."""
 
     def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
-        """Find the layers. Raises ValueError where a prunable weight belongs to no linear layer, as those of fused
-        experts."""
+        """Find the layers. Raises ValueError as `weights_of_blocks`."""
         self.on = weights
         self.probe = probe
         self.part = weights.config.reconstruction or ReconstructionConfig()
         assert isinstance(weights.pattern, NM)
         self.pattern = weights.pattern
-        self.blocks: dict[str, list[str]] = {}
-        for name, weight in weights.weights.items():
-            layer = weights.engine.module.get_submodule(weight.module)
-            if not isinstance(layer, (nn.Linear, Conv1D)):
-                raise ValueError(
-                    'importance "sparsegpt" needs the inputs of a linear layer for every prunable weight, which '
-                    f'{name} ({type(layer).__name__}) has not; use "wanda", or keep it dense with "exclude": ["{name}"]'
-                )
-            self.blocks.setdefault(_block(weight.module), []).append(name)
+        self.blocks = weights_of_blocks(weights.engine.module, weights.weights.values())
 
     @torch.no_grad()
     def choose(self, batches: ProbeBatches, count: int, write_masters: Callable[[], None]) -> None:
@@ -134,6 +126,22 @@ class SparseGPT:
         if self.part.update_weights:
             self.on.dense(shard).copy_(both[0])
         self.on.state.write_mask(shard, both[1])
+
+
+def weights_of_blocks(model: nn.Module, weights: Iterable[PrunableWeight]) -> dict[str, list[str]]:
+    """Names of the weights of each decoder block. Raises ValueError where one belongs to no linear layer, as those of
+    fused experts."""
+    blocks: dict[str, list[str]] = {}
+    for weight in weights:
+        layer = model.get_submodule(weight.module)
+        if not isinstance(layer, (nn.Linear, Conv1D)):
+            raise ValueError(
+                'importance "sparsegpt" needs the inputs of a linear layer for every prunable weight, which '
+                f'{weight.name} ({type(layer).__name__}) has not; use "wanda", or keep it dense with "exclude": '
+                f'["{weight.name}"]'
+            )
+        blocks.setdefault(_block(weight.module), []).append(weight.name)
+    return blocks
 
 
 def _block(module: str) -> str:

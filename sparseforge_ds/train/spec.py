@@ -26,6 +26,7 @@ from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.packing import check_trained, frame_tokens
 from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
 from sparseforge_ds.export.permuted_folder import DenseFolder
+from sparseforge_ds.methods.sparsegpt import weights_of_blocks
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
@@ -213,6 +214,8 @@ def make_spec(
     if config.permute is not None:
         _check_channels(empty, config)
     weights = prunable_weights(prepare(empty, config), config)
+    if config.importance == "sparsegpt":
+        weights_of_blocks(empty, weights)  # for its errors
     uncovered = uncovered_weights(empty, config)
     filled = resolve(
         content,

@@ -88,6 +88,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.rotate": {"evaluate", "rotation"},
     "cli.train": {"train.run"},
     "cli.plan": {"transformers", "planning", "train"},
+    "compare.check": {"train.spec"},
     "compare.figures": {"matplotlib", "pandas"},
     "compare.page": {"jinja2"},
     "compare.summary": {"pandas"},

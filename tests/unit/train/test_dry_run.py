@@ -94,6 +94,13 @@ def test_probes_at_outputs_of_experts_are_refused(dry, tmp_path):
     assert dry(content, gpus=2, **_experts(tmp_path))[0] == 0
 
 
+def test_sparsegpt_on_fused_experts_is_refused(dry, tmp_path):
+    content = deepspeed_json(method="naive_retrain", importance="sparsegpt")
+    code, _, errors = dry(content, gpus=2, **_experts(tmp_path))
+    assert code == 1
+    assert re.search(r'importance "sparsegpt" needs the inputs .* which model\.layers\.\d\.mlp\.experts\.', errors)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import MixtralConfig
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.compare.check import check_methods
+from sparseforge_ds.compare.settings import read_config
+from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
+from tests.tiny_models import tiny_mixture
+from tests.unit.compare.test_settings import write
+
+OURS: dict[str, Any] = {"method": {"update_every": 2}}
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    mixture = write_model(tmp_path / "model", tiny_mixture(MixtralConfig, vocab_size=BYTE_VOCABULARY))
+    write_text(tmp_path / "train.jsonl")
+    write_text(tmp_path / "heldout.jsonl")
+    return {"model": str(mixture), "seq_length": 32, "batch": 4}
+
+
+def test_what_can_run_passes(tmp_path: Path, content: dict[str, Any]) -> None:
+    cast = {"method": {"name": "cast", "scaling": False}, "decays": [0.01, 0.1]}
+    check_methods(read_config(write(tmp_path, **content, methods={"ours": OURS, "cast": cast})))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"methods": {"ours": OURS, "cast": {"method": "cast"}}},
+            "methods.cast with 40 steps: .*has no weight scaling",
+        ),
+        ({"one_shot": {"once": {"method": "oneshot", "importance": "sparsegpt"}}}, "one_shot.once .* needs the inputs"),
+        (
+            {"methods": {"ours": {**OURS, "flags": {"teacher": "nothing"}}}},
+            "methods.ours with 40 steps: --teacher nothing",
+        ),
+        ({"base": {}}, 'methods.ours with 40 steps: --deepspeed base: no "optimizer"'),
+    ],
+)
+def test_what_cannot_is_named_before_anything_is_made(
+    tmp_path: Path,
+    content: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = write(tmp_path, **{"methods": {"ours": OURS}, "one_shot": {}, **content, **changes})
+    with pytest.raises(ValueError, match=message):
+        check_methods(read_config(path))
+    assert main(["compare", path, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("error: ") == 1
+    assert not list((tmp_path / "out" / "records").iterdir())
