@@ -76,9 +76,11 @@ def _exchange(score_BCR: Tensor, group_BGM: Tensor, member: int, pattern: NM) ->
     while True:
         held_BGG = value_BGG.gather(2, place_BG[:, None, :].expand(B, G, G))
         own_BG = held_BGG.diagonal(dim1=1, dim2=2)
-        gain_BGG = held_BGG + held_BGG.mT - own_BG[:, :, None] - own_BG[:, None, :]
-        gain_BG, best_BG = gain_BGG.max(dim=2)
-        mutual_BG = (best_BG.gather(1, best_BG) == number_G) & (gain_BG > 1e-6 * own_BG.abs())
+        # Of a pair both must find the same gain, to the last bit, or one of them moves alone and a channel is lost.
+        before_BGG = own_BG[:, :, None] + own_BG[:, None, :]
+        gain_BG, best_BG = (held_BGG + held_BGG.mT - before_BGG).max(dim=2)
+        least_BG = 1e-6 * before_BGG.gather(2, best_BG[..., None]).squeeze(2)
+        mutual_BG = (best_BG.gather(1, best_BG) == number_G) & (gain_BG > least_BG)
         if not bool(mutual_BG.any()):
             break
         place_BG = place_BG.gather(1, torch.where(mutual_BG, best_BG, number_G))

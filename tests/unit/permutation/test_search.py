@@ -82,3 +82,13 @@ def test_the_same_every_time_and_block_by_block() -> None:
 def test_nothing_to_gain_leaves_the_order() -> None:
     score_BCR = torch.zeros(2, 16, 5)
     assert torch.equal(best_order(score_BCR, NM(2, 4), seed=0), plain(score_BCR))
+
+
+@pytest.mark.parametrize(("channels", "rows"), [(16, 3), (32, 2), (64, 8)])
+def test_no_channel_is_lost_where_scores_differ_by_magnitudes(channels: int, rows: int) -> None:
+    """Gains that are mere rounding for one of a pair and not for the other made one of them move alone, or no end."""
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        scale = 10 ** (8 * torch.rand(4, channels, 1, generator=generator) - 4)
+        score = torch.rand(4, channels, rows, generator=generator) * scale
+        assert torch.equal(best_order(score, NM(2, 4), 0).sort(-1).values, plain(score))
