@@ -30,7 +30,7 @@ _STEM = "permutation"
 
 @dataclass(frozen=True)
 class Permutation:
-    """New orders of the channels of a model."""
+    """New orders of the channels of a model. Raises ValueError where one of them leaves a channel out."""
 
     which: str
     """The dimensions that were asked for; key of `PARTS`."""
@@ -38,6 +38,12 @@ class Permutation:
     """(blocks, channels) a dimension: for every channel the one that takes its place."""
     facts: Mapping[str, Any]
     """Plain JSON: how it was found, and what it gained."""
+
+    def __post_init__(self) -> None:
+        for name, index_BC in self.index_BC.items():
+            whole = torch.arange(index_BC.shape[-1], device=index_BC.device).expand_as(index_BC)
+            if index_BC.dim() != 2 or not torch.equal(index_BC.sort(-1).values, whole):
+                raise ValueError(f"{name} is no order of channels; permute again")
 
     @property
     def sha256(self) -> str:
@@ -67,13 +73,12 @@ class Permutation:
         tensors = TensorFolder(folder, _STEM)
         index = {name: tensors.read(name).long() for name in tensors.specs}
         format, which, sha256 = (facts.pop(key, None) for key in ("format", "dimensions", "sha256"))
-        found = cls(str(which), index, facts)
+        try:
+            found = cls(str(which), index, facts)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
         if format != FORMAT or found.sha256 != sha256:
             raise ValueError(f"{folder}: is damaged or of another version (format, or sha256); permute again")
-        for name, index_BC in index.items():
-            whole = torch.arange(index_BC.shape[-1]).expand_as(index_BC)
-            if index_BC.dim() != 2 or not torch.equal(index_BC.sort(-1).values, whole):
-                raise ValueError(f"{folder}: {name} is no order of channels; permute again")
         return found
 
 

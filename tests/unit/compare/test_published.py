@@ -66,7 +66,7 @@ def test_what_needs_no_training_measures_the_same_again(assets: Path, monkeypatc
         assert dense == pytest.approx(published["validation_perplexity"], rel=1e-4)
 
 
-def tested(study: str) -> dict[tuple[str, int], tuple[float, float]]:
+def on_the_test_text(study: str) -> dict[tuple[str, int], tuple[float, float]]:
     """Mean and deviation on the test text, by method and steps."""
     rows = [json.loads(line) for line in (RESULTS / study / "results.jsonl").read_text().splitlines()]
     lines = [line for line in summarize(rows, "sparseforge").itertuples() if line.kind == "result"]
@@ -76,7 +76,7 @@ def tested(study: str) -> dict[tuple[str, int], tuple[float, float]]:
 def test_the_readme_has_these_numbers() -> None:
     section = (ROOT / "README.md").read_text().split("**Against other methods**")[1].split("\n**")[0]
     shown = re.findall(r"^\| `([a-z_.0-9]+)` \| ([0-9.± e-]+) \| ([0-9.± e-]+) \|$", section, flags=re.MULTILINE)
-    found = tested("defaults")
+    found = on_the_test_text("defaults")
     budgets = sorted({steps for _, steps in found})
     assert {(name, steps): value for name, *values in shown for steps, value in zip(budgets, values, strict=True)} == {
         key: spread(*values) for key, values in found.items()
@@ -85,7 +85,7 @@ def test_the_readme_has_these_numbers() -> None:
 
 def test_the_readme_says_no_more_than_the_tables() -> None:
     prose = " ".join((ROOT / "README.md").read_text().split())
-    found = {study: {key: mean for key, (mean, _) in tested(study).items()} for study in NAMES}
+    found = {study: {key: mean for key, (mean, _) in on_the_test_text(study).items()} for study in NAMES}
     defaults, ours = found["defaults"], "sparseforge"
     ahead = [
         1 - defaults[ours, s] / min(v for k, v in defaults.items() if k != (ours, s) and k[1] == s) for s in (150, 300)

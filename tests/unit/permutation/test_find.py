@@ -111,3 +111,8 @@ def test_another_model_is_refused() -> None:
     shapes = shapes_of(dict(other.named_parameters()))
     with pytest.raises(ValueError, match="of another model"):
         Reordering(found, "llama", other.config, shapes)
+
+
+def test_an_order_that_leaves_a_channel_out_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layers\.0 is no order of channels"):
+        Permutation("mlp", {"layers.0": torch.tensor([[1, 0, 3, 2], [0, 0, 2, 3]])}, {})
