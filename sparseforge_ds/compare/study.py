@@ -45,7 +45,10 @@ _BASELINES = "baselines"
 
 
 class Study:
-    """One comparison, in its folder; `text` is CONFIG as it was given."""
+    """One comparison, in its folder; `text` is CONFIG as it was given.
+
+    Raises ValueError as `check_methods`, before it makes the folder.
+    """
 
     def __init__(self, config: CompareConfig, out: Path, text: str) -> None:
         self.config = config
@@ -58,6 +61,7 @@ class Study:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.texts = read_texts(config)
+        check_methods(config)
         self.evaluator = Evaluator(config, self.texts)
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
@@ -69,11 +73,9 @@ class Study:
     def run(self) -> str:
         """Do what is missing, and write everything; returns the table.
 
-        Raises ValueError where a method cannot run, before any does, and where a run failed; the others are saved, and
-        the same command goes on.
+        Raises ValueError where a run failed; the others are saved, and the same command goes on.
         """
         config = self.config
-        check_methods(config)
         with _locked(self.out):
             write_text(self.out / "config.json", self.text)
             self.baselines = self._baselines()
