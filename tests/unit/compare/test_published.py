@@ -91,6 +91,10 @@ def test_the_readme_says_no_more_than_the_tables() -> None:
         1 - defaults[ours, s] / min(v for k, v in defaults.items() if k != (ours, s) and k[1] == s) for s in (150, 300)
     ]
     assert f"`{ours}` is first, by {ahead[0]:.1%} and {ahead[1]:.1%}." in prose
+    long = found["defaults_long"]
+    dense = json.loads((RESULTS / "defaults_long" / "results.jsonl").read_text().splitlines()[0])["test_perplexity"]
+    lead, above = 1 - long[ours, 1200] / long["naive_retrain_sparsegpt", 1200], long[ours, 1200] / dense - 1
+    assert f"is [ahead by {lead:.1%}](" in prose and f"), {above:.1%} above dense." in prose
     assert f"brings {defaults[ours, 300]:.4g} to [{found['costs']['learned_k16', 300]:.2f}](" in prose
     added = found["rotated"]["sparseforge_falling_permute", 300]
     assert f"bring {found['additions'][ours, 300]:.2f} at 300 steps to {added:.2f} (" in prose
