@@ -1,0 +1,39 @@
+"""The commands of docs/guides/closer.md, with its block, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.cli.main import main
+from tests.end_to_end.test_rotate import rotated
+from tests.end_to_end.test_train import ROOT, flags_of, launch
+from tests.tiny_folders import deepspeed_json
+
+PAGE = (ROOT / "docs" / "guides" / "closer.md").read_text()
+
+
+def test_everything_that_brings_a_model_closer_goes_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert "--deepspeed closer.json" in PAGE
+    out, run = rotated(tmp_path, "llama"), tmp_path / "run"
+    done = launch(*flags_of(tmp_path, deepspeed_json(3, max_steps=10, **json.loads(block)), model=out))
+    assert done.returncode == 0, done.stderr[-4000:]
+    for line in ("permuted   all", "low rank   a learned branch", "teacher    "):
+        assert f"\n  {line}" in done.stdout
+    assert json.loads((run / "result.json").read_text())["last_step"]["loss/hidden"] > 0
+    text, folders = str(tmp_path / "text.jsonl"), [str(tmp_path / "2to4"), str(tmp_path / "packed24")]
+    assert main(["consolidate", str(run), folders[0]]) == 0
+    assert main(["export", str(run), folders[1], "--format", "packed24"]) == 0
+    assert main(["verify", *folders[:1]]) == 0
+    found = []
+    for folder in folders:
+        report = tmp_path / "report.json"
+        assert main(["evaluate", folder, "--text", text, "--seq_length", "32", "--json", str(report)]) == 0
+        found.append(json.loads(report.read_text())["perplexity"]["perplexity"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
