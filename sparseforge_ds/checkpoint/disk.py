@@ -48,16 +48,26 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+def whole_folder(path: Path, temporary: Path | None = None, replace: bool = False) -> Iterator[Path]:
     """A folder that gets its name at the end of the block, where none is by then, or an empty one; after an error
-    nothing of it stays. What a killed process left under the temporary name is removed."""
+    nothing of it stays. What a killed process left under the temporary name is removed.
+
+    With `replace` there may be one, which keeps its name until the new one is on the disk, and is then removed.
+    """
     temporary = temporary or path.with_name(f"{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
         sync_tree(temporary)
-        temporary.replace(path)
+        if replace and path.exists():
+            before = path.with_name(f"{path.name}.old")
+            shutil.rmtree(before, ignore_errors=True)
+            path.replace(before)
+            temporary.replace(path)
+            shutil.rmtree(before)
+        else:
+            temporary.replace(path)
         sync(path.absolute().parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         (("protocol", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
         (("include_path", "dense", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
     ):
-        if not asked and (odd := [flag for flag in flags if given[flag]]):
+        if not asked and (odd := [flag for flag in flags if given[flag] is not None]):
             raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit {args.limit}: use an integer >= 1")

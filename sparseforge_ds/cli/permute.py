@@ -49,7 +49,7 @@ def register(commands: Any) -> None:
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--text", help="calibration text, as for the perplexity command: score by activations")
     add("--sequences", type=int, default=32, metavar="N", help="sequences of --text that are read (default: 32)")
-    add("--seq_length", type=int, default=512, metavar="N", help="tokens of a sequence (default: 512)")
+    add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--rows", type=int, default=2048, metavar="N", help="most outputs scored a dimension (default: 2048)")
     add("--seed", type=int, default=0, help="seed of the sample and of the search (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
@@ -62,10 +62,9 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
         from sparseforge_ds.export.permuted_folder import DenseFolder
-        from sparseforge_ds.export.writer import unfinished_folder
+        from sparseforge_ds.export.writer import parse_size, unfinished_folder
 
-    if args.seq_length < 1:
-        raise ValueError(f"--seq_length {args.seq_length}: use an integer >= 1")
+    parse_size(args.max_shard_size)  # for its error, before the search
     settings = PermuteConfig(dimensions=args.dimensions, sequences=args.sequences, rows=args.rows)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed, permute=settings)
     dense = DenseFolder(args.model)
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         dense.write(found, folder, args.max_shard_size, args.workers)
     for part, kept in found.facts["kept"].items():
         before, after = kept["before"], kept["after"]
-        lost = 1 - (1 - after) / (1 - before)
+        lost = 1 - (1 - after) / (1 - before) if before < 1 else 0.0
         print(f"{part}: {config.pattern} keeps {after:.2%} of the score, {before:.2%} before: {lost:.1%} less is lost")
     print(f"{args.out}: {len(found.index_BC)} dimensions in a new order, found in {found.facts['seconds']:.0f} s")
     return 0
@@ -88,13 +87,9 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
         return dense.find(config, device=device)
 
     with large_imports():
-        from sparseforge_ds.evaluate.perplexity import windows
-        from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
-        from sparseforge_ds.evaluate.text import read_documents
+        from sparseforge_ds.evaluate.calibration import calibration
+        from sparseforge_ds.evaluate.pretrained import load_model
         from sparseforge_ds.permutation.activations import find_by_activations
 
-    documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
-    passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length)
-    model = load_model(str(Path(args.model)))
-    batches = (torch.tensor([passage.tokens]) for passage in passages[: args.sequences])
-    return find_by_activations(model, batches, config)
+    batches = calibration(args.model, dense.config, args.text, args.sequences, args.seq_length)
+    return find_by_activations(load_model(str(Path(args.model))), batches, config)

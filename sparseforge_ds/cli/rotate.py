@@ -37,7 +37,7 @@ def register(commands: Any) -> None:
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--sequences", type=int, default=64, metavar="N", help="sequences of --text that are read (default: 64)")
-    add("--seq_length", type=int, default=512, metavar="N", help="tokens of a sequence (default: 512)")
+    add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--steps", type=int, default=600, metavar="N", help="steps of the search (default: 600)")
     add("--seed", type=int, default=0, help="seed of the labels and of the search (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
@@ -46,28 +46,23 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rotate, and say what was gained."""
-    for name in ("sequences", "seq_length", "steps"):
+    for name in ("sequences", "steps"):
         if (value := getattr(args, name)) < 1:
             raise ValueError(f"--{name} {value}: use an integer >= 1")
     with large_imports():
-        import torch
-
         from sparseforge_ds.checkpoint.disk import write_json
         from sparseforge_ds.config import SparseForgeConfig
-        from sparseforge_ds.evaluate.perplexity import windows
-        from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
-        from sparseforge_ds.evaluate.text import read_documents
+        from sparseforge_ds.evaluate.calibration import calibration
+        from sparseforge_ds.evaluate.pretrained import load_model
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.permuted_folder import DenseFolder
-        from sparseforge_ds.export.writer import unfinished_folder
+        from sparseforge_ds.export.writer import parse_size, unfinished_folder
         from sparseforge_ds.rotation.record import FILE
         from sparseforge_ds.rotation.rotate import rotate
 
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
-    DenseFolder(args.model)
-    documents, tokenizer = read_documents(args.text), load_tokenizer(args.model)
-    passages, _ = windows(tokenizer, documents, args.seq_length, args.seq_length)
-    batches = [torch.tensor([passage.tokens]) for passage in passages[: args.sequences]]
+    parse_size(args.max_shard_size)  # for its error, before the search
+    batches = calibration(args.model, DenseFolder(args.model).config, args.text, args.sequences, args.seq_length)
     with unfinished_folder(args.out) as folder:
         model = load_model(str(Path(args.model)))
         facts = rotate(model, batches, config, args.steps)

@@ -63,8 +63,9 @@ class Run:
         flags: dict[str, Any] = {**where, **self.flags(config), **saves}
         words = []
         for flag, value in flags.items():
-            if value is not False:
-                words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+            if value is not None and value is not False:  # null: the flag's own default
+                values = value if isinstance(value, list) else [] if value is True else [value]
+                words += [f"--{flag}", *map(str, values)]
         return words
 
     def command(self, config: CompareConfig, folder: Path) -> str:

@@ -252,7 +252,8 @@ def _flags(given: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:
         raise ValueError(f"{where}.{ours[0]}: the grid or its base decides it; remove it")
     build(RunArguments, {"deepspeed": "", **given}, where)  # for its errors
     found = {n: _expand(value, f"{where}.{n}") if isinstance(value, str) else value for n, value in given.items()}
-    return found | ({"teacher": _place(given["teacher"], f"{where}.teacher", folder)} if "teacher" in given else {})
+    paths = {name: given[name] for name in ("teacher", "eval_dataset") if given.get(name) is not None}
+    return found | {name: _place(path, f"{where}.{name}", folder) for name, path in paths.items()}
 
 
 def _expand(text: str, where: str) -> str:

@@ -156,6 +156,8 @@ class Study:
             result, resumed = self.trainer.train(folder, run.arguments(self.config, folder), slot)
         except RunDivergedError as error:
             return {"diverged": str(error)}
+        if not resumed:  # of an earlier run of this name, whose record was removed
+            shutil.rmtree(model, ignore_errors=True)
         found = {"sparsity": self.evaluator.export(folder, model), "seconds": result.get("seconds"), "resumed": resumed}
         return found | {"validation_perplexity": self.evaluator.perplexity(model, "validation")}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparseforge_ds.compare.settings import CompareConfig, HeldOut
 from sparseforge_ds.data.formats import is_readable
-from sparseforge_ds.evaluate.text import STDLIB, read_documents
+from sparseforge_ds.evaluate.text import STDLIB, read_documents, records
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def _also_in_training(config: CompareConfig, held_out: dict[str, list[str]]) -> 
     file = Path(config.train_text)
     if config.train_text not in STDLIB and not (file.is_file() and is_readable(file.name)):
         return [f"Whether held-out documents stand in {config.train_text} too was not checked."]
-    training = set(read_documents(config.train_text, config.text_field))
+    wanted = {document for documents in held_out.values() for document in documents}
+    training = wanted.intersection(x for x in records(config.train_text, config.text_field) if isinstance(x, str))
     shared = {name: sum(document in training for document in documents) for name, documents in held_out.items()}
     return [
         f"{count} of {len(held_out[name])} documents of the {name} text stand in the training text too."

@@ -112,9 +112,11 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value not in options:
             raise ValueError(f"{where} = {value!r} is not valid: use one of {', '.join(map(str, options))}")
         return value
-    if origin is tuple:
+    if origin in (tuple, list):
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where} = {value!r}: expected a list")
+        if origin is list:
+            return [_convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value)]
         if Ellipsis in options:
             return tuple(_convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value))
         if len(value) != len(options):

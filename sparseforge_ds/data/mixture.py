@@ -39,7 +39,7 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixtur
         ValueError: a source or file cannot be used or comes twice, a weight is missing or no number above 0, or there
             is no .txt file to divide.
     """
-    pairs = [_split(value) for value in dataset]
+    pairs = [source_and_weight(value) for value in dataset]
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -111,8 +111,8 @@ def _paths(source: Source) -> tuple[Path, ...]:
     return source.files.paths if isinstance(source, LocalText) else ()
 
 
-def _split(value: str) -> tuple[str, Fraction | None]:
-    """Source and weight. What exists under the whole name has no weight: folders may be called date=2024."""
+def source_and_weight(value: str) -> tuple[str, Fraction | None]:
+    """Of a value of `--dataset`. What exists under the whole name has no weight: folders may be called date=2024."""
     name, sign, weight = value.rpartition("=")
     if not sign or Path(value.removeprefix(STREAM)).exists():
         return value, None

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -80,7 +80,7 @@ def measure(
             for windows.
         ranks: those that work on this together; collective then, and every rank gets the whole result.
     """
-    positions = _positions(model)
+    positions = positions_of(model.config)
     if seq_length is None:
         seq_length = min(positions, LONGEST_DEFAULT) if protocol == "windows" else positions
     if not 2 <= seq_length <= positions:
@@ -88,7 +88,7 @@ def measure(
     if batch_size < 1:
         raise ValueError(f"--batch_size {batch_size}: use an integer >= 1")
     if protocol == "windows":
-        passages, total = windows(tokenizer, documents, seq_length, stride or seq_length)
+        passages, total = windows(tokenizer, documents, seq_length, seq_length if stride is None else stride)
     elif stride is not None:
         raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
     else:
@@ -165,6 +165,6 @@ def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
     return nll, int((target_BS[:, 1:] != -100).sum())
 
 
-def _positions(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT)
+def positions_of(config: Any) -> int:
+    """Tokens that a model can read at once, by its config."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST_DEFAULT)

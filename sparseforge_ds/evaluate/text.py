@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from datasets import load_dataset
 
@@ -33,19 +35,30 @@ def as_one(source: str) -> bool:
 
 
 def read_documents(source: str, text_field: str = "text", limit: int | None = None) -> list[str]:
-    """The documents that have text of a file (a .txt file is one), `stdlib:heldout` or `stdlib:train`."""
-    path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
-    if not path.is_file() or not is_readable(path.name):
-        raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")
-    documents = []
-    for number, document in enumerate(islice(documents_of(str(path), text_field), limit), start=1):
-        if not isinstance(document, str):
-            raise ValueError(f"--text {source}, record {number}: a conversation; name another field by --text_field")
-        if document.strip():
-            documents.append(document)
+    """The documents that have text, at most `limit`, of a file (a .txt file is one), `stdlib:heldout` or
+    `stdlib:train`."""
+
+    def texts() -> Iterator[str]:
+        for number, document in enumerate(records(source, text_field), start=1):
+            if not isinstance(document, str):
+                raise ValueError(
+                    f"--text {source}, record {number}: a conversation; name another field by --text_field"
+                )
+            if document.strip():
+                yield document
+
+    documents = list(islice(texts(), limit))
     if not documents:
         raise ValueError(f"--text {source}: there is no text in it")
     return documents
+
+
+def records(source: str, text_field: str) -> Iterator[Any]:
+    """What a file of `read_documents` has, one at a time: texts, blank ones too, and conversations."""
+    path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
+    if not path.is_file() or not is_readable(path.name):
+        raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")
+    yield from documents_of(str(path), text_field)
 
 
 def is_wikitext2(source: str) -> bool:

@@ -15,6 +15,7 @@ import huggingface_hub
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 
+from sparseforge_ds.checkpoint.disk import whole_file
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
@@ -109,7 +110,9 @@ def write_card(
     path = folder / NAME
     if path.is_file() and _OURS not in path.read_text(errors="replace"):
         return False
-    path.write_text(str(make_card(folder, results, license, name)), encoding="utf-8")
+    content = str(make_card(folder, results, license, name))
+    with whole_file(path) as file:
+        file.write(content.encode())
     return True
 
 

@@ -213,8 +213,11 @@ def _run_of(described: dict[str, Any], train: object, step: int) -> dict[str, An
     flags, train = described.get("run"), train if isinstance(train, dict) else {}
     if not isinstance(flags, dict):
         return {}
-    names = {key: published_name(flags[key]) for key in ("model", "teacher") if isinstance(flags.get(key), str)}
-    texts = [published_name(text) for text in flags.get("dataset") or [] if isinstance(text, str)]
+    given = described.get("published")
+    if not isinstance(given, dict):  # a run of before, which told hub ids and paths apart no earlier than here
+        given = flags
+    names = {key: published_name(given[key]) for key in ("model", "teacher") if isinstance(given.get(key), str)}
+    texts = [published_name(text) for text in given.get("dataset") or [] if isinstance(text, str)]
     kept = {key: flags.get(key) for key in ("seq_length", "global_batch", "learning_rate")}
     scores = train.get("evaluations")
     losses = scores.get("losses") if isinstance(scores, dict) else None

@@ -101,7 +101,9 @@ def parse_size(text: str) -> int:
     unit = next((unit for unit in units if text.upper().endswith(unit)), "")
     number = text[: len(text) - len(unit)]
     if not number.strip().isdigit() or int(number) == 0:
-        raise ValueError(f"size {text!r}: write a number of bytes, or a number with KB, MB, GB or TB, like 5GB")
+        raise ValueError(
+            f"--max_shard_size {text}: write a number of bytes, or a number with KB, MB, GB or TB, like 5GB"
+        )
     return int(number) * units.get(unit, 1)
 
 

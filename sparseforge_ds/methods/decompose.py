@@ -157,9 +157,10 @@ def _same(layout: Layout, matrix: Tensor) -> Tensor:
 
 def _balanced(left_RK: Tensor, right_CK: Tensor, input_last: bool) -> tuple[Tensor, Tensor]:
     """B (out, K) and P (K, in) of the product, with its singular values shared between both, so that both learn at one
-    rate. Where one is 0, P has a unit vector and only B is 0, as a LoRA adapter starts: else neither would learn."""
+    rate. Where one is 0 but for rounding, P has a unit vector and B is 0, as a LoRA adapter starts: else neither would
+    learn."""
     u_CK, s_K, v_KK = torch.linalg.svd(right_CK, full_matrices=False)
-    root_K = s_K.sqrt()
-    of_p_K = torch.where(s_K <= 1e-6 * s_K.max(), 1.0, root_K)
+    vanishes_K = s_K <= 1e-6 * s_K.max()
+    root_K, of_p_K = s_K.sqrt().masked_fill(vanishes_K, 0.0), s_K.sqrt().masked_fill(vanishes_K, 1.0)
     left_RK = left_RK @ v_KK.t()
     return (left_RK * root_K, (u_CK * of_p_K).t()) if input_last else (u_CK * root_K, (left_RK * of_p_K).t())

@@ -94,7 +94,8 @@ def compared(
     """While active, a forward pass of the student is compared with its teacher's; nothing is without states.
 
     A student's layers get a forward hook for good at the first time, which does nothing in other passes. Raises
-    ValueError for states of different shapes, and for anything but one pass of every layer.
+    ValueError for states of different shapes, for anything but one pass of every layer, and where checkpointing keeps
+    the graph from it.
 
     Args:
         states: (B, S, H) of `captured_states`, which are let go of in the backward pass.
@@ -121,6 +122,12 @@ def compared(
         if len(hooked.found) != len(layers):
             raise ValueError(f"{len(hooked.found)} of {len(layers)} layers ran in a pass that is compared")
         distance.mean = torch.stack(list(hooked.found.values())).mean()
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in student.parameters())
+        if trains and not distance.mean.requires_grad:
+            raise ValueError(
+                "distillation.hidden: the layers that are compared run without a gradient, as under re-entrant "
+                'checkpointing of whole layers; use gradient_checkpointing_kwargs={"use_reentrant": False}'
+            )
     finally:
         hooked.found = None
         if distance.mean is None or not distance.mean.requires_grad:

@@ -49,7 +49,7 @@ def find_permutation(
 ) -> Permutation:
     """The order of every dimension in which the weights that read it keep the most score.
 
-    Raises as `dimensions` and `check_pattern`.
+    Raises as `dimensions` and `check_pattern`, and ValueError for weights that are in the pattern already.
 
     Args:
         shapes, model_type: as in `dimensions`.
@@ -83,6 +83,12 @@ def find_permutation(
         before, after = (kept_score(score_BCR, i.to(device), pattern).sum().cpu() for i in (plain_BC, order_BC))
         totals[held.part] = totals[held.part] + torch.stack([score_BCR.double().sum().cpu(), before, after])
         index[name] = order_BC.cpu()
+    sums = torch.stack(list(totals.values())).sum(0)
+    if sums[0] > 0 and sums[0] - sums[1] <= 1e-9 * sums[0]:
+        raise ValueError(
+            f"permute: the weights are {pattern} already, so that no order of channels keeps more; start from the "
+            "dense model, or set permute to null"
+        )
     facts = {
         "pattern": str(pattern),
         "score": "magnitude" if squares is None else "activations",

@@ -7,7 +7,6 @@ is a folder of its own so that no loader takes it for weights.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,10 +57,9 @@ class Permutation:
         """Write `parent`/permutation; what was there is replaced when the new one is complete."""
         tensors = {name: index_BC.to(torch.int32).contiguous() for name, index_BC in self.index_BC.items()}
         content = {"format": FORMAT, "dimensions": self.which, "sha256": self.sha256, **self.facts}
-        with whole_folder(parent / FOLDER) as folder:
+        with whole_folder(parent / FOLDER, replace=True) as folder:
             save_file(tensors, folder / f"{_STEM}.safetensors")
             write_json(folder / f"{_STEM}.json", content)
-            shutil.rmtree(parent / FOLDER, ignore_errors=True)
 
     @classmethod
     def load(cls, parent: Path) -> Permutation | None:

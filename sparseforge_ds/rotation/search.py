@@ -61,7 +61,7 @@ class Search:
         self._generator = torch.Generator().manual_seed(seed)
 
     def run(self, steps: int) -> Found:
-        """Start from the basis that the model has."""
+        """Start from the basis that the model has. Raises ValueError for weights that are in the pattern already."""
         device = self._scored[0].inputs.square_EC.device
         rotations = {
             name: torch.eye(held.channels, device=device).repeat(held.blocks, 1, 1)
@@ -71,6 +71,11 @@ class Search:
         measured = self._sample(_ELEMENTS)
         with torch.no_grad():
             before = self._removed(rotations, measured)
+        if before == 0:
+            raise ValueError(
+                f"rotate: the weights are {self._pattern} already, so that the pattern removes nothing; start from "
+                "the dense model"
+            )
         for step in tqdm(range(steps), unit=" steps", disable=None):
             leaves = {name: rotation.requires_grad_() for name, rotation in rotations.items()}
             (self._removed(leaves, self._sample(min(_ELEMENTS, int(_SHARE * self._total)))) / before).backward()
@@ -149,6 +154,6 @@ class Search:
 
 
 def _orthogonal(rotation_BCC: Tensor) -> Tensor:
-    """The nearest exactly orthogonal one, of which rounding has led away."""
+    """An exactly orthogonal one within the rounding that has led away from it."""
     q_BCC, r_BCC = torch.linalg.qr(rotation_BCC.detach().double())
     return (q_BCC * r_BCC.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]).float()

@@ -37,10 +37,11 @@ from transformers import GenerationConfig
 import sparseforge_ds
 from sparseforge_ds.checkpoint.disk import whole_folder, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
-from sparseforge_ds.config.arguments import flags
+from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences
-from sparseforge_ds.export.source import config_sha256
+from sparseforge_ds.data.mixture import source_and_weight
+from sparseforge_ds.export.source import config_sha256, published_name
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.rotation.record import FILE as ROTATION
@@ -61,9 +62,17 @@ def describe(spec: RunSpec) -> dict[str, Any]:
         "coverage": asdict(spec.coverage),
         "model_type": spec.model.config.model_type,
         "run": flags(spec.arguments),
+        "published": _published(spec.arguments),
         "versions": {each.__name__: each.__version__ for each in (sparseforge_ds, torch, deepspeed, transformers)},
     }
     return dict(json.loads(json.dumps(description)))
+
+
+def _published(arguments: RunArguments) -> dict[str, Any]:
+    """Names of the models and texts for cards, told here, where paths lead somewhere, from hub ids."""
+    models = {"model": arguments.model, "teacher": arguments.teacher}
+    names = {key: published_name(name) for key, name in models.items() if name is not None}
+    return {**names, "dataset": [published_name(source_and_weight(value)[0]) for value in arguments.dataset]}
 
 
 def check_folder(spec: RunSpec) -> None:
@@ -175,7 +184,7 @@ def write_folder(spec: RunSpec) -> None:
     """
     write_json(spec.folder / "ds_config.json", spec.deepspeed)
     final = spec.folder / "model"
-    with whole_folder(final) as folder:
+    with whole_folder(final, replace=True) as folder:
         spec.model.config.save_pretrained(folder)
         spec.model.tokenizer.save_pretrained(folder)
         if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
@@ -183,7 +192,6 @@ def write_folder(spec: RunSpec) -> None:
         keep_rotation(spec.model.folder, folder)
         if (spec.model.folder / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)
-        shutil.rmtree(final, ignore_errors=True)
     more = {"permutation": keep_permutation(spec), "config_sha256": config_sha256(read_json(final / "config.json"))}
     write_json(spec.folder / "sparseforge.json", {**describe(spec), **more})
 

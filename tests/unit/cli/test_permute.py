@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate.pretrained import prune_by_magnitude
+from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.permutation.channel_table import CHANNELS
 from sparseforge_ds.permutation.record import Permutation
-from tests.tiny_folders import BYTE_VOCABULARY, write_model
-from tests.tiny_models import BUILDERS, token_batch
+from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
+from tests.tiny_models import BUILDERS, tiny_llama, token_batch
 from tests.unit.permutation.test_channels import randomized
 
 
@@ -82,3 +84,24 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "bloom"}))
     assert 'add a line "bloom" to CHANNELS' in error(str(other), str(tmp_path / "twice"))
+
+
+@pytest.mark.parametrize("command", ["permute", "rotate"])
+def test_what_can_be_seen_before_the_search(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_llama(vocab_size=BYTE_VOCABULARY, max_position_embeddings=64)
+    dense, text = write_model(tmp_path / "dense", model), write_text(tmp_path / "text.jsonl")
+    prune_by_magnitude(model, NM(2, 4))
+    pruned, out = write_model(tmp_path / "pruned", model), tmp_path / "out"
+    steps = ["--steps", "2"] if command == "rotate" else []
+    for folder, options, said in (
+        (dense, ["--seq_length", "65"], "--seq_length 65: the model has 64 positions; use 1 to 64"),
+        (dense, ["--seq_length", "0"], "--seq_length 0: the model has 64 positions"),
+        (dense, ["--max_shard_size", "5 apples"], "--max_shard_size 5 apples: write a number of bytes"),
+        (pruned, [], f"{command}: the weights are 2:4 already"),
+    ):
+        assert main([command, str(folder), str(out), "--text", str(text), *steps, *options]) == 2
+        assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "pruned", "text.jsonl"]
+    assert main([command, str(dense), str(out), "--text", str(text), *steps]) == 0, (
+        "the default is no longer than it can read"
+    )

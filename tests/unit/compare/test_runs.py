@@ -15,6 +15,7 @@ from sparseforge_ds.compare.runs import (
     unique,
 )
 from sparseforge_ds.compare.settings import read_config
+from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.command_line import parse_arguments
 from tests.unit.compare.test_settings import write
 
@@ -98,3 +99,20 @@ def test_the_command_is_the_launchers(tmp_path: Path) -> None:
     assert run.command(config, folder).startswith("deepspeed --num_gpus 2 launch/train.py --deepspeed out/runs/ours-")
     content = run.deepspeed(config)
     assert content["train_batch_size"] == 8 and content["sparseforge"]["max_steps"] == 40
+
+
+def test_flags_of_every_kind(tmp_path: Path) -> None:
+    """null is a flag's own default, also where the file has another one for all methods."""
+    (tmp_path / "eval.jsonl").write_text("")
+    flags = {
+        "report_to": ["wandb", "tensorboard"],
+        "eval_dataset": "eval.jsonl",
+        "teacher": "larger",
+        "weight_decay": 0.5,
+    }
+    methods = {"ours": {"flags": {"teacher": None, "weight_decay": None}}}
+    config = read_config(write(tmp_path, flags=flags, methods=methods))
+    run = Run(config.methods["ours"], 1e-3, 0, 40)
+    arguments = parse_arguments(run.arguments(config, tmp_path / "run"))
+    assert arguments.report_to == ["wandb", "tensorboard"] and arguments.eval_dataset == str(tmp_path / "eval.jsonl")
+    assert arguments.teacher is None and arguments.weight_decay == RunArguments(deepspeed="").weight_decay

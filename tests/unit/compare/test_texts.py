@@ -47,3 +47,18 @@ def test_documents_that_are_not_there(tmp_path: Path) -> None:
         read_texts(config_of(tmp_path, [0, 3], [3, 9], ["other"]))
     with pytest.raises(ValueError, match="documents 7 to None: there are 6"):
         read_texts(config_of(tmp_path, [0, 3], [7, None], ["other"]))
+
+
+def test_blank_records_do_not_count(tmp_path: Path) -> None:
+    config = config_of(tmp_path, [0, 3], [3, None], ["story 1"])
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(json.dumps({"text": " "}) + "\n" + heldout.read_text())
+    texts = read_texts(config)
+    assert texts.validation == ["story 0", "story 1", "story 2"] and texts.test == ["story 3", "story 4", "story 5"]
+
+
+def test_a_training_text_may_have_conversations(tmp_path: Path) -> None:
+    config = config_of(tmp_path, [0, 3], [3, None], ["story 1"])
+    turns = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "story 2"}]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(turns) + "\n")
+    assert read_texts(config).notes == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
@@ -122,6 +124,22 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool, every: int) -
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name
+
+
+def test_a_graph_that_checkpointing_keeps_away_is_no_loss_of_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.20 checkpoints a layer's call, hooks included, where 5.23 checkpoints its forward."""
+    student, teacher = tiny_llama().train(), tiny_llama(seed=1).eval()
+    student.enable_input_require_grads()
+
+    def call(layer: nn.Module, hidden: Tensor, **more: Any) -> Any:
+        run = partial(nn.Module.__call__, layer, **more)
+        return checkpoint(run, hidden, use_reentrant=True) if layer.training else run(hidden)
+
+    monkeypatch.setattr(type(student.model.layers[0]), "__call__", call)
+    with pytest.raises(ValueError, match='run without a gradient.*use_reentrant": False'):
+        _found(student, teacher, _config())
+    with torch.no_grad():
+        assert _found(student, teacher, _config()).hidden > 0.01
 
 
 def test_a_batch_may_be_divided() -> None:

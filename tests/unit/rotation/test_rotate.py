@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.permutation.channels import Dimension
 from sparseforge_ds.rotation.rotate import rotate
+from sparseforge_ds.rotation.stream import _subtracts_mean
 from tests.tiny_models import token_batch
 from tests.unit.permutation.test_channels import logits
 from tests.unit.rotation.test_turn import built
@@ -46,3 +48,14 @@ def test_weights_that_stay_dense_do_not_count() -> None:
     config = SparseForgeConfig(exclude=("*mlp*",))
     facts = [rotate(built("llama"), [token_batch()["input_ids"]], c, steps=30) for c in (config, SparseForgeConfig())]
     assert facts[0]["sha256"] != facts[1]["sha256"] and facts[0]["removed"] < facts[1]["removed"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain", [0.02, 1.0, 60.0])
+def test_whether_a_norm_subtracts_the_mean_depends_on_no_gain_and_no_rounding(dtype: torch.dtype, gain: float) -> None:
+    residual = Dimension("residual", "residual", 1, 768)
+    for kind, subtracts in ((nn.LayerNorm, True), (nn.RMSNorm, False)):
+        norm = kind(768).to(dtype)
+        norm.weight.data.fill_(gain)
+        assert _subtracts_mean(norm, residual) == subtracts
+        assert norm.weight.dtype == dtype and norm.weight[0] == torch.tensor(gain, dtype=dtype)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.export.run_source import _run_of
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.ranks import AgreedError, Ranks
@@ -50,7 +51,7 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     write_folder(first)
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
-    keys = {"version", "config", "weights", "coverage", "model_type", "run", "versions", "config_sha256"}
+    keys = {"version", "config", "weights", "coverage", "model_type", "run", "published", "versions", "config_sha256"}
     assert set(record) == {*keys, "permutation"}
     assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
     assert SparseForgeConfig.from_dict(record["config"]) == first.config
@@ -288,3 +289,24 @@ def test_a_run_record_without_its_flags_is_named(spec, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), "run": []}))
     with pytest.raises(ValueError, match=r"sparseforge\.json is damaged: `run` is no object"):
         changed_flags(spec(resume=True))
+
+
+def test_cards_get_the_names_that_a_run_saw(spec, tmp_path, monkeypatch):
+    """`data/books` is a folder where the run is, and would look like a hub id to an export from elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    tiny_folders.write_model(tmp_path / "models" / "dense")
+    (tmp_path / "data" / "books").mkdir(parents=True)
+    tiny_folders.write_text(tmp_path / "data" / "books" / "a.jsonl")
+    dataset = ["data/books=0.3", f"{tmp_path / 'text.jsonl'}=0.7"]
+    first = spec(model="models/dense", dataset=dataset)
+    check_folder(first)
+    write_folder(first)
+    described = json.loads((tmp_path / "run" / "sparseforge.json").read_text())
+    assert described["published"] == {"model": "dense", "dataset": ["books", "text.jsonl"]}
+    monkeypatch.chdir("/")
+    assert _run_of(described, {}, 1)["model"] == "dense" and _run_of(described, {}, 1)["dataset"] == [
+        "books",
+        "text.jsonl",
+    ]
+    del described["published"]  # a run of an earlier release
+    assert _run_of(described, {}, 1)["model"] == "models/dense"
