@@ -31,6 +31,7 @@ _OF_DEEPSPEED = {
     *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
     *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    "checkpoint_parallel_dimensions",
 }
 """Entries of a model file that are DeepSpeed's own."""
 

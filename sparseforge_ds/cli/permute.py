@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.permutation.record import Permutation
 
 DIMENSIONS = ("mlp", "mlp+heads", "all")
+_SEQUENCES = 32
 
 _EPILOG = """\
 dimensions:
@@ -48,7 +49,7 @@ def register(commands: Any) -> None:
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--text", help="calibration text, as for the perplexity command: score by activations")
-    add("--sequences", type=int, default=32, metavar="N", help="sequences of --text that are read (default: 32)")
+    add("--sequences", type=int, metavar="N", help="most sequences of --text that are read (default: 32)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--rows", type=int, default=2048, metavar="N", help="most outputs scored a dimension (default: 2048)")
     add("--seed", type=int, default=0, help="seed of the sample and of the search (default: 0)")
@@ -65,7 +66,13 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.writer import parse_size, unfinished_folder
 
     parse_size(args.max_shard_size)  # for its error, before the search
-    settings = PermuteConfig(dimensions=args.dimensions, sequences=args.sequences, rows=args.rows)
+    for flag in ("sequences", "seq_length"):
+        if args.text is None and getattr(args, flag) is not None:
+            raise ValueError(
+                f"--{flag} {getattr(args, flag)}: it belongs to --text, which scores by activations; give it"
+            )
+    sequences = _SEQUENCES if args.sequences is None else args.sequences
+    settings = PermuteConfig(dimensions=args.dimensions, sequences=sequences, rows=args.rows)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed, permute=settings)
     dense = DenseFolder(args.model)
     with unfinished_folder(args.out) as folder:
@@ -91,5 +98,7 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
         from sparseforge_ds.evaluate.pretrained import load_model
         from sparseforge_ds.permutation.activations import find_by_activations
 
-    batches = calibration(args.model, dense.config, args.text, args.sequences, args.seq_length)
+    assert config.permute is not None
+    batches = calibration(args.model, dense.config, args.text, config.permute.sequences, args.seq_length)
+    print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
     return find_by_activations(load_model(str(Path(args.model))), batches, config)

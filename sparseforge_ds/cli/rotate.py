@@ -36,7 +36,7 @@ def register(commands: Any) -> None:
     add("--text", required=True, help="calibration text, as for the perplexity command")
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
-    add("--sequences", type=int, default=64, metavar="N", help="sequences of --text that are read (default: 64)")
+    add("--sequences", type=int, default=64, metavar="N", help="most sequences of --text that are read (default: 64)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--steps", type=int, default=600, metavar="N", help="steps of the search (default: 600)")
     add("--seed", type=int, default=0, help="seed of the labels and of the search (default: 0)")
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     parse_size(args.max_shard_size)  # for its error, before the search
     batches = calibration(args.model, DenseFolder(args.model).config, args.text, args.sequences, args.seq_length)
+    print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
     with unfinished_folder(args.out) as folder:
         model = load_model(str(Path(args.model)))
         facts = rotate(model, batches, config, args.steps)

@@ -128,6 +128,12 @@ class SparseForgeConfig:
                     f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to null, or '
                     "leave it out"
                 )
+        if self.cautious and method.name in ("ast", "maskllm"):
+            does = "makes the steps of the weights under a mask itself" if method.name == "ast" else "moves no weight"
+            raise ValueError(
+                f'sparseforge.cautious = true: method "{method.name}" {does}, so that no step could be held back; '
+                "leave it out"
+            )
         if method.name == "maskllm" and not of_groups:
             raise ValueError(
                 f'sparseforge.pattern = {self.pattern}: method "maskllm" numbers the patterns of a group, too many '

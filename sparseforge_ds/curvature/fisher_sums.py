@@ -28,7 +28,7 @@ from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_tokens, token_gradients
-from sparseforge_ds.zero.probe import ProbeBatches
+from sparseforge_ds.zero.probe import ProbeBatches, divisor_of
 
 
 class FisherSums(SumsEstimator):
@@ -77,7 +77,7 @@ class FisherSums(SumsEstimator):
         self.begin()
         with self.listening():
             for probe in range(probes):
-                passes = batches.passes(probe)
+                passes, self.divisor = batches.passes(probe), divisor_of(batches, probe)
                 if self.labels is not None:
                     passes = self.labels.drawn(passes, step, probe)
                 self.on.probe.activations(passes)

@@ -11,6 +11,12 @@ from transformers import PreTrainedTokenizerBase
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def tokenizable(text: str) -> str:
+    """A text with U+FFFD in the place of each half of a surrogate pair, which no tokenizer takes."""
+    return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class PromptAndCompletion(str):
@@ -95,7 +101,7 @@ class Conversation:
             )
         try:
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # the latter where it adds text to a number
             raise ValueError(
                 f"{self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or remove it"
             ) from None

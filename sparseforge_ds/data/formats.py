@@ -190,7 +190,8 @@ def document_of(record: object, text_field: str, where: str) -> Document:
         return PromptAndCompletion(*values) if len(values) > 1 else str(values[0])
     if all(map(_is_conversation, values)):
         prompt = len(values[0]) if len(values) > 1 else None
-        return Conversation(tuple(itertools.chain.from_iterable(values)), where, prompt)
+        messages = itertools.chain.from_iterable(values)
+        return Conversation(tuple(_with_text(message, where) for message in messages), where, prompt)
     wrong = next((i for i, value in enumerate(values) if not isinstance(value, str) and not _is_conversation(value)), 0)
     what = f"is {type(values[wrong]).__name__}, not text nor a list of messages with a role and content"
     raise ValueError(f"{where}: field {fields[wrong]!r} {what}; use --text_field")
@@ -209,6 +210,19 @@ def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
         f"{where}: no field {text_field!r}, nor messages, nor prompt and completion; name the one that holds "
         f"the text with --text_field (there are: {', '.join(map(str, names))})"
     )
+
+
+def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message whose content is text, or null beside a tool call: most chat templates print a list as it is."""
+    content = message["content"]
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    if content is not None and not isinstance(content, str):
+        raise ValueError(
+            f"{where}: the content of a message is {type(content).__name__} of more than text; remove what is no "
+            "text, or name another field by --text_field"
+        )
+    return {**message, "content": content}
 
 
 def _is_conversation(value: object) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn
-from sparseforge_ds.data.documents import Conversation, Document, Span, is_blank, trained_spans
+from sparseforge_ds.data.documents import Conversation, Document, Span, is_blank, tokenizable, trained_spans
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.data.windows import first_of, ids_of, trained_of
 
 _DOCUMENTS_AT_A_TIME = 256
 _CHARACTERS_AT_A_TIME = 2**22
 """Documents are tokenised together up to one of these, so that a batch of books fits into memory."""
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def frame_tokens(
@@ -70,7 +68,7 @@ def encode(
     """
     front, behind = frame_tokens(tokenizer, frame)
     texts = [each.render(tokenizer) if isinstance(each, Conversation) else each for each in documents]
-    texts = [_LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text in texts]
+    texts = [tokenizable(text) for text in texts]
     batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return [
         list(ids) if isinstance(each, Conversation) else [*front, *ids, *behind]
@@ -96,7 +94,7 @@ def encode_trained(
             "leave the flag out"
         )
     pairs = [trained_spans(each, tokenizer) for each in documents]
-    texts = [_LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text, _ in pairs]
+    texts = [tokenizable(text) for text, _ in pairs]
     batch = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
     )
@@ -200,7 +198,8 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all", doc
     Not all tokens are trained on with `completion`, nor with `document_attention`, which has both marks.
     """
     marks = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
-    return ("uint16" if len(tokenizer) <= 2**16 else "uint32") + marks
+    largest = max(tokenizer.get_vocab().values(), default=0)  # a count would not do: ids may have gaps
+    return ("uint16" if largest < 2**16 else "uint32") + marks
 
 
 def cache_key(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.perplexity import positions_of, windows
+from sparseforge_ds.data.documents import tokenizable
+from sparseforge_ds.evaluate.perplexity import positions_of
 from sparseforge_ds.evaluate.pretrained import load_tokenizer
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.text import texts_of
 
 _LENGTH = 512
+_MARGIN = 64
+"""Tokens behind the last one that is used: where a text is cut, the tokens just before may be others."""
+_CHARACTERS = 8
+"""Of a token, to begin with."""
 
 
 def calibration(folder: str, config: Any, text: str, sequences: int, seq_length: int | None) -> list[Tensor]:
-    """(1, seq_length) tokens each: the first windows of a text, tokenised for the model in a folder, at most 512 tokens
-    long where no length is given.
+    """(1, seq_length) tokens each: the first windows of a text, at most `sequences`, tokenised for the model in a
+    folder, and at most 512 tokens long where no length is given. No more of the text is read than that takes.
 
     Raises:
         ValueError: a length that the model's positions or the text do not allow, or a text that cannot be read.
@@ -26,5 +33,25 @@ def calibration(folder: str, config: Any, text: str, sequences: int, seq_length:
         seq_length = min(_LENGTH, positions)
     if not 1 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 1 to {positions}")
-    passages, _ = windows(load_tokenizer(folder), read_documents(text), seq_length, seq_length)
-    return [torch.tensor([passage.tokens]) for passage in passages[:sequences]]
+    ids = _beginning(load_tokenizer(folder), texts_of(text), sequences * seq_length)
+    if not ids:
+        raise ValueError(f"--text {text}: there is no text in it")
+    if len(ids) < seq_length:
+        raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
+    whole = torch.tensor(ids[: len(ids) // seq_length * seq_length])
+    return list(whole.view(-1, 1, seq_length))
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str], tokens: int) -> list[int]:
+    """The first tokens of the joined documents."""
+    parts: list[str] = []
+    characters, had = _CHARACTERS * tokens, 0
+    while True:
+        while had < characters and (document := next(documents, None)) is not None:
+            parts.append(document)
+            had += len(document) + 2
+        joined = "\n\n".join(parts)[:characters]
+        ids: list[int] = tokenizer(tokenizable(joined), verbose=False)["input_ids"] if parts else []
+        if len(ids) >= tokens + _MARGIN or had < characters:  # the latter where there are no more
+            return ids[:tokens]
+        characters *= 2

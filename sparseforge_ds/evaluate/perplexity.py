@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.data.documents import tokenizable
 from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
@@ -139,7 +140,7 @@ def whole_documents(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    ids: list[int] = tokenizer(tokenizable(text), add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 

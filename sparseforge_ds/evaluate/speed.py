@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparseforge_ds.evaluate.perplexity import positions_of
 from sparseforge_ds.evaluate.pretrained import NO_ADAPTER, adapter_of, load_model
 from sparseforge_ds.mask.packing import POSITIONS
 
@@ -25,6 +26,9 @@ PAPER = (
     "the paper (arXiv 2605.06402) reports 1.40x to 1.44x the dense model's speed and 0.58x its memory, on an H800 with "
     "TensorRT-LLM; those are other kernels on another machine, and are not measured here"
 )
+
+_BEFORE_DECODE = 16
+"""Tokens of the prompt that decode goes on from."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,15 @@ def measure(
     workload: Workload,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Speed]:
-    """Prefill and decode of both models at each batch size, in turns."""
+    """Prefill and decode of both models at each batch size, in turns. Raises ValueError for more tokens than a model
+    has positions."""
+    positions = min(positions_of(model.config) for model in (packed, dense))
+    for flag, length, most in (
+        ("--prompt", workload.prompt, positions),
+        ("--generated", workload.generated, positions - _BEFORE_DECODE),
+    ):
+        if length > most:
+            raise ValueError(f"{flag} {length}: the model has {positions} positions; use {most} at most")
     found = []
     for work, run in (("prefill", _prefill), ("decode", _decode)):
         for batch in workload.batches:
@@ -171,7 +183,7 @@ def _prefill(model: PreTrainedModel, batch: int, workload: Workload) -> float:
 
 
 def _decode(model: PreTrainedModel, batch: int, workload: Workload) -> float:
-    output = model(_tokens(model, batch, 16), use_cache=True)
+    output = model(_tokens(model, batch, _BEFORE_DECODE), use_cache=True)
     began = _now(model)
     for _ in range(workload.generated):
         ids = output.logits[:, -1:].argmax(-1)

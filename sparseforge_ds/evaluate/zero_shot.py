@@ -9,6 +9,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.harness import LoadedTasks
+from sparseforge_ds.evaluate.perplexity import positions_of
 
 
 def measure(
@@ -23,7 +24,7 @@ def measure(
     from lm_eval import simple_evaluate  # an extra, which load_tasks has found
     from lm_eval.models.huggingface import HFLM
 
-    length = max_length or model.config.get_text_config().max_position_embeddings
+    length = positions_of(model.config) if max_length is None else max_length
     wrapped = HFLM(
         pretrained=model,
         tokenizer=tokenizer,

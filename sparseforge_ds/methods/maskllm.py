@@ -68,7 +68,9 @@ class MaskLLM(FixedMask):
 
     @override
     def resume(self) -> None:
-        self._halo = {index: self._exchange(index) for index in self.on.state.flats}
+        """A frozen mask has no logits any more."""
+        released = self.on.state.released
+        self._halo = {} if released else {index: self._exchange(index) for index in self.on.state.flats}
 
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
@@ -81,6 +83,9 @@ class MaskLLM(FixedMask):
 
     @override
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
+        if self.on.state.released:
+            super().publish_hard(index, dense, out)
+            return
         for shard in self._shards(index):
             publish(shard.of(dense), self._best(shard), shard.of(out))
 

@@ -42,6 +42,7 @@ class SparseGPT:
         passes = [closure for batch in range(count) for closure in batches.passes(batch)]
         for names in self.blocks.values():
             gram = self._collect(names, passes)
+            self._require_finite(gram)
             ranks = on.layout.world_size
             for first in range(0, len(names), ranks):
                 together = names[first : first + ranks]
@@ -70,6 +71,16 @@ class SparseGPT:
             for closure in passes:
                 self.probe.loss(closure)
         return gram
+
+    def _require_finite(self, gram: dict[str, Tensor]) -> None:
+        """Collective. Raises ValueError on all ranks."""
+        bad = torch.stack([~gram_II.isfinite().all() for gram_II in gram.values()]).double()
+        self.on.layout.all_reduce(bad)
+        if broken := [name for name, count in zip(gram, bad.tolist(), strict=True) if count]:
+            raise ValueError(
+                f'importance "sparsegpt": the calibration inputs of {broken[0]} and {len(broken) - 1} others of its '
+                "block are not finite; use bf16 or fp32, or a model without infinite weights"
+            )
 
     def _gather(self, name: str, gram_II: Tensor, owner: int) -> tuple[Tensor, Tensor] | None:
         """The whole dense weight, flat, and the summed gram on the owner."""

@@ -139,7 +139,8 @@ def make_plan(
     def estimate(changed: Settings) -> Memory:
         return memory(model, changed, activations, teacher=other, reserve=machine.reserve)
 
-    # Two operations a weight and token forward, four backward; attention's own, some percent, are left out.
+    # Two operations a weight and token forward, four backward; attention's own, some percent, are left out, and so
+    # are passes for the curvature alone, of which a run has about 15 by default, where it has any.
     taught = (other or model).active if settings.teacher else 0
     operations = 2 * settings.tokens_per_step * ((3 + settings.checkpointing) * model.active + taught)
     found = estimate(settings)

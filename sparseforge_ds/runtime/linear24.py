@@ -143,7 +143,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Te
     """What an adapter below this layer needs; a bias may train."""
     values, positions = ctx.saved_tensors
     to_x = _input_gradient(gradient, values, positions) if ctx.needs_input_grad[0] else None
-    to_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
+    to_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
     return to_x, None, None, to_bias
 
 

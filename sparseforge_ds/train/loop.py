@@ -85,6 +85,8 @@ def train(
                     together = [batch] if context.objective.one_at_a_time else micro_batches
                     targets = iter(teaching.enter_context(context.objective.targets(together)))
                 loss, parts = context.objective.loss(batch, next(targets), before / spec.config.max_steps)
+                if batch.trained is not None:
+                    forge.loss_divided_by(batch.trained)
                 engine.backward(loss)
                 if number == len(micro_batches):
                     teaching.close()
@@ -191,12 +193,20 @@ class ProbeText:
 
     def passes(self, batch: int) -> list[Closure]:
         """This rank's micro-batches of a probe batch."""
-        batches = self.context.batches
-        size = self.context.spec.config.curvature.sequences or batches.layout.global_batch
+        self.context.batches.require_trained(self._sequences(batch))
+        return [partial(self._loss, micro_batch) for micro_batch in self._micro_batches(batch)]
+
+    def divisor(self, batch: int) -> float | None:
+        """Of the sum over the tokens of each."""
+        return self._micro_batches(batch)[0].trained
+
+    def _sequences(self, batch: int) -> range:
+        size = self.context.spec.config.curvature.sequences or self.context.batches.layout.global_batch
         first = max(0, self.position + size * (batch if self.direction > 0 else -1 - batch))
-        sequences = range(first, first + size)
-        batches.require_trained(sequences)
-        return [partial(self._loss, micro_batch) for micro_batch in batches.micro_batches(sequences)]
+        return range(first, first + size)
+
+    def _micro_batches(self, batch: int) -> list[MicroBatch]:
+        return self.context.batches.micro_batches(self._sequences(batch))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return self.context.objective.cross_entropy(batch.to(self.context.device))
@@ -209,7 +219,7 @@ def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
         monitor.histograms(step, context.forge.histograms())
     if every.gap_every and step % every.gap_every == 0:
         layout, position = context.batches.layout, context.batches.position
-        (batch,) = context.batches.micro_batches(range(position, position + layout.at_once))
+        (batch,) = context.batches.micro_batches(range(position - layout.at_once, position))  # read just now
         batch = batch.to(context.device)
         gap = context.forge.soft_to_hard_gap(lambda: context.objective.cross_entropy(batch))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})

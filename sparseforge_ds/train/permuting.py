@@ -43,8 +43,10 @@ def keep_permutation(spec: RunSpec) -> str | None:
         Its sha256; None where channels have the order that they were trained in.
     """
     if spec.config.permute is None:  # else it was written when it was found
-        shutil.rmtree(spec.folder / FOLDER, ignore_errors=True)
-        if (of_model := Permutation.load(spec.model.folder)) is not None:
+        of_model = Permutation.load(spec.model.folder)
+        if of_model is None:
+            shutil.rmtree(spec.folder / FOLDER, ignore_errors=True)
+        elif not spec.arguments.resume or not (spec.folder / FOLDER).is_dir():
             of_model.save(spec.folder)
     permutation = Permutation.load(spec.folder)
     return None if permutation is None else permutation.sha256

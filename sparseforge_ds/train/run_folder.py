@@ -184,16 +184,22 @@ def write_folder(spec: RunSpec) -> None:
     """
     write_json(spec.folder / "ds_config.json", spec.deepspeed)
     final = spec.folder / "model"
-    with whole_folder(final, replace=True) as folder:
-        spec.model.config.save_pretrained(folder)
-        spec.model.tokenizer.save_pretrained(folder)
-        if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
-            shutil.copyfile(spec.model.folder / "tokenizer.model", folder / "tokenizer.model")
-        keep_rotation(spec.model.folder, folder)
-        if (spec.model.folder / "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)
+    if not spec.arguments.resume or not final.is_dir():  # that of a run that goes on has been compared
+        with whole_folder(final, replace=True) as folder:
+            _write_model(spec, folder)
     more = {"permutation": keep_permutation(spec), "config_sha256": config_sha256(read_json(final / "config.json"))}
     write_json(spec.folder / "sparseforge.json", {**describe(spec), **more})
+
+
+def _write_model(spec: RunSpec, folder: Path) -> None:
+    """All of the model but its weights."""
+    spec.model.config.save_pretrained(folder)
+    spec.model.tokenizer.save_pretrained(folder)
+    if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
+        shutil.copyfile(spec.model.folder / "tokenizer.model", folder / "tokenizer.model")
+    keep_rotation(spec.model.folder, folder)
+    if (spec.model.folder / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)
 
 
 def _check_same_run(spec: RunSpec) -> None:

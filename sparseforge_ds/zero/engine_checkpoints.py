@@ -61,7 +61,8 @@ def carry_state(
             )
         checkpoint = together(layout, lambda: _read(Path(load_dir) if tag is None else Path(load_dir, tag), layout))
         restore(checkpoint)
-        return str(checkpoint.folder), checkpoint.client_state
+        # Without the state, which is older than the forge's once training goes on: a caller saves this dict again.
+        return str(checkpoint.folder), {key: value for key, value in checkpoint.client_state.items() if key != KEY}
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 

@@ -26,7 +26,10 @@ Harvest = Callable[[int, Tensor], None]
 
 
 class ProbeBatches(Protocol):
-    """The sequences that probes read. A batch is the same sequences on any number of ranks."""
+    """The sequences that probes read. A batch is the same sequences on any number of ranks.
+
+    Where losses are not means over all tokens of their micro-batch, `divisor(batch)` is what they divide the sum by.
+    """
 
     def passes(self, batch: int) -> Sequence[Closure]:
         """This rank's micro-batches of probe batch `batch`, counted from 0; as many on every rank."""
@@ -36,6 +39,12 @@ class ProbeBatches(Protocol):
 def batches_of(probe: Closure | ProbeBatches) -> ProbeBatches:
     """What a probe reads; a bare closure stands for batches of the one micro-batch that it runs."""
     return _OneMicroBatch(probe) if callable(probe) else probe
+
+
+def divisor_of(batches: ProbeBatches, batch: int) -> float | None:
+    """What the losses of a batch divide the sum over their tokens by; None where that is the number of tokens."""
+    divisor: Callable[[int], float | None] | None = getattr(batches, "divisor", None)
+    return None if divisor is None else divisor(batch)
 
 
 @dataclass(frozen=True)

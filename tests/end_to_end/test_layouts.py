@@ -15,6 +15,7 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.micro_batch import IGNORED, Layout
 from sparseforge_ds.data.windows import PackedWindows
+from tests.distributed import run_distributed
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import deepspeed_json
 
@@ -90,6 +91,23 @@ def test_any_layout_and_resumed_across(tmp_path: Path, name: str) -> None:
         assert_same(run, expected)
 
 
+def divisors(command_line: list[str]) -> list[float]:
+    """What the trainer tells the forge that its losses divide by."""
+    from sparseforge_ds.curvature import FisherSums
+    from sparseforge_ds.train.run import main
+
+    found: list[float] = []
+    factor = FisherSums._factor
+
+    def told(sums: FisherSums, name: str, tokens: int) -> float:
+        found.append(float(tokens if sums.divisor is None else sums.divisor))
+        return factor(sums, name, tokens)
+
+    FisherSums._factor = told  # type: ignore[method-assign]  # the process ends with this run
+    assert main(command_line) == 0
+    return found
+
+
 @pytest.mark.parametrize("source", ["training", "probe"])
 def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source: str) -> None:
     """Micro-batches have few trained tokens, many or none, and every layout divides a step in another way."""
@@ -98,9 +116,11 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
     lines = ({"prompt": f"What is {i}? " * (i % 12 + 1), "completion": f"{i * i} " * (i % 3)} for i in range(200))
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
     completions, expected = {"dataset": text, "loss_on": "completion"}, None
+    heard = run_distributed(divisors, 1, flags(tmp_path, block, 0, 4, tmp_path / "1x4-0", **completions))[0]
     for ranks, micro, stage in LAYOUTS[:3]:
         run = tmp_path / f"{ranks}x{micro}-{stage}"
-        train(*flags(tmp_path, block, stage, micro, run, **completions), ranks=ranks)
+        if expected is not None:
+            train(*flags(tmp_path, block, stage, micro, run, **completions), ranks=ranks)
         expected = states(run) if expected is None else expected
         assert_same(run, expected)
     assert expected is not None
@@ -112,6 +132,8 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
         counts.append(int((batches.step()[0].label_BS[:, 1:] != IGNORED).sum()))
         next(batches)
     assert 0 in counts and len(set(counts)) > 5
+    of_steps = {max(1, sum(counts[first : first + 3])) / 3 for first in range(0, 24, 3)}
+    assert heard and {round(each, 6) for each in heard} <= {round(each, 6) for each in of_steps}
 
     again = taken_back(tmp_path / "1x4-0", 3, tmp_path / "again")
     train(*flags(tmp_path, block, 3, 3, again, **completions), "--resume", ranks=2)

@@ -175,3 +175,21 @@ def test_methods_are_their_literal_versions() -> None:
         if "naive_retrain" not in name:
             assert record["metrics"]["mask/undecided"] == 0.0
             assert record["metrics"]["mask/kept"] == pytest.approx(0.25 if "2:8" in name else 0.5)
+
+
+def without_finite_inputs() -> str:
+    case = Case(stage=3, config=BY_SPARSEGPT)
+    model = MODELS[case.model]()
+    model.get_input_embeddings().weight.data[0] = torch.inf
+    engine, forge = build(case, model)
+    ids = torch.full((1, 8), dist.get_rank())  # of rank 0 alone
+    try:
+        forge.start(lambda: engine(input_ids=ids, labels=ids).loss)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_calibration_that_is_not_finite_ends_all_ranks() -> None:
+    for said in run_distributed(without_finite_inputs, 2):
+        assert "the calibration inputs of model.layers.0." in said and "are not finite; use bf16 or fp32" in said

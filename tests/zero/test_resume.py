@@ -153,7 +153,15 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
         return "accepted"
 
     monitored = Case(stage=stage, config={"monitor": {"gap_every": 3}})
+    engine, forge = build(case)
+    _, client_state = engine.load_checkpoint(folder, tag="ours")
+    for step in range(3, 5):
+        one_step(engine, forge, case, step)
+    engine.save_checkpoint(folder, tag="again", client_state={**client_state, "step": 5})
+    engine, forge = build(case)
+    _, client_state = engine.load_checkpoint(folder, tag="again")
     return {
+        "again": f"{forge.step_count} {sorted(client_state)}",
         "pattern": refusal(Case(stage=stage, config={"pattern": "1:4"}), "ours"),
         "schedule": refusal(Case(stage=stage, config={"method": {"mask_rate": 0.5}}), "ours"),
         "max_steps": refusal(Case(stage=stage, config={"max_steps": 20}), "ours"),
@@ -185,3 +193,4 @@ def test_what_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> Non
     assert "optimizer states" in said["module only"]
     assert "optimizer states" in said["no optimizer"]
     assert said["monitor"] == said["same"] == "accepted"
+    assert said["again"] == "5 ['mine', 'step']", "what a load returns may be saved again, as DeepSpeed's examples do"

@@ -185,6 +185,10 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hel
         ({"text": "x", "messages": CHAT}, "x"),
         ({"text": CHAT}, CHAT),
         ({"messages": None}, ""),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
+            CHAT[:1],
+        ),
     ],
 )
 def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_them(tmp_path, kind, record, expected):
@@ -205,6 +209,8 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
         ({"messages": ["hi"]}, "field 'messages' is list"),
         ({"prompt": CHAT, "completion": "x"}, "field 'completion' is str|field 'prompt' is list"),
         ({"prompt": "x"}, "no field 'text', nor messages, nor prompt and completion"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is list of more than text; remove what is"),
+        ({"messages": [{"role": "user", "content": 4}]}, "is int of more than text"),
     ],
 )
 def test_what_is_no_conversation_names_record_and_field(tmp_path, record, what):

@@ -11,7 +11,7 @@ import pytest
 
 from sparseforge_ds.data.documents import Conversation
 from sparseforge_ds.data.packed import pack
-from sparseforge_ds.data.packing import cache_key
+from sparseforge_ds.data.packing import cache_key, token_dtype
 from sparseforge_ds.data.text_files import Source
 from tests.tiny_folders import byte_tokenizer
 
@@ -216,5 +216,16 @@ def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
     assert (packed.documents, packed.skipped) == (2, 1)
     with pytest.raises(ValueError, match="line 3: the tokenizer's chat template refuses the conversation .no critics"):
         pack(documents([chat("critic")], "other"), tokenizer, tmp_path)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role + message.level }}{% endfor %}"
+    number = Conversation(({"role": "user", "content": "hi", "level": 3},), "a.jsonl, line 4")
+    with pytest.raises(ValueError, match="line 4: the tokenizer's chat template refuses the conversation .can only"):
+        pack(documents([number], "number"), tokenizer, tmp_path)
     tokenizer.chat_template = TEMPLATE.upper()
     assert cache_key(documents(), tokenizer)[0] != packed.key, "another template is another text"
+
+
+def test_ids_with_gaps_have_room():
+    tokenizer = byte_tokenizer()
+    assert token_dtype(tokenizer) == "uint16"
+    tokenizer.get_vocab = lambda: {"a": 1, "b": 2**16}
+    assert token_dtype(tokenizer) == "uint32"

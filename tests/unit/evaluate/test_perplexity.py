@@ -205,3 +205,17 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main(["evaluate", *command]) == 2, command
         error = capsys.readouterr().err
         assert message in error and error.count("error: ") == 1, (command, error)
+
+
+@pytest.mark.parametrize("protocol", ["documents", "windows"])
+def test_half_of_a_surrogate_pair_is_scored_as_training_reads_it(
+    protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(Path(__file__).parents[3] / "sparseforge_ds" / "assets" / "stdlib_llama")
+    found = []
+    for half in ("\\ud83d", "\\ufffd"):
+        path = tmp_path / "text.jsonl"
+        path.write_text('{"text": "hello ' + half + ' world, a b c"}\n')
+        assert main(["evaluate", model, "--text", str(path), "--protocol", protocol, "--seq_length", "8"]) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]["nll"])
+    assert found[0] == found[1]

@@ -23,13 +23,14 @@ def test_torch_accepts_the_operator() -> None:
         torch.library.opcheck(linear24, arguments)
 
 
-def test_gradients_are_those_of_the_dense_layer() -> None:
+@pytest.mark.parametrize("rows", [(2, 3), (3,), ()])
+def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...]) -> None:
     values, positions = packed(6, 20)
-    x, bias = torch.randn(2, 3, 20, requires_grad=True), torch.randn(6, requires_grad=True)
+    x, bias = torch.randn(*rows, 20, requires_grad=True), torch.randn(6, requires_grad=True)
     found = linear24(x, values, positions, bias)
     expected = torch.nn.functional.linear(x, unpack24(values, positions), bias)
     torch.testing.assert_close(found, expected)
-    gradient = torch.randn(2, 3, 6)
+    gradient = torch.randn(*rows, 6)
     for one, other in zip(
         torch.autograd.grad(found, (x, bias), gradient), torch.autograd.grad(expected, (x, bias), gradient), strict=True
     ):

@@ -84,7 +84,10 @@ def test_a_folder_is_written_again_by_a_resumed_run(spec):
     write_folder(spec())
     resumed = spec(resume=True, log_every=1, block={"monitor": {"gap_every": 5}})
     check_folder(resumed)
+    model = resumed.folder / "model"
+    before = model.stat().st_ino
     write_folder(resumed)
+    assert model.stat().st_ino == before, "no kill of a run that goes on can leave it without one"
 
 
 @pytest.mark.parametrize(

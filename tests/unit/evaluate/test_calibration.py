@@ -1,0 +1,62 @@
+"""The first windows of a text, without the rest of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import calibration as module
+from sparseforge_ds.evaluate.calibration import calibration
+from sparseforge_ds.evaluate.perplexity import windows
+from sparseforge_ds.evaluate.pretrained import load_tokenizer
+from sparseforge_ds.evaluate.text import read_documents
+
+CONFIG = LlamaConfig(max_position_embeddings=512)
+
+
+@pytest.fixture(params=["stories260K", "stdlib_llama"])
+def model(request: pytest.FixtureRequest, assets: Path) -> str:
+    """One tokenizer of sentencepiece, one by bytes."""
+    own = Path(module.__file__).parents[1] / "assets" / "stdlib_llama"
+    return str(own if request.param == "stdlib_llama" else assets / "models" / request.param)
+
+
+@pytest.mark.parametrize(("sequences", "seq_length"), [(1, 7), (4, 64), (64, 32), (3, None)])
+def test_they_are_those_of_the_whole_text(model: str, sequences: int, seq_length: int | None, assets: Path) -> None:
+    text = str(assets / "text" / "tinystories" / "heldout.jsonl")
+    found = calibration(model, CONFIG, text, sequences, seq_length)
+    length = 512 if seq_length is None else seq_length
+    wanted, _ = windows(load_tokenizer(model), read_documents(text, limit=2000), length, length)
+    assert [batch.tolist() for batch in found] == [[passage.tokens] for passage in wanted[:sequences]]
+
+
+def test_no_more_is_read_than_that_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": "a story \ud83d of a fox " * 20}) + "\n" for _ in range(1000)))
+    read = []
+    texts_of = module.texts_of
+    monkeypatch.setattr(module, "texts_of", lambda text: (read.append(0) or each for each in texts_of(text)))
+    model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
+    found = calibration(model, CONFIG, str(path), 2, 128)
+    assert torch.cat(found).shape == (2, 128) and len(read) < 20
+
+
+def test_a_short_text_gives_fewer(tmp_path: Path) -> None:
+    path, model = tmp_path / "text.txt", str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
+    path.write_text("one two three four five six seven eight nine ten")
+    assert len(calibration(model, CONFIG, str(path), 64, 2)) < 64
+    with pytest.raises(ValueError, match="less than one window; use --seq_length"):
+        calibration(model, CONFIG, str(path), 64, 500)
+    path.write_text(" \n")
+    with pytest.raises(ValueError, match="there is no text in it"):
+        calibration(model, CONFIG, str(path), 64, 2)
+
+
+def test_flags_without_a_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["permute", str(tmp_path), str(tmp_path / "out"), "--sequences", "8"]) == 2
+    assert "--sequences 8: it belongs to --text" in capsys.readouterr().err
