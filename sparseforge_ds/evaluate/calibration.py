@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.data.documents import tokenizable
-from sparseforge_ds.evaluate.perplexity import positions_of
+from sparseforge_ds.evaluate.perplexity import positions_of, tokenize
 from sparseforge_ds.evaluate.pretrained import load_tokenizer
 from sparseforge_ds.evaluate.text import texts_of
 
@@ -51,7 +50,7 @@ def _beginning(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str], tok
             parts.append(document)
             had += len(document) + 2
         joined = "\n\n".join(parts)[:characters]
-        ids: list[int] = tokenizer(tokenizable(joined), verbose=False)["input_ids"] if parts else []
+        ids = tokenize(tokenizer, joined, special=True) if parts else []
         if len(ids) >= tokens + _MARGIN or had < characters:  # the latter where there are no more
             return ids[:tokens]
         characters *= 2

@@ -115,7 +115,7 @@ def windows(
     than a window, or the stride is longer."""
     if not 1 <= stride <= seq_length:
         raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
-    ids = _tokenize(tokenizer, "\n\n".join(documents), special=True)
+    ids = tokenize(tokenizer, "\n\n".join(documents), special=True)
     if len(ids) < seq_length:
         raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
     starts = range(0, len(ids) - seq_length + 1, stride)
@@ -132,14 +132,15 @@ def whole_documents(
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")
-    tokens = [_tokenize(tokenizer, document, special=False) for document in documents]
+    tokens = [tokenize(tokenizer, document, special=False) for document in documents]
     passages = [Passage([first, *ids][:seq_length], 1) for ids in tokens if ids]
     if not passages:
         raise ValueError("no document has a token in it")
     return passages, sum(map(len, tokens))
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    """The ids of a text, with the special tokens that the tokenizer puts around it or without."""
     ids: list[int] = tokenizer(tokenizable(text), add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 

@@ -76,7 +76,7 @@ class SparseGPT:
         """Collective. Raises ValueError on all ranks."""
         bad = torch.stack([~gram_II.isfinite().all() for gram_II in gram.values()]).double()
         self.on.layout.all_reduce(bad)
-        if broken := [name for name, count in zip(gram, bad.tolist(), strict=True) if count]:
+        if broken := [name for name, finite in zip(gram, (bad == 0).tolist(), strict=True) if not finite]:
             raise ValueError(
                 f'importance "sparsegpt": the calibration inputs of {broken[0]} and {len(broken) - 1} others of its '
                 "block are not finite; use bf16 or fp32, or a model without infinite weights"

@@ -92,7 +92,7 @@ def test_a_teacher_in_another_basis_has_no_hidden_states_to_give(
         ("gemma2", (), "can be permuted, not rotated"),
         ("llama", ("--pattern", "block16"), "is no n:m pattern"),
         ("llama", ("--steps", "0"), "--steps 0: use an integer >= 1"),
-        ("llama", ("--seq_length", "99999999"), "less than one window"),
+        ("llama", ("--seq_length", "99999999"), "positions; use 1 to "),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_nothing(

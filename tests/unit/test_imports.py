@@ -112,6 +112,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "export.run_source": {"model.family_table"},
     "export.writer": {"huggingface_hub", "psutil"},
     "evaluate.harness": {"lm_eval", "jinja2"},
+    "evaluate.perplexity": {"data.documents"},
     "evaluate.pretrained": {"checkpoint.folder"},
     "evaluate.text": {"data.formats", "data.local_rows", "data.stdlib_text"},
     "evaluate.speed": {"matplotlib"},

@@ -317,7 +317,7 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
     cases = {
         (run, str(tmp_path / "used")): "is not an empty folder",
         (run, str(tmp_path / "file")): "is not an empty folder",
-        (run, str(tmp_path / "x"), "--max_shard_size", "big"): "size 'big'",
+        (run, str(tmp_path / "x"), "--max_shard_size", "big"): "--max_shard_size big: write a number",
         (run, str(tmp_path / "x"), "--model", str(tmp_path)): "config.json: not a readable JSON file",
         (run, str(tmp_path / "file" / "x")): "cannot be written",
         (str(tmp_path / "none"), str(tmp_path / "x")): "none: no such folder",
