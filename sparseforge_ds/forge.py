@@ -233,8 +233,7 @@ class SparseForge:
 
         Raises:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
-                ranks raise it, and nothing was changed. Or its weights are not of a frozen run that it says it is; then
-                the engine has them, and must not be trained any further.
+                ranks raise it, and nothing was changed; except where weights are not as sparse as a frozen run's.
         """
         state = self._check_saved(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
         restore(self._layout, self._state, checkpoint, self._masks_of(state))

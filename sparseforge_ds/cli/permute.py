@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from sparseforge_ds.permutation.record import Permutation
 
 DIMENSIONS = ("mlp", "mlp+heads", "all")
-_SEQUENCES = 32
 
 _EPILOG = """\
 dimensions:
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--{flag} {getattr(args, flag)}: it belongs to --text, which scores by activations; give it"
             )
-    sequences = _SEQUENCES if args.sequences is None else args.sequences
+    sequences = PermuteConfig.sequences if args.sequences is None else args.sequences
     settings = PermuteConfig(dimensions=args.dimensions, sequences=sequences, rows=args.rows)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed, permute=settings)
     dense = DenseFolder(args.model)

@@ -122,18 +122,13 @@ class SparseForgeConfig:
         """Whether what stands beside the method fits it."""
         method, importance, of_groups = self.method, self.importance, isinstance(self.parsed_pattern, NM)
         for key in method.unused:
-            if getattr(self, key) is not None:
+            if value := getattr(self, key):
+                off = "false" if value is True else "null"
                 users = ", ".join(name for name, kind in METHODS.items() if key not in kind.unused)
                 raise ValueError(
-                    f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to null, or '
+                    f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to {off}, or '
                     "leave it out"
                 )
-        if self.cautious and method.name in ("ast", "maskllm"):
-            does = "makes the steps of the weights under a mask itself" if method.name == "ast" else "moves no weight"
-            raise ValueError(
-                f'sparseforge.cautious = true: method "{method.name}" {does}, so that no step could be held back; '
-                "leave it out"
-            )
         if method.name == "maskllm" and not of_groups:
             raise ValueError(
                 f'sparseforge.pattern = {self.pattern}: method "maskllm" numbers the patterns of a group, too many '

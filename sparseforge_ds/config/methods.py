@@ -30,7 +30,7 @@ class MethodConfig:
     starts_from: ClassVar[dict[str, Any]] = {}
     """The block around the method, as published where it was; a preset and given keys override it."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Objects of the block that the method does not use."""
+    """Keys of the block that the method does not use: objects, and switches."""
 
     def schedule(self, max_steps: int) -> MaskSchedule:
         """When masks move and freeze: here never, and before the first step."""
@@ -194,6 +194,8 @@ class AstConfig(RefreshedMaskConfig):
     decay: float = 6e-5
     ramp: Window = (0.0, 0.25)
     starts_from: ClassVar[dict[str, Any]] = _CHOSEN
+    unused: ClassVar[tuple[str, ...]] = ("cautious",)
+    """It makes the steps of pruned weights itself."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class MaskLLMConfig(MethodConfig):
     frozen: float = 0.0
     """Last part of the run, as a fraction, in which the mask is the likeliest pattern and nothing is trained."""
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
-    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
+    unused: ClassVar[tuple[str, ...]] = ("low_rank", "cautious")
 
     def __post_init__(self) -> None:
         for key in ("scale", "temperature"):

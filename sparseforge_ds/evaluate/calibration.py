@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.perplexity import positions_of, tokenize
+from sparseforge_ds.evaluate.perplexity import cut, positions_of, tokenize
 from sparseforge_ds.evaluate.pretrained import load_tokenizer
 from sparseforge_ds.evaluate.text import texts_of
 
@@ -33,12 +33,7 @@ def calibration(folder: str, config: Any, text: str, sequences: int, seq_length:
     if not 1 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 1 to {positions}")
     ids = _beginning(load_tokenizer(folder), texts_of(text), sequences * seq_length)
-    if not ids:
-        raise ValueError(f"--text {text}: there is no text in it")
-    if len(ids) < seq_length:
-        raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
-    whole = torch.tensor(ids[: len(ids) // seq_length * seq_length])
-    return list(whole.view(-1, 1, seq_length))
+    return [torch.tensor([window]) for window in cut(ids, seq_length, seq_length)]
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str], tokens: int) -> list[int]:
@@ -50,7 +45,7 @@ def _beginning(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str], tok
             parts.append(document)
             had += len(document) + 2
         joined = "\n\n".join(parts)[:characters]
-        ids = tokenize(tokenizer, joined, special=True) if parts else []
+        ids = tokenize(tokenizer, joined, special=True)
         if len(ids) >= tokens + _MARGIN or had < characters:  # the latter where there are no more
             return ids[:tokens]
         characters *= 2

@@ -116,12 +116,16 @@ def windows(
     if not 1 <= stride <= seq_length:
         raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
     ids = tokenize(tokenizer, "\n\n".join(documents), special=True)
+    overlap = max(1, seq_length - stride)
+    whole = cut(ids, seq_length, stride)
+    return [Passage(tokens, overlap if number else 1) for number, tokens in enumerate(whole)], len(ids)
+
+
+def cut(ids: list[int], seq_length: int, stride: int) -> list[list[int]]:
+    """Whole windows, without the tail. Raises ValueError where there is none."""
     if len(ids) < seq_length:
         raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
-    starts = range(0, len(ids) - seq_length + 1, stride)
-    overlap = max(1, seq_length - stride)
-    passages = [Passage(ids[s : s + seq_length], overlap if s else 1) for s in starts]
-    return passages, len(ids)
+    return [ids[start : start + seq_length] for start in range(0, len(ids) - seq_length + 1, stride)]
 
 
 def whole_documents(

@@ -37,19 +37,20 @@ def as_one(source: str) -> bool:
 def read_documents(source: str, text_field: str = "text", limit: int | None = None) -> list[str]:
     """The documents that have text, at most `limit`, of a file (a .txt file is one), `stdlib:heldout` or
     `stdlib:train`."""
-    documents = list(islice(texts_of(source, text_field), limit))
-    if not documents:
-        raise ValueError(f"--text {source}: there is no text in it")
-    return documents
+    return list(islice(texts_of(source, text_field), limit))
 
 
 def texts_of(source: str, text_field: str = "text") -> Iterator[str]:
-    """The documents of `read_documents`, one at a time."""
+    """The documents of `read_documents`, one at a time. Raises ValueError where there is none."""
+    empty = True
     for number, document in enumerate(records(source, text_field), start=1):
         if not isinstance(document, str):
             raise ValueError(f"--text {source}, record {number}: a conversation; name another field by --text_field")
         if document.strip():
+            empty = False
             yield document
+    if empty:
+        raise ValueError(f"--text {source}: there is no text in it")
 
 
 def records(source: str, text_field: str) -> Iterator[Any]:

@@ -7,6 +7,7 @@ ties going to the lower index. Before the first mask update all members tie, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,11 +214,12 @@ def _run_of(described: dict[str, Any], train: object, step: int) -> dict[str, An
     flags, train = described.get("run"), train if isinstance(train, dict) else {}
     if not isinstance(flags, dict):
         return {}
-    given = described.get("published")
+    given: Any = described.get("published")
+    name: Callable[[str], str] = str
     if not isinstance(given, dict):  # a run of before, which told hub ids and paths apart no earlier than here
-        given = flags
-    names = {key: published_name(given[key]) for key in ("model", "teacher") if isinstance(given.get(key), str)}
-    texts = [published_name(text) for text in given.get("dataset") or [] if isinstance(text, str)]
+        given, name = flags, published_name
+    names = {key: name(given[key]) for key in ("model", "teacher") if isinstance(given.get(key), str)}
+    texts = [name(text) for text in given.get("dataset") or [] if isinstance(text, str)]
     kept = {key: flags.get(key) for key in ("seq_length", "global_batch", "learning_rate")}
     scores = train.get("evaluations")
     losses = scores.get("losses") if isinstance(scores, dict) else None

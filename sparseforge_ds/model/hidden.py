@@ -122,8 +122,8 @@ def compared(
         if len(hooked.found) != len(layers):
             raise ValueError(f"{len(hooked.found)} of {len(layers)} layers ran in a pass that is compared")
         distance.mean = torch.stack(list(hooked.found.values())).mean()
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in student.parameters())
-        if trains and not distance.mean.requires_grad:
+        lost = torch.is_grad_enabled() and not distance.mean.requires_grad
+        if lost and any(parameter.requires_grad for parameter in student.parameters()):
             raise ValueError(
                 "distillation.hidden: the layers that are compared run without a gradient, as under re-entrant "
                 'checkpointing of whole layers; use gradient_checkpointing_kwargs={"use_reentrant": False}'
