@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,15 @@ def test_the_readme_says_no_more_than_the_tables() -> None:
         for steps in budgets
     ]
     assert f"ahead of the methods run there by {min(leads):.1%} to {max(leads):.1%}" in prose
+    assert "on two more it draws with that mask" in prose
+    for study in ("demo", "young"):
+        lines = (RESULTS / study / "results.jsonl").read_text().splitlines()
+        seeds: dict[str, dict[int, float]] = {ours: {}, "naive_retrain_sparsegpt": {}}
+        for row in map(json.loads, lines):
+            if row["kind"] == "result" and row["method"] in seeds:
+                seeds[row["method"]][row["seed"]] = row["test_perplexity"]
+        differences = [other - seeds[ours][seed] for seed, other in seeds["naive_retrain_sparsegpt"].items()]
+        assert abs(statistics.mean(differences)) < statistics.stdev(differences)
     added = found["rotated"]["sparseforge_falling_permute", 300]
     assert f"bring {defaults[ours, 300]:.4g} at 300 steps to {added:.2f} (three seeds), ahead of the two" in prose
     branch = found["rotated"]["sparseforge_falling_permute_k16", 300]

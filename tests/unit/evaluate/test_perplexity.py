@@ -10,10 +10,10 @@ import pytest
 import torch
 from datasets import Dataset
 from sentencepiece import SentencePieceProcessor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate.perplexity import Perplexity, measure
+from sparseforge_ds.evaluate.perplexity import LONGEST_DEFAULT, Perplexity, measure, positions_of
 from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
@@ -219,3 +219,7 @@ def test_half_of_a_surrogate_pair_is_scored_as_training_reads_it(
         assert main(["evaluate", model, "--text", str(path), "--protocol", protocol, "--seq_length", "8"]) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]["nll"])
     assert found[0] == found[1]
+
+
+def test_a_config_may_name_no_positions() -> None:
+    assert positions_of(BloomConfig()) == LONGEST_DEFAULT and positions_of(LlamaConfig(max_position_embeddings=9)) == 9
