@@ -77,6 +77,11 @@ class TensorFolder:
         index = self.folder / f"{stem}.safetensors.index.json"
         single = self.folder / f"{stem}.safetensors"
         held: dict[str, dict[str, TensorSpec]] = {}
+        if index.is_file() and single.is_file():
+            raise ValueError(
+                f"{self.folder}: has both {single.name} and {index.name}, of which one is left from an earlier save: "
+                "transformers loads the first, other tools the files of the second; remove what is old"
+            )
         if index.is_file():
             files = read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):

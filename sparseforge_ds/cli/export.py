@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.formats import export
         from sparseforge_ds.export.open import open_source
         from sparseforge_ds.export.stored import Size
+        from sparseforge_ds.export.writer import require_free
 
+    require_free(args.out)
     source = open_source(args.source, args.model, args.dtype)
     record = export(source, args.out, args.format, args.max_shard_size, args.workers, args.skip_proof)
     if not record["finished"]:

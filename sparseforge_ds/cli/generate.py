@@ -49,8 +49,10 @@ def run(args: argparse.Namespace) -> int:
     """Load, continue, and say how fast."""
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens {args.max_new_tokens}: use 1 or more")
-    if not (math.isfinite(args.temperature) and args.temperature >= 0):
-        raise ValueError(f"--temperature {args.temperature}: use 0, or a positive number like 0.7")
+    if args.temperature and not 1e-3 <= args.temperature < math.inf:  # below, logits over it leave their dtype
+        raise ValueError(f"--temperature {args.temperature}: use 0, or a number like 0.7, at least 0.001")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed {args.seed}: use 0 or more, below 2^63")
     _require_model(Path(args.model))
     with large_imports():
         import torch

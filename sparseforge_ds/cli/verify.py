@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
     pattern = None if args.pattern is None else parse_pattern(args.pattern)
     report = check_folder(args.model, pattern, args.workers)
+    _print_table(report)
     if args.json is not None:
         try:
             Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
         except OSError as error:
             raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
-    _print_table(report)
     return 0 if report.ok else 1
 
 

@@ -75,7 +75,7 @@ def make_card(
         library_name="transformers",
         license=license,
         pipeline_tag="text-generation",
-        tags=["sparse", str(record.get("pattern")), "sparseforge"],
+        tags=["sparse", str(record.get("pattern")), *(["sparseforge"] if "method" in sections["config"] else [])],
         eval_results=scored or None,
     )
     packed = is_packed(config)
@@ -87,6 +87,7 @@ def make_card(
         title=title,
         pattern=record.get("pattern"),
         model=run["model"] if isinstance(run.get("model"), str) else None,
+        ours="method" in sections["config"],
         finished=record.get("finished"),
         weights=len(weights),
         packed=packed,
@@ -98,7 +99,7 @@ def make_card(
         evaluation=[_line(each) for each in scored],
         folder=name or "THIS_FOLDER",
         link=_link,
-        ours=_OURS,
+        mark=_OURS,
     )
 
 

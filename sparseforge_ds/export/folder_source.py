@@ -17,13 +17,13 @@ from typing_extensions import override
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.adapter import CONFIG, TENSORS, key_of, name_of, require_adapter
 from sparseforge_ds.export.source import (
     DTYPES,
     HEAD,
     Source,
+    buffer_names,
     check_config,
     choose_dtype,
     read_model_config,
@@ -72,15 +72,16 @@ class FolderSource(Source):
         if set(self._listed) != set(self._weights.specs):
             odd = sorted(set(self._listed) ^ set(self._weights.specs))[0]
             raise ValueError(f"{self.folder}: {odd} is not in both sparsity.json and the safetensors; export again")
+        kept = set[str]() if dtype == "auto" else buffer_names(self.model_folder)
         self.specs = {}
         for name, spec in self._weights.specs.items():
             if "shape" not in self._listed[name] or not reads_as(spec, self._listed[name]):
                 raise ValueError(
                     f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
                 )
-            casts = spec.dtype == DTYPES[stored] if self._exported else spec.dtype.is_floating_point
+            casts = dtype != "auto" and spec.dtype.is_floating_point and name not in kept
             if name not in branches:
-                self.specs[name] = TensorSpec(spec.shape, self.dtype if casts and dtype != "auto" else spec.dtype)
+                self.specs[name] = TensorSpec(spec.shape, self.dtype if casts else spec.dtype)
         where = str(self.folder / "sparsity.json")
         self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
         self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
@@ -124,7 +125,7 @@ class FolderSource(Source):
             "coverage": {},
             "run": {},
             "permutation": self.permutation_sha256,
-            "config": SparseForgeConfig(pattern=str(pattern)).to_dict(),
+            "config": {"pattern": str(pattern)},  # nothing says how it was pruned
             "weights": weights,
             "dense": rows,
         }

@@ -54,8 +54,8 @@ def export(
     if format != "mask" and not skip_proof:
         require(source, packed)
     shard_bytes = parse_size(max_shard_size)
-    source.check_bytes(workers)
     with unfinished_folder(out) as folder:
+        source.check_bytes(workers)
         if format == "mask":
             file, record = folder / "mask.json", write_masks(source, folder, workers)
             proof = None if skip_proof else prove_masks(source, folder)

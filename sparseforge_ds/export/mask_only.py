@@ -22,7 +22,14 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.published_names import published_tensors
-from sparseforge_ds.export.source import HEAD, Source, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.export.source import (
+    HEAD,
+    Source,
+    buffer_names,
+    choose_dtype,
+    read_model_config,
+    require_finite,
+)
 from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.registration import load_config
@@ -137,10 +144,12 @@ class MaskedSource(Source):
                 )
         self._reorder = self._order_of_dense()
         chosen = None if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
+        kept = set[str]() if chosen is None else buffer_names(self.model_folder)
         self.specs = {}
         for name, part in self._stored.items():
             stored = self._tensors.specs[part.of].dtype
-            self.specs[name] = TensorSpec(part.shape, chosen if chosen and stored.is_floating_point else stored)
+            casts = stored.is_floating_point and name not in kept
+            self.specs[name] = TensorSpec(part.shape, chosen if chosen and casts else stored)
         self.dtype = self.specs[next(iter(self.prunable))].dtype
         head = {key: masks.content[key] for key in HEAD}
         self.record = {"format": 1, "dtype": str(self.dtype).removeprefix("torch."), **head}

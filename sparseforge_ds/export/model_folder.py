@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
@@ -68,6 +69,7 @@ def write_model(
     if source.branches and not packed:
         write_adapter(source, folder)
         adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
+        adapter["adapter_config_sha256"] = hash_file(folder / CONFIG)
     if source.permutation is not None:
         source.permutation.save(folder)
     quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
@@ -114,6 +116,8 @@ def copy_other_files(model_folder: Path, folder: Path) -> None:
         wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
         if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
             shutil.copyfile(file, folder / file.name)
+    if (templates := model_folder / CHAT_TEMPLATE_DIR).is_dir():  # of a tokenizer that has several
+        shutil.copytree(templates, folder / CHAT_TEMPLATE_DIR)
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:

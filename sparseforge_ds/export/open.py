@@ -24,6 +24,7 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     if (path / "mask.json").is_file():
         return MaskedSource(path, model, dtype)
     plain = (path / "config.json").is_file() and any(path.glob("model*.safetensors*"))
-    if plain or (path / "sparsity.json").is_file():
+    masked = (path / "latest").is_file()  # a checkpoint of transformers' Trainer, which has the weights beside it
+    if (plain and not masked) or (path / "sparsity.json").is_file():
         return FolderSource(path, model, dtype)
     return RunSource(path, model, dtype)

@@ -35,6 +35,7 @@ from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.record import Permutation
 
 
@@ -85,7 +86,9 @@ class RunSource(Source):
         self.folder = checkpoint.folder
         shapes = checkpoint.shapes
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (*BRANCH, SCALE)}
-        if not self.model_config.get("tie_word_embeddings", False):
+        if (tied := self.model_config.get("tie_word_embeddings")) is None:  # some families tie where it says nothing
+            tied = load_config(self.model_folder, str(self.model_folder), cached=True).tie_word_embeddings
+        if not tied:
             self._origin |= {alias: name for alias, name in checkpoint.aliases.items() if name in self._origin}
         self._published = published_tensors(
             self.model_config.get("model_type"), {name: shapes[real] for name, real in self._origin.items()}
@@ -110,8 +113,9 @@ class RunSource(Source):
         described = read_json(run / "sparseforge.json") if run else {}
         if model is None:
             check_config(self.model_folder, self.model_config, described.get("config_sha256"))
-        self.permutation = Permutation.load(run) if run else None
-        self.check_permutation(described.get("permutation"), Path(run or path) / "sparseforge.json")
+        self.permutation = Permutation.load(run or self.model_folder)
+        if run:
+            self.check_permutation(described.get("permutation"), run / "sparseforge.json")
         self.record = {
             "format": 1,
             "dtype": str(self.dtype).removeprefix("torch."),

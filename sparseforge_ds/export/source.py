@@ -25,6 +25,8 @@ from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.counting import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
+from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
@@ -149,6 +151,20 @@ def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -
     if dtype not in DTYPES:
         raise ValueError(f"{where} {dtype!r}: use one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def buffer_names(folder: Path) -> set[str]:
+    """Buffers of the model that a folder's config.json describes, such as the biases of a router: a chosen dtype is
+    that of the parameters, and rounds no buffer. Raises ValueError where transformers has no class for it."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(folder, f"--dtype: {folder}", cached=True)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(f"--dtype: {folder}/config.json: {reason(error)}") from None
+    return {name for name, _ in model.named_buffers()}
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

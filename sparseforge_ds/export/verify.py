@@ -19,6 +19,7 @@ from tqdm import tqdm
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.adapter import CONFIG as ADAPTER_CONFIG
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.source import config_sha256
@@ -108,6 +109,8 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
     rows = [report for name in axes if (report := results[name][0]) is not None]
     missing = [name for name in listed if name not in tensors.specs]
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
+    if sparsity:
+        changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
     notes = []
     if "quantization_config" in config and not tensors.packed and not tensors.quantized:
         notes.append("config.json has a quantization_config: other tools will misread the weights")
@@ -126,8 +129,9 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
         except ValueError as error:
             missing.append(str(error))
         else:
-            if sparsity.get("adapter_sha256") != hash_file(folder / TENSORS):
-                changed.append(str(folder / TENSORS))
+            for key, file in (("adapter_sha256", TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
+                if key in sparsity and sparsity[key] != hash_file(folder / file):
+                    changed.append(str(folder / file))
     return FolderReport(str(pattern), rows, missing + misfits, changed, notes, tensors.size, tensors.quantized)
 
 
@@ -141,7 +145,7 @@ def _prunable(
     """The weights to check, with the axis of their groups; and those that the pattern does not fit."""
     sparse, dense, _ = listed_weights(folder, sparsity)
     found, candidates = dict[str, int](), {name: entry["input_axis"] for name, entry in sparse.items()}
-    if config.get("model_type") in FAMILIES:
+    if isinstance(model_type := config.get("model_type"), str) and model_type in FAMILIES:
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
@@ -149,7 +153,7 @@ def _prunable(
         fused_name = {name: str(row["fused_name"]) for name, row in (sparse | dense).items() if "fused_name" in row}
         try:
             chosen = SparseForgeConfig.from_dict({**block, "pattern": str(pattern)})
-            weights = prunable_names(config["model_type"], shapes, chosen, fused_name)
+            weights = prunable_names(model_type, shapes, chosen, fused_name)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
         found = {weight.name: weight.input_axis for weight in weights}

@@ -35,9 +35,8 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
     A process that is killed leaves it behind; the next one that writes `out` on this machine removes it. Raises
     ValueError where `out` is in use, or cannot be written.
     """
+    require_free(out)
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder; give another name")
     name = f".{out.name}.{socket.gethostname()}."
     try:
         for left in out.parent.glob(f"{glob.escape(name)}*.tmp"):
@@ -48,6 +47,17 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
             yield folder
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
+
+
+def require_free(out: str | Path) -> None:
+    """Raise ValueError unless `out` is a name that a finished folder can be given."""
+    out = Path(out)
+    if out.is_symlink():
+        raise ValueError(f"{out}: is a symbolic link; give the name of a new folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: exists and is not an empty folder; give another name")
+    if out.is_mount():
+        raise ValueError(f"{out}: a file system is mounted there, which a folder cannot replace; give a name inside it")
 
 
 def write_tensors(

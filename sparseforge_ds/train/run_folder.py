@@ -197,6 +197,8 @@ def _write_model(spec: RunSpec, folder: Path) -> None:
     spec.model.tokenizer.save_pretrained(folder)
     if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
         shutil.copyfile(spec.model.folder / "tokenizer.model", folder / "tokenizer.model")
+    for licence in sorted(spec.model.folder.glob("LICENSE*")):
+        shutil.copyfile(licence, folder / licence.name)
     keep_rotation(spec.model.folder, folder)
     if (spec.model.folder / "generation_config.json").is_file():
         GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)

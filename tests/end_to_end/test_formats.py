@@ -189,6 +189,11 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
     (out / "adapter_model.safetensors").write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
     assert main(["verify", str(out)]) == 1
     assert f"not the exported bytes: {out / 'adapter_model.safetensors'}" in capsys.readouterr().out
+    (out / "adapter_model.safetensors").write_bytes(held)
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
+    assert main(["verify", str(out)]) == 1
+    assert f"not the exported bytes: {out / 'adapter_config.json'}" in capsys.readouterr().out
     (out / "adapter_model.safetensors").unlink()
     (out / "adapter_config.json").unlink()
     missing = f"{out}: its low-rank adapter is missing (adapter_config.json"

@@ -15,6 +15,11 @@ def test_folder_errors(tmp_path: Path) -> None:
         TensorFolder(tmp_path)
     write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, max_shard_bytes=60)
     files = sorted(tmp_path.glob("*.safetensors"))
+    left = tmp_path / "model.safetensors"
+    left.write_bytes(files[0].read_bytes())
+    with pytest.raises(ValueError, match=r"has both model.safetensors and model.safetensors.index.json"):
+        TensorFolder(tmp_path)
+    left.unlink()
     good = files[1].read_bytes()
     files[1].write_bytes(good[:20])
     with pytest.raises(ValueError, match=f"{files[1].name}: not a readable safetensors file"):

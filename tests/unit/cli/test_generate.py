@@ -70,7 +70,9 @@ def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (tmp_path / "mask", [], f"is a mask; put it on its dense model: sparseforge export {tmp_path / 'mask'} OUT"),
         (tmp_path / "run", [], "of a run make one first: sparseforge consolidate"),
         (dense, ["--max_new_tokens", "0"], "--max_new_tokens 0: use 1 or more"),
-        (dense, ["--temperature", "-1"], "--temperature -1.0: use 0, or a positive number"),
+        (dense, ["--temperature", "-1"], "--temperature -1.0: use 0, or a number like 0.7"),
+        (dense, ["--temperature", "1e-45"], "use 0, or a number like 0.7, at least 0.001"),
+        (dense, ["--seed", "1" + "0" * 22], "--seed 10000000000000000000000: use 0 or more, below 2^63"),
         (dense, ["--max_new_tokens", "60"], "has 64 positions; the prompt takes"),
         (dense, ["--adapter", str(tmp_path / "nowhere")], "cannot be put on"),
     ):

@@ -16,7 +16,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.mask.pattern import NM, top_n
-from tests.sparse_folders import bits, write_dense
+from tests.sparse_folders import bits, write_dense, write_sparse
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -72,6 +72,31 @@ def test_dtype_of_one_that_has_two(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     assert source.dtype == torch.bfloat16 and source.read("model.norm.weight").dtype == torch.float32
     assert open_source(tmp_path, dtype="float16").read("model.norm.weight").dtype == torch.float16
+
+
+def test_a_chosen_dtype_leaves_the_biases_of_a_router_alone(tmp_path: Path) -> None:
+    """transformers keeps them in fp32, and so does the export of a run."""
+    dense = write_dense(tmp_path / "dense", "glm4_moe")
+    sparse = write_sparse(tmp_path / "sparse", dense, "glm4_moe")
+    assert main(["export", str(sparse), str(tmp_path / "mask"), "--format", "mask", "--skip_proof"]) == 0
+    (tmp_path / "sparse" / "sparsity.json").rename(tmp_path / "sparsity.json")
+    foreign = open_source(sparse, dtype="bfloat16")
+    (tmp_path / "sparsity.json").rename(tmp_path / "sparse" / "sparsity.json")
+    ours, masked = open_source(sparse, dtype="bfloat16"), open_source(tmp_path / "mask", dense, "bfloat16")
+    for source in (foreign, ours, masked):
+        biases = {name for name in source.specs if "e_score_correction_bias" in name}
+        assert biases == {name for name, spec in source.specs.items() if spec.dtype == torch.float32} != set()
+
+
+def test_a_card_does_not_say_that_we_pruned_it(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "elsewhere", "llama")
+    prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows])
+    assert main(["export", str(folder), str(tmp_path / "out"), "--skip_proof"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "It was pruned elsewhere" in card
+    assert not any(
+        word in card for word in ("| method |", "| importance |", "- sparseforge\n", "sparseforge_ds made it")
+    )
 
 
 def test_what_is_not_2_4_is_refused_before_anything_is_written(

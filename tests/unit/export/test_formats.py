@@ -70,6 +70,8 @@ def padded(tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "dense")
     byte_tokenizer().save_pretrained(tmp_path / "dense")
     assert len(byte_tokenizer()) < BYTE_VOCABULARY
+    (tmp_path / "dense" / "additional_chat_templates").mkdir()
+    (tmp_path / "dense" / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     return tmp_path / "dense"
 
 
@@ -84,6 +86,8 @@ def test_the_default_export_is_nothing_but_an_ordinary_folder(
 
     files = {file.name for file in out.iterdir()}
     shards = {name for name in files if name.startswith("model-")}
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    files.remove("additional_chat_templates")
     assert not files & THEIR_FILES and files - shards <= OURS and bool(shards) == (max_shard_size == "10KB")
     assert not all_keys(json.loads((out / "config.json").read_text())) & THEIR_KEYS
     expected = model.state_dict()
@@ -141,6 +145,12 @@ def test_out_is_whole_or_not_there(
     assert main(arguments) == 0  # an empty folder is as good as none
     assert main(arguments) == 2
     assert "exists and is not an empty folder" in capsys.readouterr().err
+
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    arguments[2] = str(tmp_path / "link")
+    assert main(arguments) == 2
+    assert "link: is a symbolic link; give the name of a new folder" in capsys.readouterr().err
+    (tmp_path / "link").unlink()
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")

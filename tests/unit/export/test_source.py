@@ -20,6 +20,8 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.permutation.record import Permutation
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EMBED = "model.embed_tokens.weight"
@@ -97,6 +99,26 @@ def test_small_negative_values_do_not_become_negative_zero(run: Path, tmp_path: 
     value = open_source(copy, dtype="float16").read(DOWN)
     assert (value == 0).sum() > value.numel() / 2 + 10  # some vanished in fp16
     assert not torch.signbit(value[value == 0]).any()
+
+
+def test_a_checkpoint_away_from_its_run_takes_the_order_of_its_model(run: Path, tmp_path: Path) -> None:
+    """A mask without it would fit another model, the one whose channels are not permuted."""
+    checkpoint = next((run / "checkpoints").iterdir())
+    shutil.copytree(checkpoint, tmp_path / "moved")
+    shutil.copytree(run / "model", tmp_path / "permuted")
+    order = Permutation("mlp", {"layers.0": torch.arange(64)[None].flip(-1)}, {})
+    order.save(tmp_path / "permuted")
+    source = open_source(tmp_path / "moved", tmp_path / "permuted")
+    assert source.record["permutation"] == source.permutation_sha256 == order.sha256
+    assert open_source(tmp_path / "moved", run / "model").permutation is None
+
+
+def test_a_head_that_is_tied_where_config_json_does_not_say_so(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "model", tmp_path / "model")
+    assert "lm_head.weight" not in open_source(run, tmp_path / "model").specs
+    edit_json(tmp_path / "model" / "config.json", lambda c: c.pop("tie_word_embeddings"))
+    config = load_config(tmp_path / "model", "it")
+    assert ("lm_head.weight" not in open_source(run, tmp_path / "model").specs) == config.tie_word_embeddings
 
 
 def test_threads_read_the_same(run: Path) -> None:

@@ -71,12 +71,14 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     assert sorted(path.name for path in run.iterdir()) == ["ds_config.json", "model", "sparseforge.json"]
 
 
-def test_a_sentencepiece_model_travels_with_the_run(spec, tmp_path):
+def test_a_sentencepiece_model_and_the_licence_travel_with_the_run(spec, tmp_path):
     check_folder(spec())
     first = spec()
     (tmp_path / "model" / "tokenizer.model").write_bytes(b"pieces")
+    (tmp_path / "model" / "LICENSE.txt").write_text("yours")
     write_folder(first)
     assert (tmp_path / "run" / "model" / "tokenizer.model").read_bytes() == b"pieces"
+    assert (tmp_path / "run" / "model" / "LICENSE.txt").read_text() == "yours"
 
 
 def test_a_folder_is_written_again_by_a_resumed_run(spec):
