@@ -122,14 +122,17 @@ class SparseForge:
         self._republish()
         self._release_if_due()
 
-    def loss_divided_by(self, divisor: float) -> None:
+    def loss_divided_by(self, divisor: float, micro_batches: int | None = None) -> None:
         """Before a backward pass whose loss is not the mean over all tokens of its micro-batch, as with labels of -100
         or padding, so that the curvature counts every token that is trained on alike.
 
         Args:
-            divisor: of the sum over its tokens; for the mean over a step, its trained tokens over its micro-batches.
+            divisor: of the sum over its tokens; for the mean over a step, its trained tokens over the engine's
+                accumulation steps.
+            micro_batches: of the step, where it may have fewer than that, as at the end of an epoch.
         """
-        self._mean.loss_divided_by(divisor)
+        steps = self.engine.gradient_accumulation_steps()
+        self._mean.loss_divided_by(divisor, divisor * steps / (micro_batches or steps))
 
     def step(self, probe: Closure | ProbeBatches | None = None) -> bool:
         """After `engine.step`: curvature, gates and masks when an update is due; otherwise next to nothing. Collective.

@@ -52,10 +52,12 @@ class FisherSums(SumsEstimator):
         self._tokens: dict[str, float] = {}
         self.divisor: float | None = None
         """What losses divide the sum over their tokens by; None where it is the number of tokens of a micro-batch."""
+        self.counted: float | None = None
+        """How many tokens a micro-batch counts for, where that is not the divisor."""
 
     def begin(self) -> None:
         """Forget what was heard, and have room for what comes, whose losses are means over a micro-batch's tokens."""
-        self._sums, self.divisor = self._empty.zeros(), None
+        self._sums, self.divisor, self.counted = self._empty.zeros(), None, None
         self._tokens = dict.fromkeys(self.on.shards, 0)
         self.on.load.begin()
 
@@ -79,7 +81,7 @@ class FisherSums(SumsEstimator):
             for probe in range(probes):
                 passes, self.divisor = batches.passes(probe), divisor_of(batches, probe)
                 if self.labels is not None:
-                    passes = self.labels.drawn(passes, step, probe)
+                    passes = self.labels.drawn(batches, step, probe)
                 self.on.probe.activations(passes)
         assert self._sums is not None
         return self.on.probe.usable(self._sums.values)
@@ -114,7 +116,7 @@ class FisherSums(SumsEstimator):
         The loss is a mean over tokens, and a token's own gradient is as many times as large as the mean has of them.
         """
         of_mean = tokens if self.divisor is None else self.divisor
-        self._tokens[name] += of_mean
+        self._tokens[name] += of_mean if self.counted is None else self.counted
         return (of_mean / self.on.probe.backward_scale) ** 2
 
     def _hear_experts(

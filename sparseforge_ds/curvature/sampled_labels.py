@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from sparseforge_ds.curvature.context import EstimatorContext
 from sparseforge_ds.mask.curvature import counter_key, sample_labels
 from sparseforge_ds.zero.layer_hooks import captured_logits
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.probe import Closure, ProbeBatches, divisor_of, predicted_of
 
 _CHUNK = 1024
 """Rows whose fp32 logits and probabilities exist at a time."""
@@ -28,12 +26,15 @@ class SampledLabels:
         self.on = shards
         self.seed = seed
 
-    def drawn(self, passes: Sequence[Closure], step: int, probe: int) -> list[Closure]:
-        """The passes of a probe, with the draw of that step and probe."""
-        key = counter_key(self.seed, step, probe, "labels")
-        return [self._drawn(closure, key, number) for number, closure in enumerate(passes)]
+    def drawn(self, batches: ProbeBatches, step: int, probe: int) -> list[Closure]:
+        """The passes of a probe, with the draw of that step and probe, for the tokens that are trained on."""
+        key, divisor = counter_key(self.seed, step, probe, "labels"), divisor_of(batches, probe)
+        each = zip(batches.passes(probe), predicted_of(batches, probe), strict=True)
+        return [self._drawn(closure, key, number, own, divisor) for number, (closure, own) in enumerate(each)]
 
-    def _drawn(self, closure: Closure, key: int, number: int) -> Closure:
+    def _drawn(
+        self, closure: Closure, key: int, number: int, predicted: Tensor | None, divisor: float | None
+    ) -> Closure:
         def sampled() -> Tensor:
             with captured_logits(self.on.layout.engine.module) as returned:
                 closure()
@@ -42,11 +43,13 @@ class SampledLabels:
             tokens = self.on.tokens_of(number, logits.shape[0])
             runs = zip(logits.split([len(run) for run in tokens]), tokens, strict=True)
             labels = torch.cat([sample_labels(logits_NV, key, run.start, _CHUNK) for logits_NV, run in runs])
+            if predicted is not None:
+                labels = torch.where(predicted < 0, predicted, labels)  # -100 stays
             sums = [
                 checkpoint(_cross_entropy, *chunk, use_reentrant=False, preserve_rng_state=False)
                 for chunk in zip(logits.split(_CHUNK), labels.split(_CHUNK), strict=True)
             ]
-            return torch.stack(sums).sum() / logits.shape[0]
+            return torch.stack(sums).sum() / (divisor or logits.shape[0])
 
         return sampled
 

@@ -14,7 +14,7 @@ from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients
-from sparseforge_ds.zero.probe import ProbeBatches, reduce_to_shard
+from sparseforge_ds.zero.probe import ProbeBatches, divisor_of, reduce_to_shard
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -35,7 +35,7 @@ class SquaredGradients(Estimator):
     ) -> bool:
         """A forward and backward pass for every pass of a batch."""
         on, layout = self.on, self.on.layout
-        passes = batches.passes(0)
+        passes, divisor = batches.passes(0), divisor_of(batches, 0)
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
             shard = on.shards[name]
@@ -43,9 +43,9 @@ class SquaredGradients(Estimator):
             if name in on.input_first:
                 full = full.t()
             _, mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1))
-            # The loss is a mean over this pass's T tokens: (T g)^2 summed over tokens, / T for the mean, / passes of
-            # all ranks.
-            weight = grad_TO.shape[0] / (layout.world_size * probes * len(passes))
+            # The loss is the sum over tokens divided by D, by default this pass's T: (D g)^2 summed over tokens, / D
+            # for the mean, / passes of all ranks.
+            weight = (divisor or grad_TO.shape[0]) / (layout.world_size * probes * len(passes))
             total[name].add_(mine.to(total[name].device), alpha=weight)
 
         def on_experts(
@@ -58,7 +58,7 @@ class SquaredGradients(Estimator):
             assert grad_SO is not None
             shard, size = on.shards[name], grad_SO.shape[1] * input_SI.shape[1]
             # As above, but / N for the mean, the tokens of an expert, which are known once all ranks were asked.
-            for first, full in expert_fisher(grad_SO, input_SI, stop_E, on.probe.backward_scale / tokens):
+            for first, full in expert_fisher(grad_SO, input_SI, stop_E, on.probe.backward_scale / (divisor or tokens)):
                 if name in on.input_first:
                     full = full.transpose(1, 2)
                 inside, mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1), first * size)
@@ -70,9 +70,9 @@ class SquaredGradients(Estimator):
 
         on.load.begin()
         for probe in range(probes):
-            passes = batches.passes(probe)
+            passes, divisor = batches.passes(probe), divisor_of(batches, probe)
             if self.labels is not None:
-                passes = self.labels.drawn(passes, step, probe)
+                passes = self.labels.drawn(batches, step, probe)
             with (
                 token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
                 expert_tokens(self.fused, on_experts) if self.fused else nullcontext(),

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.distill import same_vocabulary
+from sparseforge_ds.model.hidden import same_states
+from sparseforge_ds.model.registration import load_config
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
 _ADAPTER = (
@@ -29,12 +35,12 @@ def refuse_arguments(given: dict[str, Any]) -> None:
         )
 
 
-def refuse_settings(trainer: Any, teacher: bool) -> None:
+def refuse_settings(trainer: Any, teacher: str | Path | PreTrainedModel | None) -> None:
     """Stop after a trainer was made, and before it trains.
 
     Args:
         trainer: a `transformers.Trainer`.
-        teacher: whether the loss is ours.
+        teacher: of the mixin; with one the loss is ours.
 
     Raises:
         ValueError: what cannot be, and what to do instead.
@@ -58,8 +64,18 @@ def refuse_settings(trainer: Any, teacher: bool) -> None:
             f"optimizer_cls_and_kwargs: {', '.join(sorted(taken))} would take the place of the param groups that masks "
             "need; leave it out"
         )
-    if not teacher:
+    if (parts := trainer.get_sp_size()) > 1 and args.max_grad_norm and _stage_of(trainer) < 3:
+        raise ValueError(
+            f"parallelism_config.sp_size = {parts} below ZeRO-3: DeepSpeed sums gradients over ranks that share "
+            f"sequences there, so that max_grad_norm = {args.max_grad_norm:g} would clip {parts} times as hard; use "
+            "ZeRO-3, or max_grad_norm=0"
+        )
+    if teacher is None:
         return
+    if teacher is model:
+        raise ValueError(
+            "teacher is the model that is trained; give the dense model once more, as a folder, a hub id or a copy"
+        )
     own = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": bool(args.label_smoothing_factor),
@@ -70,6 +86,36 @@ def refuse_settings(trainer: Any, teacher: bool) -> None:
         raise ValueError(
             f"{named} is another loss than the teacher's, and only one can be trained on; leave it out, or teacher"
         )
+
+
+def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:
+    """Stop once the number of steps is known, and before the first.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+        config: with its `max_steps`.
+
+    Raises:
+        ValueError: masks would not be frozen at the last step.
+    """
+    if trainer.args.fp16 and config.release_step >= config.max_steps:
+        raise ValueError(
+            f"fp16 with masks that are frozen at the last step, {config.release_step} of {config.max_steps}: the "
+            "trainer counts steps that fp16 skips, so that the run would end before it; use bf16, or a method that "
+            "freezes them earlier"
+        )
+
+
+def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: SparseForgeConfig) -> None:
+    """Whether the model can be compared with a teacher, of which no weight is loaded yet.
+
+    Raises:
+        ValueError: there is no such teacher, or it has another vocabulary, or other states where these are compared.
+    """
+    of_teacher = teacher.config if isinstance(teacher, PreTrainedModel) else load_config(teacher, f"teacher {teacher}")
+    same_vocabulary(*(each.get_text_config().vocab_size for each in (model.config, of_teacher)))
+    if config.distillation is not None and config.distillation.hidden is not None:
+        same_states(model.config, of_teacher)
 
 
 def share_sequences(teacher: Any, student: Any) -> None:
@@ -111,6 +157,8 @@ def block_of(trainer: Any, given: SparseForgeConfig | dict[str, Any] | None, tea
     Raises:
         ValueError: there are none, they are wrong, or distillation and teacher do not go together.
     """
+    if not isinstance(given, SparseForgeConfig | dict | None):
+        raise ValueError(f"sparseforge = {given!r}: give the block itself, as a dict or a SparseForgeConfig")
     block: Any = given
     if block is None:
         block = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("sparseforge")
@@ -128,4 +176,15 @@ def block_of(trainer: Any, given: SparseForgeConfig | dict[str, Any] | None, tea
         raise ValueError("sparseforge.distillation is null, and there is a teacher: leave one of the two out")
     if not teacher and block.distillation is not None:
         block = dataclasses.replace(block, distillation=None)
+    if block.curvature.sequences is not None:
+        raise ValueError(
+            f"sparseforge.curvature.sequences = {block.curvature.sequences}: under a trainer passes that measure the "
+            "curvature read the micro-batches of the step; leave it out"
+        )
+    if block.monitor.histograms_every or block.monitor.gap_every:
+        raise ValueError("sparseforge.monitor: histograms_every and gap_every are the launcher's; leave them out")
     return block
+
+
+def _stage_of(trainer: Any) -> int:
+    return int(trainer.accelerator.state.deepspeed_plugin.zero_stage)

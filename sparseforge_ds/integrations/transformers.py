@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +25,26 @@ from transformers import PreTrainedModel, Trainer
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.forge import SparseForge
-from sparseforge_ds.integrations.trainer_settings import block_of, refuse_arguments, refuse_settings, share_sequences
+from sparseforge_ds.integrations.step_text import StepText, micro_batch_of
+from sparseforge_ds.integrations.trainer_settings import (
+    block_of,
+    check_teacher,
+    refuse_arguments,
+    refuse_length,
+    refuse_settings,
+    share_sequences,
+)
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.rotation.record import keep_rotation
 from sparseforge_ds.train.monitoring import dial_scalars
 from sparseforge_ds.train.objective import LOSSES, Objective
 from sparseforge_ds.train.teacher import Teacher
-from sparseforge_ds.zero.probe import Closure
 
 _LOG = logging.getLogger(__name__)
-_NOT_MORE = ("input_ids", "labels", "shift_labels", "use_cache")
-"""Inputs that are not `MicroBatch.more`."""
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
@@ -73,17 +79,21 @@ class SparseForgeMixin(_Trainer):
     ) -> None:
         self.forge = None
         self._objective: Objective | None = None
-        self._of_parts: Objective | None = None
+        self._task: Objective | None = None
+        self._items: tuple[Any, float] = (None, 0.0)
+        """What a step said last of how many tokens it trains on, and that as a number."""
         self._step_inputs: Sequence[dict[str, Any]] = ()
         self._updated = False
         refuse_arguments(kwargs)
         super().__init__(*args, **kwargs)
-        refuse_settings(self, teacher is not None)
+        refuse_settings(self, teacher)
         self._teacher = teacher
         self._config = block_of(self, sparseforge, teacher is not None)
         if self.model is not None:
             prunable_weights(self.model, self._config)
         if teacher is not None:
+            if self.model is not None:
+                check_teacher(teacher, self.model, self._config)
             self.loss_is_scaled_for_ga = False  # ours is a mean; the trainer divides it by the accumulation steps
         self._parts = torch.zeros(len(LOSSES) + 1)
         """Sums of the parts of the loss since the last log, and over how many micro-batches."""
@@ -121,6 +131,7 @@ class SparseForgeMixin(_Trainer):
         if self.optimizer is not None and not isinstance(self.optimizer, DummyOptim):
             return self.optimizer
         self._config = dataclasses.replace(self._config, max_steps=self.state.max_steps)
+        refuse_length(self, self._config)
         prepare(self.model, self._config)
         groups = param_groups(self.model, self._config, weight_decay=self.args.weight_decay)
         if self.optimizer is not None:  # the DeepSpeed JSON has one
@@ -146,9 +157,10 @@ class SparseForgeMixin(_Trainer):
         config = self._config
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
-        if self.get_sp_size() > 1 and self.forge.needs_probe:
-            self._of_parts = Objective(engine, None, config)
-            self._of_parts.decide(torch.zeros(1, 1, dtype=torch.long, device=self.args.device))
+        few = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)
+        if self.forge.needs_probe:
+            self._task = Objective(engine, None, config)
+            self._task.decide(few)
         self._parts = self._parts.to(self.args.device)
         if self._teacher is None or config.distillation is None:
             return
@@ -159,7 +171,6 @@ class SparseForgeMixin(_Trainer):
         if self.get_sp_size() > 1:
             share_sequences(teacher.model, self.model)
         self._objective = Objective(engine, teacher, config)
-        few = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)
         if whole := self._objective.decide(few):
             _LOG.info("whole logits of both models, which take more memory than blocks of them: %s", whole)
 
@@ -175,9 +186,10 @@ class SparseForgeMixin(_Trainer):
         """The trainer's own, which ends in the engine's step; then the forge's."""
         assert self.forge is not None
         if not self.forge.ready:
-            self.forge.start(_StepText(self))
+            self.model.train()  # as the trainer does in its own, and sequences are shared in that mode alone
+            self.forge.start(self._step_text())
         loss: Tensor = super().training_step(*args, **kwargs)
-        self._updated |= self.forge.step(_StepText(self))
+        self._updated |= self.forge.step(self._step_text())
         return loss
 
     def compute_loss(
@@ -189,15 +201,10 @@ class SparseForgeMixin(_Trainer):
         self._tell_divisor(inputs, num_items_in_batch)
         if self._objective is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.get_sp_size() > 1:
-            return self._taught(self._part(inputs), return_outputs)
-        if "labels" not in inputs:
-            raise ValueError("a teacher's loss needs labels in every batch, -100 where nothing is to be learned")
-        more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
-        trained = self._trained(num_items_in_batch)
-        if trained is not None:
+        trained = self._share(inputs) if self.get_sp_size() > 1 else self._trained(num_items_in_batch)
+        if trained is not None and self.get_sp_size() == 1:
             trained /= self.current_gradient_accumulation_steps
-        return self._taught(MicroBatch(inputs["input_ids"], inputs["labels"], trained, more), return_outputs)
+        return self._taught(micro_batch_of(inputs, trained), return_outputs)
 
     def _taught(self, batch: MicroBatch, return_outputs: bool) -> Any:
         """The teacher's loss."""
@@ -211,39 +218,56 @@ class SparseForgeMixin(_Trainer):
         """Tokens of the step that are trained on, per rank over which the engine averages gradients."""
         if num_items_in_batch is None:
             return None
-        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return max(1.0, float(num_items_in_batch)) / ranks
+        if self._items[0] is not num_items_in_batch:  # reading it waits for the device: once a step
+            self._items = num_items_in_batch, max(1.0, float(num_items_in_batch))
+        return self._items[1] / (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
 
     def _tell_divisor(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """The trainer forms the sum of losses that an engine's mean over micro-batches would be."""
         assert self.forge is not None
         if not self._config.hears(self.forge.step_count + 1) or not {"labels", "shift_labels"} & inputs.keys():
             return
-        trained = self._trained(num_items_in_batch)
+        trained, there = self._trained(num_items_in_batch), self.current_gradient_accumulation_steps
+        of_own_mean = self._objective is None and self.loss_is_scaled_for_ga is False
         if self.get_sp_size() > 1:
-            trained = float(self._part(inputs).trained or 1) * self.current_gradient_accumulation_steps
-        elif trained is None:  # the mean over the micro-batch, which the trainer divides by how many there are
-            trained = float((next_labels(inputs["labels"]) != -100).sum()) * self.current_gradient_accumulation_steps
-        self.forge.loss_divided_by(trained / self.deepspeed.gradient_accumulation_steps())
+            trained = self._share(inputs) * there
+        elif trained is None or of_own_mean:  # over the micro-batch, which the trainer divides by how many there are
+            trained = float((next_labels(inputs["labels"]) != -100).sum()) * there
+        self.forge.loss_divided_by(trained / self.deepspeed.gradient_accumulation_steps(), there)
 
-    def task_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """What probes of the curvature take: the model's own loss, or this rank's part of it in shared sequences."""
-        inputs = self._prepare_inputs(inputs)
-        if self._of_parts is None:
-            loss: Tensor = self.deepspeed(**inputs).loss
-            return loss
-        return self._of_parts.cross_entropy(self._part(inputs))
-
-    def _part(self, inputs: dict[str, Any]) -> MicroBatch:
-        """What a rank has of sequences that ranks share; the mean of their losses is that of the micro-batch."""
-        label_BS = inputs["shift_labels"]
-        trained = (label_BS != -100).sum()
+    def _share(self, inputs: dict[str, Any]) -> float:
+        """By what each of the ranks that share sequences divides, so that their mean is that of the micro-batch."""
+        trained = (inputs["shift_labels"] != -100).sum()
         torch.distributed.all_reduce(trained, group=self.deepspeed.seq_parallel_group)
-        share = max(1, int(trained)) / self.get_sp_size()
-        more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
-        return MicroBatch(inputs["input_ids"], label_BS, share, more, shifted=True)
+        return max(1, int(trained)) / self.get_sp_size()
 
-    # -- what is logged, and which checkpoint is the best -------------------------------------------------------------
+    def _step_text(self) -> StepText:
+        inputs = [self._prepare_inputs(each) for each in self._step_inputs] if self._task is not None else []
+        return StepText(inputs, self._task)
+
+    # -- what is saved and logged, and which checkpoint is the best ----------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The trainer's own, of a model that transformers loads.
+
+        Raises:
+            ValueError: it has low-rank branches, which transformers would leave out without a word.
+        """
+        if self._config.low_rank is not None and not _internal_call:
+            raise ValueError(
+                "save_model: transformers would load the model without its low-rank branches (sparseforge.low_rank); "
+                f"make it from the newest checkpoint: sparseforge consolidate {self.args.output_dir} OUT"
+            )
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The trainer's own; with what a permuted or rotated model's folder says of it, which its exports need."""
+        super()._save(output_dir, state_dict)
+        name, folder = self.model.config.name_or_path, Path(output_dir or self.args.output_dir)
+        if self.args.should_save and name and Path(name).is_dir():
+            keep_rotation(Path(name), folder)
+            if (order := Permutation.load(Path(name))) is not None:
+                order.save(folder)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The trainer's own, with the parts of the loss, the annealed numbers, and metrics of masks that moved."""
@@ -270,14 +294,3 @@ class SparseForgeMixin(_Trainer):
 
 class SparseForgeTrainer(SparseForgeMixin, Trainer):
     """transformers' `Trainer`, which trains a mask beside the weights; its arguments, and those of the mixin."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _StepText:
-    """Probes of the curvature read the micro-batches of the step."""
-
-    trainer: SparseForgeMixin
-
-    def passes(self, batch: int) -> list[Closure]:
-        """The same for every batch: a trainer has no others at hand."""
-        return [partial(self.trainer.task_loss, inputs) for inputs in self.trainer._step_inputs]

@@ -100,11 +100,11 @@ class CurvatureMean:
             self.sums.begin()
             self._hearing.enter_context(self.sums.listening())
 
-    def loss_divided_by(self, divisor: float) -> None:
-        """What the losses of this step divide the sum over their tokens by."""
+    def loss_divided_by(self, divisor: float, tokens: float) -> None:
+        """What the losses of this step divide sums over tokens by, and how many tokens each micro-batch counts for."""
         if self._hears:
             assert isinstance(self.sums, FisherSums)
-            self.sums.divisor = divisor
+            self.sums.divisor, self.sums.counted = divisor, tokens
 
     @torch.no_grad()
     def take_heard(self) -> None:

@@ -15,6 +15,7 @@ from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import compared
+from sparseforge_ds.model.registration import OWN_FAMILIES
 from sparseforge_ds.train.teacher import Teacher
 
 LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
@@ -128,4 +129,10 @@ class Objective:
         if balance is None:
             return None
         # transformers' own mixtures give it bare, and multiply only in the loss that they make themselves.
-        return balance * getattr(self.engine.module.config, "router_aux_loss_coef", 1.0)
+        model = self.engine.module
+        if model.config.model_type in OWN_FAMILIES:
+            return balance
+        of_text = model.config.get_text_config()
+        places = ((model, "router_aux_loss_coef"), (model, "aux_loss_coef"), (of_text, "router_aux_loss_coef"))
+        factor = next((getattr(holder, key) for holder, key in places if hasattr(holder, key)), None)
+        return None if factor is None else balance * factor

@@ -28,7 +28,8 @@ Harvest = Callable[[int, Tensor], None]
 class ProbeBatches(Protocol):
     """The sequences that probes read. A batch is the same sequences on any number of ranks.
 
-    Where losses are not means over all tokens of their micro-batch, `divisor(batch)` is what they divide the sum by.
+    Where losses are not means over all tokens of their micro-batch, `divisor(batch)` is what they divide the sum by,
+    and `predicted(batch)` says of every micro-batch, (tokens,), what is trained on: not what is -100.
     """
 
     def passes(self, batch: int) -> Sequence[Closure]:
@@ -45,6 +46,12 @@ def divisor_of(batches: ProbeBatches, batch: int) -> float | None:
     """What the losses of a batch divide the sum over their tokens by; None where that is the number of tokens."""
     divisor: Callable[[int], float | None] | None = getattr(batches, "divisor", None)
     return None if divisor is None else divisor(batch)
+
+
+def predicted_of(batches: ProbeBatches, batch: int) -> Sequence[Tensor | None]:
+    """Labels of each micro-batch of a batch, at the places that predict them; None where all are trained on."""
+    predicted: Callable[[int], Sequence[Tensor]] | None = getattr(batches, "predicted", None)
+    return [None] * len(batches.passes(batch)) if predicted is None else predicted(batch)
 
 
 @dataclass(frozen=True)

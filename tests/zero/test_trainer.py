@@ -6,7 +6,9 @@ import json
 import runpy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,13 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 import sparseforge_ds as sf
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.methods import SrSteConfig
 from sparseforge_ds.export.inspection import inspect
+from sparseforge_ds.integrations.trainer_settings import refuse_length
+from sparseforge_ds.permutation.channels import dimensions
+from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.train.objective import Objective
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model
 from tests.tiny_models import tiny_llama
@@ -56,9 +64,9 @@ def rows(count: int) -> list[dict[str, list[int]]]:
     return found
 
 
-def padded(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+def padded(examples: list[dict[str, list[int]]], least: int = 0) -> dict[str, Tensor]:
     """To the longest of the micro-batch, which is another one on other ranks."""
-    length = max(len(example["input_ids"]) for example in examples)
+    length = max(least, *(len(example["input_ids"]) for example in examples))
 
     def column(of: Callable[[dict[str, list[int]]], list[int]], filler: int) -> Tensor:
         return torch.tensor([of(each) + [filler] * (length - len(each["input_ids"])) for each in examples])
@@ -77,7 +85,9 @@ def trainer_of(
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
     ranks = torch.distributed.get_world_size()
-    own = {key: more.pop(key) for key in ("callbacks", "compute_loss_func", "eval_dataset") if key in more}
+    names = ("callbacks", "compute_loss_func", "eval_dataset", "data_collator", "train_dataset")
+    own = {"data_collator": padded, "train_dataset": rows(12 * STEPS)}
+    own |= {key: more.pop(key) for key in names if key in more}
     args = TrainingArguments(
         str(out),
         deepspeed=config,
@@ -87,17 +97,16 @@ def trainer_of(
         per_device_train_batch_size=micro,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=12 // ranks // micro,
-        num_train_epochs=1,
         learning_rate=3e-3,
         logging_steps=1,
-        **{"save_steps": SAVE, **more},
+        **{"save_steps": SAVE, "num_train_epochs": 1, **more},
     )
     torch.manual_seed(1)
+    model = tiny_llama(vocab_size=BYTE_VOCABULARY)
+    model.config._name_or_path = str(out.parent / "model")  # as `from_pretrained` leaves it
     return (kind or SparseForgeTrainer)(
-        model=tiny_llama(vocab_size=BYTE_VOCABULARY),
+        model=model,
         args=args,
-        train_dataset=rows(12 * STEPS),
-        data_collator=padded,
         teacher=teacher,
         **own,
     )
@@ -146,7 +155,12 @@ def moved(folder: str, name: str, stage: int, micro: int) -> list[float]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("trainers")
     torch.manual_seed(0)
-    write_model(folder / "model", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    model = tiny_llama(vocab_size=BYTE_VOCABULARY)
+    write_model(folder / "model", model)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    held = dimensions("llama", model.config, shapes, "mlp")
+    index = {name: torch.arange(each.channels).flip(0).expand(each.blocks, -1) for name, each in held.items()}
+    Permutation("mlp", index, {}).save(folder / "model")
     return folder, run_distributed(every_stage, 2, str(folder))[0]
 
 
@@ -202,6 +216,18 @@ def test_its_checkpoints_are_exported_as_they_are(
     assert main(["consolidate", "--skip_proof", str(source), str(tmp_path / "out")]) == 0
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert not (tmp_path / "out" / "trainer_state.json").exists()
+    record = json.loads((tmp_path / "out" / "sparsity.json").read_text())
+    assert record["step"] == STEPS and record["config"]["method"]["hardening"] == [0.25, 0.75]
+    assert record["permutation"] == Permutation.load(trained[0] / "model").sha256  # type: ignore[union-attr]
+
+
+def test_an_unfinished_checkpoint_is_exported_with_its_mask(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights lie beside it, dense, in the manner of transformers."""
+    assert main(["export", "--skip_proof", str(trained[0] / "plain1" / f"checkpoint-{SAVE}"), str(tmp_path / "o")]) == 0
+    assert f"not finished at step {SAVE}" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "o")]) == 0
 
 
 class Seen(TrainerCallback):
@@ -261,8 +287,76 @@ def evaluated(folder: str) -> dict[str, Any]:
     trainer = trainer_of(place / "probe", deepspeed_json(3, **block), 3)
     trainer.train()
     found["probe"] = trainer.state.log_history, trainer.forge.needs_probe, trainer.forge.ready
+    found["saved"] = said(lambda: trainer.save_model(str(place / "with branches")))
+    found["heard"] = [heard(place, own_mean) for own_mean in (False, True)]
+    found["counted"] = [counted(place, factored, least) for factored in (True, False) for least in (0, 40)]
     found["refused"] = {"deepspeed": without, **dict(refusals(place, trainer))}
     return found
+
+
+class Stop(TrainerCallback):
+    """After the first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
+
+def counted(place: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
+    """A mask that is chosen before the first step by passes over uneven micro-batches, padded to at least so much."""
+    block = {"method": {"name": "naive_retrain"}, "importance": "fisher", "curvature": {"factored": factored}}
+    config = deepspeed_json(1) | {"sparseforge": block}
+    collator = partial(padded, least=least)
+    trainer = trainer_of(place / "counted", config, 3, data_collator=collator, save_strategy="no", callbacks=[Stop()])
+    trainer.model.eval()  # as `from_pretrained` leaves it
+    modes: list[bool] = []
+    trainer.model.register_forward_pre_hook(lambda model, _inputs: modes.append(model.training))
+    trainer.train()
+    weights = dict(trainer.model.named_parameters())
+    kept = [weights[row["name"]] != 0 for row in trainer.forge.state_dict()["weights"]]
+    return all(modes[1:]), torch.cat([each.flatten() for each in kept])
+
+
+def heard(place: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]:
+    """Tokens that the trainer trains on in steps of 12 and of 4 sequences, those that the curvature counts, and the
+    sums of the first step, with the model's own loss or with a mean over each micro-batch."""
+    from sparseforge_ds.integrations.transformers import SparseForgeTrainer
+
+    items: list[float] = []
+
+    class Watched(SparseForgeTrainer):
+        loss_is_scaled_for_ga = False if own_mean else None
+
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            samples = super().get_batch_samples(*args, **kwargs)
+            items.append(float(samples[1]))
+            return samples
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if not own_mean:
+                return loss
+            return loss * kwargs["num_items_in_batch"] / 2 / (inputs["labels"][:, 1:] != -100).sum()
+
+    more = {"save_strategy": "no", "num_train_epochs": 3, "train_dataset": rows(16), "kind": Watched}
+    trainer = trainer_of(place / "heard", deepspeed_json(2), 2, **more)
+    counts, sums = [], []
+
+    class Counted(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            estimator = trainer.forge._mean.sums
+            finish = type(estimator).finish
+
+            def counting() -> Any:
+                found = finish(estimator)
+                counts.append(float(found[1][0]))
+                sums.append(found[0].values.clone())
+                return found
+
+            estimator.finish = counting
+
+    trainer.add_callback(Counted())
+    trainer.train()
+    return items[: len(counts)], counts, sums[0]
 
 
 def refusals(place: Path, trained: Any) -> Any:
@@ -281,6 +375,16 @@ def refusals(place: Path, trained: Any) -> Any:
     yield "batch", said(lambda: trainer_of(place, config, 2, auto_find_batch_size=True))
     yield "no teacher", said(lambda: trainer_of(place, deepspeed_json(2, distillation={"weight": 1.0}), 2))
     yield "no distillation", said(lambda: trainer_of(place, deepspeed_json(2, distillation=None), 2, model))
+    small = tiny_llama(vocab_size=64)
+    yield "vocabulary", said(lambda: trainer_of(place, config, 2, small))
+    student = tiny_llama(vocab_size=BYTE_VOCABULARY)
+    again = partial(TrainingArguments, str(place), deepspeed=config, use_cpu=True, report_to="none")
+    yield "itself", said(lambda: SparseForgeTrainer(model=student, args=again(), teacher=student))
+    yield "file", said(lambda: SparseForgeTrainer(model=student, args=again(), sparseforge="block.json"))
+    yield "sequences", said(lambda: trainer_of(place, deepspeed_json(2, curvature={"sequences": 8}), 2))
+    late = SparseForgeConfig(max_steps=9, method=SrSteConfig())
+    halves = SimpleNamespace(args=SimpleNamespace(fp16=True))
+    yield "fp16", said(lambda: refuse_length(halves, late))
     yield "key", said(lambda: trainer_of(place, deepspeed_json(2, patern="2:4"), 2))
     del config["sparseforge"]
     yield "block", said(lambda: trainer_of(place, config, 2))
@@ -300,7 +404,19 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     assert len(found["own"]) == STEPS and found["own"][-1] < found["own"][0]
     logged, needs_probe, ready = found["probe"]
     assert needs_probe and ready and any(metrics.get("curvature/mean", 0) != 0 for metrics in logged)
+    assert "save_model: transformers would load the model without its low-rank branches" in found["saved"]
+    for plain, more in (found["counted"][:2], found["counted"][2:]):  # by sums and by elements
+        assert plain[0] and more[0], "passes before the first step were not in training mode"
+        assert int((plain[1] != more[1]).sum()) <= 2 and plain[1].sum() * 2 == plain[1].numel()
+    (items, counts, sums), (_, _, own_sums) = found["heard"]
+    assert len(counts) > 1 and counts == pytest.approx(items), "a step of fewer micro-batches counts for its tokens"
+    torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=0)
     refused = found["refused"]
+    assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
+    assert "teacher is the model that is trained" in refused["itself"]
+    assert "give the block itself" in refused["file"]
+    assert "curvature.sequences = 8: under a trainer" in refused["sequences"]
+    assert "the trainer counts steps that fp16 skips" in refused["fp16"]
     assert "train() was called before" in refused["again"]
     assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]
     assert "param group of their own" in refused["optimizers"]
@@ -362,17 +478,20 @@ def packed(folder: str) -> dict[str, Any]:
 
 
 def probed(trainer: Any) -> tuple[float, float, int]:
-    """The loss that probes take of a packed row, that of its documents alone, and how many these are."""
+    """The losses that probes take of a packed row, those of its documents alone, and how many these are."""
+    from sparseforge_ds.integrations.step_text import StepText
+
     inputs = next(iter(trainer.get_train_dataloader()))
     (begin,) = (inputs["position_ids"][0] == 0).nonzero(as_tuple=True)
     sums = []
     with torch.no_grad():
-        together = float(trainer.task_loss(inputs))
+        text = StepText([inputs], Objective(trainer.deepspeed, None, trainer._config))
+        (closure,) = text.passes(0)
+        together = float(closure()) * text.divisor(0)
         for document in inputs["input_ids"][0].tensor_split(begin[1:].tolist()):
             logits = trainer.model(input_ids=document[None]).logits[0, :-1]
             sums.append(torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum"))
-    predicted = inputs["input_ids"].numel() - len(begin)
-    return together, float(sum(sums)) / predicted, len(begin)
+    return together, float(sum(sums)), len(begin)
 
 
 def test_examples_and_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, **block: Any) -
     rows = [{"input_ids": torch.randint(0, 256, (LENGTH,), generator=generator).tolist()} for _ in range(12 * STEPS)]
     torch.manual_seed(1)
     return SparseForgeTrainer(
-        model=tiny_llama(vocab_size=BYTE_VOCABULARY),
+        model=tiny_llama(vocab_size=BYTE_VOCABULARY).eval(),
         args=args,
         train_dataset=rows,
         data_collator=even,
@@ -72,10 +72,18 @@ def trained(out: str, block: dict[str, Any], teacher: str | None) -> list[float]
     return losses_of(trainer)
 
 
-@pytest.mark.parametrize("taught", [False, True], ids=["its own loss", "teacher and probes"])
-def test_a_trainer_whose_ranks_share_sequences(tmp_path: Path, taught: bool) -> None:
-    """With curvature that rides on the step; and with passes of its own, which draw labels, beside a teacher."""
-    block: dict[str, Any] = {"importance": "gauss_newton"} if taught else {}
+CASES: dict[str, dict[str, Any]] = {
+    "its own loss": {},
+    "teacher and probes": {"importance": "gauss_newton"},
+    "chosen before the first step": {"method": {"name": "naive_retrain"}, "importance": "fisher"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_whose_ranks_share_sequences(tmp_path: Path, case: str) -> None:
+    """With curvature that rides on the step; with passes of its own, which draw labels, beside a teacher; and with
+    passes before the first step, of a model in evaluation mode as it was loaded."""
+    block, taught = CASES[case], case == "teacher and probes"
     model = tiny_llama(seed=1, vocab_size=BYTE_VOCABULARY)
     teacher = str(write_model(tmp_path / "teacher", model)) if taught else None
     whole, parts = (run_distributed(trained, ranks, str(tmp_path / str(ranks)), block, teacher)[0] for ranks in (1, 2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, OlmoeConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2Config, JetMoeConfig, OlmoeConfig, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig, SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
@@ -165,3 +165,15 @@ def test_hidden_states_in_the_head_and_with_whole_logits(cap: float | None) -> N
         total.backward()
     assert parts[3] > 0 and total.item() == pytest.approx(2 * parts[3].item(), rel=1e-5)
     assert all(layer.mlp.down_proj.weight.grad.any() for layer in student.model.layers)
+
+
+def test_the_balance_is_weighed_as_transformers_weighs_it() -> None:
+    """JetMoE has the factor under another name, and models that see have it in the config of their text."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "kv_channels": 8}
+    few = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    student = AutoModelForCausalLM.from_config(JetMoeConfig(**sizes, **few, output_router_logits=True))
+    ids = token_batch()["input_ids"] % 64
+    _, parts = Objective(Engine(student), None, CONFIG).loss(MicroBatch(ids, ids), None)
+    whole, bare = (student(input_ids=ids, labels=ids, output_router_logits=each).loss for each in (True, False))
+    torch.testing.assert_close(parts[4], (whole - bare).detach(), atol=1e-5, rtol=1e-3)
