@@ -35,7 +35,8 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.arguments import RunArguments
     from sparseforge_ds.mask.anneal import Schedule
-    from sparseforge_ds.planning.plan import GIB, Machine, Plan
+    from sparseforge_ds.planning.machine import GIB, Machine
+    from sparseforge_ds.planning.plan import Plan
     from sparseforge_ds.train.dry_run import find_config, plan_of
     from sparseforge_ds.train.spec import Hardware, make_spec
 

@@ -15,8 +15,9 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunAr
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.planning.machine import GIB, Machine
 from sparseforge_ds.planning.model_config import read_model_config
-from sparseforge_ds.planning.plan import GIB, Machine, Plan, make_plan
+from sparseforge_ds.planning.plan import Plan, make_plan
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
@@ -119,8 +120,8 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
         )
 
 
-def plan_of(spec: RunSpec, machine: Machine, tokens: int | None = None) -> Plan:
-    """What a run needs on a machine; `tokens` are those of the whole run, if not those of its steps.
+def plan_of(spec: RunSpec, machine: Machine) -> Plan:
+    """What a run needs on a machine.
 
     Raises:
         ValueError: there is no estimate for this layout, or this model.
@@ -129,4 +130,4 @@ def plan_of(spec: RunSpec, machine: Machine, tokens: int | None = None) -> Plan:
     teacher = None
     if spec.teacher is not None and spec.teacher_sizes is not None:
         teacher = spec.teacher.config, spec.teacher_sizes
-    return make_plan(spec.model.config, spec.sizes, spec.layout, machine, teacher=teacher, tokens=tokens)
+    return make_plan(spec.model.config, spec.sizes, spec.layout, machine, teacher=teacher)
