@@ -145,17 +145,21 @@ def make_plan(
 def ladder(settings: Settings, peak: Callable[[Settings], int], device: int) -> list[tuple[str, int]]:
     """`Plan.ladder` for a GPU of `device` bytes; the global batch stays."""
     found = []
+    # One GPU has nothing to divide, and takes a higher stage only with the offload that asks for it.
+    alone, stage3 = settings.ranks == 1, {"stage": 3, "overlapped": True} if settings.stage < 3 else {}
+    stage1 = {"stage": 1} if alone and settings.stage == 0 else {}
     for change, values in (
         ("--activation_checkpointing", {"checkpointing": True}),
         ("--micro_batch 1", {"micro_batch": 1, "accumulation": settings.accumulation * settings.micro_batch}),
-        ("ZeRO stage 3", {"stage": 3, "overlapped": True} if settings.ranks > 1 and settings.stage < 3 else {}),
-        ("offload_optimizer to the CPU", {"optimizer_on_host": True}),
-        ("offload_param to the CPU", {"weights_on_host": True}),
+        ("ZeRO stage 3", {} if alone else stage3),
+        (f"{'ZeRO stage 1 and ' if stage1 else ''}offload_optimizer to the CPU", {"optimizer_on_host": True, **stage1}),
+        (
+            f"{'ZeRO stage 3 and ' if alone and stage3 else ''}offload_param to the CPU",
+            {"weights_on_host": True, **stage3},
+        ),
     ):
         changed = replace(settings, **values)  # type: ignore[arg-type]
-        if changed == settings or (changed.optimizer_on_host and not changed.stage):
-            continue
-        if changed.weights_on_host and changed.stage < 3:
+        if changed == settings:
             continue
         settings = changed
         found.append((change, peak(settings)))

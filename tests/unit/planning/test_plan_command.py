@@ -79,6 +79,24 @@ def test_what_does_not_fit_gets_a_ladder(qwen: str, capsys: pytest.CaptureFixtur
     )
 
 
+def test_one_gpu_takes_the_stage_that_an_offload_needs(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dividing among one helps nothing, so no rung is ZeRO-3 alone; then host memory is the only help."""
+    arguments = ("--model", qwen, "--gpus", "1", "--seq_length", "512", "--deepspeed")
+    offloads = ["offload_optimizer to the CPU", "offload_param to the CPU"]
+    for stage, expected in (
+        (0, [f"ZeRO stage 1 and {offloads[0]}", f"ZeRO stage 3 and {offloads[1]}"]),
+        (2, [offloads[0], f"ZeRO stage 3 and {offloads[1]}"]),
+        (3, offloads),
+    ):
+        path = write_json(tmp_path / "ds.json", {**deepspeed_json(stage, batch=1), "bf16": {"enabled": True}})
+        assert plan(*arguments, str(path), "--gpu_memory", "20") == 1
+        text = capsys.readouterr().out
+        changes = re.findall(r"\+ ((?:ZeRO|offload).*?) +[0-9.]+(?:  fits)?\n", text)
+        assert changes == expected and text.count("  fits\n") == 1 and "take more GPUs" not in text, (stage, text)
+
+
 def test_json(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("--model", qwen, "--gpus", "8", "--seq_length", "1024", "--activation_checkpointing")
     (one,) = plan_json(capsys, *shared, "--deepspeed", ZERO3)
