@@ -17,7 +17,15 @@ from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture
 from sparseforge_ds.planning.curvature import heard, probe
 from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.states import Kinds, kept_gradients, local, model_states, positive, teacher_weights
+from sparseforge_ds.planning.states import (
+    Kinds,
+    kept_gradients,
+    local,
+    model_states,
+    positive,
+    teacher_weights,
+    whole_gradients,
+)
 
 _MASK_SCRATCH = 32
 """Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
@@ -82,6 +90,7 @@ def _memory(
     for name, size in model_states(model, settings, frozen).items():
         hosted = settings.weights_on_host if name == "weights" else settings.optimizer_on_host
         (host if hosted and name in {"weights", *_WITH_OPTIMIZER} else device)[name] = size
+    device["fp32 gradients"] = whole_gradients(model, settings)
     if zero3:
         device["persistent weights"] = _persistent(model, settings)
         device["gradient bucket"] = settings.bucket * low if settings.contiguous else 0
@@ -95,6 +104,8 @@ def _memory(
         if not zero3:
             device["gradient staging"] = model.largest * low
             host["weights to copy"] = local(model, settings, 1) * low
+        if settings.stage == 2 and settings.accumulation > 1:
+            host["accumulated gradients"] = local(model, settings, 1) * low
     phases = _phases(model, settings, trace, teacher, frozen)
     return Memory(positive(device), positive(host), {n: positive(k) for n, k in phases.items()}, reserve, 0)
 
@@ -160,6 +171,8 @@ def _passing(model: Architecture, settings: Settings) -> Kinds:
         return _gathering(model, settings)
     kept = 0 if settings.optimizer_on_host else kept_gradients(model, settings)
     passing = {"gradients": settings.low * model.total if settings.stage < 2 else kept}
+    if settings.whole_gradients:
+        return passing
     if settings.stage == 1:
         passing["reduced gradients"] = kept
     if settings.stage and settings.contiguous:
@@ -189,15 +202,22 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
     elif settings.stage == 0:
         group = model.total if settings.low == 2 else model.largest
     # With bf16 states DeepSpeed hands over gradients in bf16, which are cast for the dense weights.
-    of_gradient = 0 if settings.stage == 0 and settings.low == 4 else 6 if settings.bf16_states else 4
-    return {
-        "gradients": 0 if settings.stage == 3 else kept_gradients(model, settings),
+    of_gradient = 6 if settings.bf16_states else 4
+    if settings.whole_gradients or (settings.stage == 0 and settings.low == 4):
+        of_gradient = 0
+    gradients = {"gradients": 0 if settings.stage == 3 else kept_gradients(model, settings)}
+    stepped = {
+        **gradients,
         "fp32 gradients": of_gradient * group,
         "weights before the step": _before_step(model, settings, frozen),
         # A root of the second moment, and its quotient, in torch's plain loop.
         "optimizer's temporaries": 0 if settings.fused_optimizer else 8 * group,
         "mask's temporaries": scratch,
     }
+    # Before anything else of a step is there, ZeRO flattens 16-bit gradients, and casts what it has flattened.
+    flattens = settings.stage > 0 and settings.gradient_bytes == 2 and not settings.bf16_states
+    cast = {**gradients, "flat gradients": 2 * group * flattens, "fp32 gradients": of_gradient * group}
+    return max(stepped, cast, key=lambda kinds: sum(kinds.values()))
 
 
 def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
