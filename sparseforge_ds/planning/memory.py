@@ -31,8 +31,8 @@ _MASK_SCRATCH = 32
 """Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
 _WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
 
-Trace = Callable[[int, bool], Activations]
-"""`trace(micro_batch, checkpointing)` of the model at hand."""
+Trace = Callable[[int, bool, bool], Activations]
+"""`trace(micro_batch, checkpointing, heard)` of the model at hand; experts are heard in the last."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,13 @@ def _phases(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, frozen: bool
 ) -> dict[str, Kinds]:
     scratch = _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
-    activations = trace(settings.micro_batch, settings.checkpointing)
+    listens = settings.forge.listens and not frozen
+    fused = any(experts > 1 for experts, *_ in model.matrices)
+
+    def passed(heard: bool) -> Activations:
+        return trace(settings.micro_batch, settings.checkpointing, heard and fused)
+
+    activations = passed(listens)
     phases: dict[str, Kinds] = {}
     told: Kinds = {}
     if settings.teacher:
@@ -156,12 +162,14 @@ def _phases(
         phases["teacher"] = {**gathering, "activations": together * activations.teacher, **told}
         if settings.divided_teacher:  # the head is gathered once more, for the losses of a step
             told["teacher's head"] = teacher.vocabulary * teacher.hidden * settings.low
-    listening = heard(model, settings) if settings.forge.listens and not frozen else {}
-    of_pass = {**_passing(model, settings), **_activations(activations)}
-    phases["forward and backward"] = {**of_pass, **told, **listening}
+    passing = _passing(model, settings)
+    listening = heard(model, settings) if listens else {}
+    phases["forward and backward"] = {**passing, **_activations(activations), **told, **listening}
     phases["optimizer step"] = _step(model, settings, scratch, frozen)
     if not frozen or settings.always_frozen:
-        phases["mask update"] = _update(model, settings, of_pass, scratch)
+        by_token = settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token
+        of_probe = {**passing, **_activations(passed(by_token))}
+        phases["mask update"] = _update(model, settings, of_probe, scratch)
     return phases
 
 
@@ -237,14 +245,14 @@ def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
     return of_masked + of_others if settings.stage == 0 else max(of_masked, of_others)
 
 
-def _update(model: Architecture, settings: Settings, of_pass: Kinds, scratch: int) -> Kinds:
+def _update(model: Architecture, settings: Settings, of_probe: Kinds, scratch: int) -> Kinds:
     """A mask update; scores and gates come after the passes of a probe, where there is one: like those of training."""
     if settings.forge.listens:
         # What was heard and its fp32 copy, the numbers that each matrix's are divided and averaged by, and the mean.
         return {"row and column sums": 20 * model.rows_and_columns, "mask's temporaries": scratch}
     if not settings.forge.keeps_curvature:
         return {"mask's temporaries": scratch}
-    return {**of_pass, **probe(model, settings, _largest_shard(model, settings))}
+    return {**of_probe, **probe(model, settings, _largest_shard(model, settings))}
 
 
 def _largest_shard(model: Architecture, settings: Settings) -> int:

@@ -106,7 +106,7 @@ def make_plan(
     told, other = teacher or (config, None)
 
     @cache
-    def activations(micro_batch: int, checkpointing: bool) -> Activations:
+    def activations(micro_batch: int, checkpointing: bool, heard: bool) -> Activations:
         return trace(
             config,
             settings.forge,
@@ -116,6 +116,7 @@ def make_plan(
             parts=settings.sequence_parallel,
             checkpointing=checkpointing,
             teacher=told if settings.teacher else None,
+            heard=heard,
         )
 
     def estimate(changed: Settings) -> Memory:

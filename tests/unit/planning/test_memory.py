@@ -242,6 +242,24 @@ def test_elements_of_fused_experts_are_formed_some_experts_at_a_time() -> None:
     assert 0.9 * EXPERT_BYTES <= found["Fisher matrix"] <= 1.2 * EXPERT_BYTES
 
 
+def test_fused_experts_are_traced_as_they_are_heard() -> None:
+    """In the training step while masks move, where it is listened to, or in the passes of a probe by token."""
+
+    def activations(block: dict[str, Any], config: Any = deepseek_moe_16b) -> list[int]:
+        def trace(_micro: int, _checkpointing: bool, heard: bool) -> Activations:
+            return dataclasses.replace(NOTHING, saved=2 if heard else 1)
+
+        model, laid_out = planned(3, 8, {"distillation": None, **block}, config=config)
+        phases = memory(model, laid_out, trace).phases
+        return [phases[name].get("activations", 0) for name in ("forward and backward", "mask update")]
+
+    assert activations({}) == [2, 0]
+    assert activations({"curvature": {"source": "probe"}}) == [1, 2]
+    assert activations({"importance": "fisher", "curvature": {"per_token": False}}) == [1, 1]
+    assert activations({"importance": "wanda"}) == [1, 1]
+    assert activations({}, llama2_7b) == [1, 0]
+
+
 def test_checkpoints_hold_18_bytes_a_weight_under_zero3_and_then_12() -> None:
     model, laid_out = planned(3, 8, {"importance": "fisher"})
     assert checkpoint_bytes(model, laid_out) == pytest.approx(12 * model.total + 6 * model.masked, rel=1e-3)
