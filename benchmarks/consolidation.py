@@ -65,7 +65,7 @@ def main() -> int:
     variants = [("copy", 1), *(("consolidate", n) for n in arguments.workers)]
     variants += [("read", 1), *(("verify", n) for n in arguments.workers)]
     turns: dict[tuple[str, int], list[dict[str, float]]] = {variant: [] for variant in variants}
-    model = arguments.folder / "model"
+    model = run.with_name(f"model_{run.name}")
     if not model.exists():
         one_turn("consolidate", run, model, 1)
     sizes["model"] = folder_bytes(model)
@@ -109,7 +109,7 @@ def generate(arguments: argparse.Namespace) -> Path:
         print(f"generating {run}", file=sys.stderr)
         unfinished = arguments.folder / f"{name}.tmp"
         shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(arguments.folder / "model", ignore_errors=True)
+        shutil.rmtree(run.with_name(f"model_{name}"), ignore_errors=True)
         write_run(unfinished, config, arguments.ranks)
         unfinished.replace(run)
         os.sync()

@@ -34,8 +34,10 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from benchmarks.rehearsal_report import phases, report
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.arguments import RunArguments
+    from sparseforge_ds.config.deepspeed_config import zero_stage
     from sparseforge_ds.mask.anneal import Schedule
-    from sparseforge_ds.planning.plan import GIB, Machine, Plan
+    from sparseforge_ds.planning.machine import GIB, Machine
+    from sparseforge_ds.planning.plan import Plan
     from sparseforge_ds.train.dry_run import find_config, plan_of
     from sparseforge_ds.train.spec import Hardware, make_spec
 
@@ -100,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         "model": arguments.model,
         "device": torch.cuda.get_device_name() if arguments.gpu_memory else "cpu",
         "ranks": arguments.ranks,
+        "stage": zero_stage(json.loads(arguments.deepspeed.read_text())),
         "settings": {
             key: getattr(arguments, key)
             for key in (

@@ -33,7 +33,7 @@ def report(result: dict[str, Any]) -> str:
     say: Callable[[str], None] = lines.append
     say(
         f"{result['model']}{''.join(f', {text}' for text in reduced)}: {result['ranks']} ranks on {result['device']}, "
-        f"ZeRO-3, bf16, {settings['micro_batch']} x {settings['seq_length']} tokens a rank, vocabulary "
+        f"ZeRO-{result['stage']}, bf16, {settings['micro_batch']} x {settings['seq_length']} tokens a rank, vocabulary "
         f"{settings['vocabulary']}"
     )
     for run in result["runs"]:

@@ -17,7 +17,7 @@
 #     DATASET="$d:dclm=47 $d:math=21 $d:flan=17 $d:wiki=7 $d:pes2o=6 $d:stackexchange=2" launch/llama2_7b.sh 5B
 # Every document stands between BOS and EOS, so that the model goes on to end its texts; the paper's code puts EOS
 # alone behind those of C4.
-# Planned peak of a GPU: 30.9 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
+# Planned peak of a GPU: 29.9 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
 # How to run it, dry or on many machines: launch/recipe.sh.
 set -euo pipefail
 source "$(dirname "$0")/recipe.sh"

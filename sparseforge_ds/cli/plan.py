@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
+    from sparseforge_ds.config.arguments import RunArguments
     from sparseforge_ds.planning.plan import Plan
     from sparseforge_ds.train.spec import RunSpec
 
@@ -39,7 +40,7 @@ def register(commands: Any) -> None:
     add("--model", required=True, metavar="MODEL", help="a model folder, a config.json, or a hub id")
     add("--teacher", metavar="MODEL", help="dense model to distil from (default: the same as --model)")
     add("--gpus", required=True, type=int, metavar="N", help="GPUs of the run")
-    add("--gpu_memory", type=_positive, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
+    add("--gpu_memory", type=_positive, metavar="GIB", help="of one GPU (default: that of --gpu, or 80)")
     each = 'DeepSpeed configurations with a "sparseforge" block; each is planned'
     add("--deepspeed", required=True, nargs="+", metavar="JSON", help=each)
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 4096, or what the model can)")
@@ -51,8 +52,11 @@ def register(commands: Any) -> None:
     add("--allow_dense", **several, help=dense)
     add("--any_family", action="store_true", help="as for the launcher: prune a family that the table does not know")
     add("--max_steps", type=int, metavar="N", help="steps of the run (default: the JSON's)")
-    add("--tokens", type=_tokens, metavar="N", help="tokens of the run, like 5B (default: max_steps times a step's)")
-    peak = "a100, b200, h100, h200, l40s or v100, or its peak in TFLOPS (default: h100)"
+    add("--tokens", type=_tokens, metavar="N", help="tokens of the run, like 5B; in place of --max_steps")
+    peak = (
+        "a100 (80 GiB), b200 (180), h100 (80), h200 (141), l40s (48) or v100 (32), or its peak in TFLOPS in the dtype "
+        "of the run (default: h100)"
+    )
     add("--gpu", metavar="NAME", default="h100", help=peak)
     add("--mfu", type=float, default=0.4, metavar="SHARE", help="of the peak that is reached (default: 0.4)")
     reserve = "of a GPU for the driver, communication buffers and fragmentation (default: 4)"
@@ -73,28 +77,27 @@ def run(args: argparse.Namespace) -> int:
         import transformers
 
         from sparseforge_ds.config.arguments import RunArguments
-        from sparseforge_ds.planning.plan import GIB, PEAK_TFLOPS, Machine
+        from sparseforge_ds.planning.machine import GIB, GPUS, Gpu, Machine
         from sparseforge_ds.train.banner import spec_rows, table
         from sparseforge_ds.train.dry_run import find_config, plan_of
         from sparseforge_ds.train.spec import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    gpu = args.gpu.lower()
-    try:
-        tflops = PEAK_TFLOPS[gpu] if gpu in PEAK_TFLOPS else _positive(gpu)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise ValueError(f"--gpu {args.gpu}: known are {', '.join(PEAK_TFLOPS)}; or give its TFLOPS") from None
+    if args.tokens is not None and args.max_steps is not None:
+        raise ValueError(f"--tokens {args.tokens} and --max_steps {args.max_steps} both say how long; give one of them")
+    gpu = GPUS.get(args.gpu.lower())
+    if gpu is None:
+        try:
+            peak = _positive(args.gpu)
+        except (ValueError, argparse.ArgumentTypeError):
+            raise ValueError(f"--gpu {args.gpu}: known are {', '.join(GPUS)}; or give its TFLOPS") from None
+        gpu = Gpu(half=peak, single=peak, memory=GPUS["h100"].memory)
+    room = args.gpu_memory or gpu.memory
     if not 0 < args.mfu <= 1:
         raise ValueError(f"--mfu {args.mfu} is not valid: use a share, 0 < share <= 1")
-    if not 0 <= args.reserve < args.gpu_memory:
-        raise ValueError(f"--reserve {args.reserve} is not valid: use less than --gpu_memory {args.gpu_memory}")
-    machine = Machine(
-        device=int(args.gpu_memory * GIB),
-        reserve=int(args.reserve * GIB),
-        tflops=tflops,
-        mfu=args.mfu,
-    )
+    if not 0 <= args.reserve < room:
+        raise ValueError(f"--reserve {args.reserve} is not valid: use less than --gpu_memory {room:g}")
     of_a_run = {field.name for field in dataclasses.fields(RunArguments)} - {"deepspeed"}
     given = {name: value for name, value in vars(args).items() if name in of_a_run and value is not None}
     text = find_config(args.model, "--model").config.get_text_config()
@@ -103,8 +106,12 @@ def run(args: argparse.Namespace) -> int:
     found = {}
     for path in args.deepspeed:
         arguments = RunArguments(deepspeed=path, dry_run=True, **given)
-        spec = make_spec(arguments, args.gpus, find_config, Hardware(bf16=gpu != "v100"))
-        found[path] = spec, plan_of(spec, machine, args.tokens)
+        if args.tokens is not None:
+            steps = math.ceil(args.tokens / (_global_batch(arguments, args.gpus) * arguments.seq_length))
+            arguments = dataclasses.replace(arguments, max_steps=steps)
+        spec = make_spec(arguments, args.gpus, find_config, Hardware(bf16=gpu is not GPUS["v100"]))
+        machine = Machine(int(room * GIB), int(args.reserve * GIB), gpu.peak(spec.dtype), args.mfu)
+        found[path] = spec, plan_of(spec, machine)
     if args.json:
         print(json.dumps([_to_dict(*each) for each in found.values()], indent=2))
     else:
@@ -116,6 +123,15 @@ def run(args: argparse.Namespace) -> int:
             fitting = [path for path, (_, each) in found.items() if each.fits]
             print(f"{', '.join(fitting) or 'none of them'} {'fits' if len(fitting) < 2 else 'fit'}")
     return 0 if any(each.fits for _, each in found.values()) else 1
+
+
+def _global_batch(arguments: RunArguments, gpus: int) -> int:
+    """Sequences of a step, as the JSON and the flags say."""
+    from sparseforge_ds.config.batch import batch_arithmetic, sequence_ranks, with_batch
+    from sparseforge_ds.config.deepspeed_config import read_deepspeed_json
+
+    content = with_batch(read_deepspeed_json(arguments.deepspeed), arguments.global_batch, arguments.micro_batch)
+    return batch_arithmetic(content, gpus, sequence_ranks(content, arguments, gpus))["train_batch_size"]
 
 
 def _to_dict(spec: RunSpec, found: Plan) -> dict[str, Any]:

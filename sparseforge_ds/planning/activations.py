@@ -6,20 +6,23 @@ graph, whatever its family. Attention has the memory of a fused kernel.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
 from sparseforge_ds.model.distill import block_tokens, distillation_loss, next_labels, task_only
+from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
 from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
 from sparseforge_ds.planning.live import Live
 from sparseforge_ds.planning.sequence_parallel import exchanged
+from sparseforge_ds.zero.expert_hooks import expert_tokens, sees_all
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def trace(
     checkpointing: bool,
     teacher: PretrainedConfig | None,
     parts: int = 1,
+    heard: bool = False,
 ) -> Activations:
     """Run one micro-batch forward and backward without numbers.
 
@@ -67,6 +71,8 @@ def trace(
         seq_length: tokens of a sequence, of which a rank has one of the `parts`.
         checkpointing: whether the activations of every block are recomputed in the backward pass.
         teacher: of the model whose logits the loss compares with; None for the task loss alone.
+        heard: whether the tokens of fused experts are listened to, so that a forward of ours computes these. For
+            Llama 4 its own is taken, since ours looks at numbers: it keeps the rows that are routed once more.
     """
     model = empty_model(config, forge, dtype)
     model.train()
@@ -75,7 +81,18 @@ def trace(
     token_BS = torch.zeros(micro_batch, seq_length // parts, dtype=torch.long, device="meta")
     with without_numbers(config), exchanged(model, parts):
         told = None if teacher is None else _Teacher(teacher, dtype, token_BS, forge.distillation)
-        return _trace(model, token_BS, forge, told)
+        with expert_tokens(_fused_experts(model, forge), _hear_nothing) if heard else nullcontext():
+            return _trace(model, token_BS, forge, told)
+
+
+def _fused_experts(model: PreTrainedModel, forge: SparseForgeConfig) -> dict[str, nn.Module]:
+    names = {weight.module for weight in prunable_weights(model, forge) if weight.experts and len(weight.shape) == 3}
+    modules = {name: model.get_submodule(name) for name in names}
+    return {name: module for name, module in modules.items() if not sees_all(module)}
+
+
+def _hear_nothing(*_: Any) -> None:
+    """In the place of what adds up squares, whose memory `planning.curvature.heard` knows."""
 
 
 class _Teacher:

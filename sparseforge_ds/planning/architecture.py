@@ -16,6 +16,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.zero.expert_hooks import sees_all
 
 _ATTENTION = "sparseforge_planned"
 """As `attn_implementation` of a transformers model."""
@@ -46,7 +47,8 @@ class Architecture:
     largest_module: int
     """What ZeRO-3 must gather at once at the very least."""
     active: int
-    """Parameters that one token uses: all, less the experts that it is not routed to."""
+    """Parameters that one token is multiplied by: all, less the experts that it is not routed to. Llama 4's experts
+    are given all tokens, as zeros where they are not routed."""
     hidden: int
     vocabulary: int
 
@@ -141,6 +143,8 @@ def describe(
     experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = 1.0 if experts is None or chosen is None else chosen / experts  # of the routed experts, for one token
+    if any(sees_all(module) for module in model.modules()):
+        share = 1.0
     return Architecture(
         parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),
         matrices=tuple(_matrices(weight) for weight in weights),

@@ -17,14 +17,22 @@ from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture
 from sparseforge_ds.planning.curvature import heard, probe
 from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.states import Kinds, kept_gradients, local, model_states, positive, teacher_weights
+from sparseforge_ds.planning.states import (
+    Kinds,
+    kept_gradients,
+    local,
+    model_states,
+    positive,
+    teacher_weights,
+    whole_gradients,
+)
 
 _MASK_SCRATCH = 32
 """Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
 _WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
 
-Trace = Callable[[int, bool], Activations]
-"""`trace(micro_batch, checkpointing)` of the model at hand."""
+Trace = Callable[[int, bool, bool], Activations]
+"""`trace(micro_batch, checkpointing, heard)` of the model at hand; experts are heard in the last."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ def _memory(
     for name, size in model_states(model, settings, frozen).items():
         hosted = settings.weights_on_host if name == "weights" else settings.optimizer_on_host
         (host if hosted and name in {"weights", *_WITH_OPTIMIZER} else device)[name] = size
+    device["fp32 gradients"] = whole_gradients(model, settings)
     if zero3:
         device["persistent weights"] = _persistent(model, settings)
         device["gradient bucket"] = settings.bucket * low if settings.contiguous else 0
@@ -95,6 +104,8 @@ def _memory(
         if not zero3:
             device["gradient staging"] = model.largest * low
             host["weights to copy"] = local(model, settings, 1) * low
+        if settings.stage == 2 and settings.accumulation > 1:
+            host["accumulated gradients"] = local(model, settings, 1) * low
     phases = _phases(model, settings, trace, teacher, frozen)
     return Memory(positive(device), positive(host), {n: positive(k) for n, k in phases.items()}, reserve, 0)
 
@@ -133,7 +144,13 @@ def _phases(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, frozen: bool
 ) -> dict[str, Kinds]:
     scratch = _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
-    activations = trace(settings.micro_batch, settings.checkpointing)
+    listens = settings.forge.listens and not frozen
+    fused = any(experts > 1 for experts, *_ in model.matrices)
+
+    def passed(heard: bool) -> Activations:
+        return trace(settings.micro_batch, settings.checkpointing, heard and fused)
+
+    activations = passed(listens)
     phases: dict[str, Kinds] = {}
     told: Kinds = {}
     if settings.teacher:
@@ -145,12 +162,14 @@ def _phases(
         phases["teacher"] = {**gathering, "activations": together * activations.teacher, **told}
         if settings.divided_teacher:  # the head is gathered once more, for the losses of a step
             told["teacher's head"] = teacher.vocabulary * teacher.hidden * settings.low
-    listening = heard(model, settings) if settings.forge.listens and not frozen else {}
-    of_pass = {**_passing(model, settings), **_activations(activations)}
-    phases["forward and backward"] = {**of_pass, **told, **listening}
+    passing = _passing(model, settings)
+    listening = heard(model, settings) if listens else {}
+    phases["forward and backward"] = {**passing, **_activations(activations), **told, **listening}
     phases["optimizer step"] = _step(model, settings, scratch, frozen)
     if not frozen or settings.always_frozen:
-        phases["mask update"] = _update(model, settings, of_pass, scratch)
+        by_token = settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token
+        of_probe = {**passing, **_activations(passed(by_token))}
+        phases["mask update"] = _update(model, settings, of_probe, scratch)
     return phases
 
 
@@ -160,6 +179,8 @@ def _passing(model: Architecture, settings: Settings) -> Kinds:
         return _gathering(model, settings)
     kept = 0 if settings.optimizer_on_host else kept_gradients(model, settings)
     passing = {"gradients": settings.low * model.total if settings.stage < 2 else kept}
+    if settings.whole_gradients:
+        return passing
     if settings.stage == 1:
         passing["reduced gradients"] = kept
     if settings.stage and settings.contiguous:
@@ -189,15 +210,22 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
     elif settings.stage == 0:
         group = model.total if settings.low == 2 else model.largest
     # With bf16 states DeepSpeed hands over gradients in bf16, which are cast for the dense weights.
-    of_gradient = 0 if settings.stage == 0 and settings.low == 4 else 6 if settings.bf16_states else 4
-    return {
-        "gradients": 0 if settings.stage == 3 else kept_gradients(model, settings),
+    of_gradient = 6 if settings.bf16_states else 4
+    if settings.whole_gradients or (settings.stage == 0 and settings.low == 4):
+        of_gradient = 0
+    gradients = {"gradients": 0 if settings.stage == 3 else kept_gradients(model, settings)}
+    stepped = {
+        **gradients,
         "fp32 gradients": of_gradient * group,
         "weights before the step": _before_step(model, settings, frozen),
         # A root of the second moment, and its quotient, in torch's plain loop.
         "optimizer's temporaries": 0 if settings.fused_optimizer else 8 * group,
         "mask's temporaries": scratch,
     }
+    # Before anything else of a step is there, ZeRO flattens 16-bit gradients, and casts what it has flattened.
+    flattens = settings.stage > 0 and settings.gradient_bytes == 2 and not settings.bf16_states
+    cast = {**gradients, "flat gradients": 2 * group * flattens, "fp32 gradients": of_gradient * group}
+    return max(stepped, cast, key=lambda kinds: sum(kinds.values()))
 
 
 def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
@@ -217,14 +245,14 @@ def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
     return of_masked + of_others if settings.stage == 0 else max(of_masked, of_others)
 
 
-def _update(model: Architecture, settings: Settings, of_pass: Kinds, scratch: int) -> Kinds:
+def _update(model: Architecture, settings: Settings, of_probe: Kinds, scratch: int) -> Kinds:
     """A mask update; scores and gates come after the passes of a probe, where there is one: like those of training."""
     if settings.forge.listens:
         # What was heard and its fp32 copy, the numbers that each matrix's are divided and averaged by, and the mean.
         return {"row and column sums": 20 * model.rows_and_columns, "mask's temporaries": scratch}
     if not settings.forge.keeps_curvature:
         return {"mask's temporaries": scratch}
-    return {**of_pass, **probe(model, settings, _largest_shard(model, settings))}
+    return {**of_probe, **probe(model, settings, _largest_shard(model, settings))}
 
 
 def _largest_shard(model: Architecture, settings: Settings) -> int:

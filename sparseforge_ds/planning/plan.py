@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,27 +11,11 @@ from transformers import PretrainedConfig
 
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.architecture import Architecture
+from sparseforge_ds.planning.machine import GIB, Machine
 from sparseforge_ds.planning.memory import Memory, memory
+from sparseforge_ds.planning.operations import operations
 from sparseforge_ds.planning.settings import Settings
 from sparseforge_ds.planning.states import Kinds, checkpoint_bytes
-
-GIB = 2**30
-PEAK_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "v100": 125.0}
-"""Dense 16-bit tensor-core peaks of the manufacturer's data sheets, SXM where there are several."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run is planned for."""
-
-    device: int
-    """Bytes of a GPU."""
-    reserve: int
-    """Bytes of a GPU that are not to be planned with."""
-    tflops: float = 989.0
-    """Peak of a GPU in the dtype of the run, in 10^12 operations a second."""
-    mfu: float = 0.4
-    """Share of the peak that a run reaches."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +98,6 @@ def make_plan(
     machine: Machine,
     *,
     teacher: tuple[PretrainedConfig, Architecture] | None = None,
-    tokens: int | None = None,
 ) -> Plan:
     """Plan a run, without weights: of a student's config and sizes, and those of a teacher that is another model.
 
@@ -124,7 +106,7 @@ def make_plan(
     told, other = teacher or (config, None)
 
     @cache
-    def activations(micro_batch: int, checkpointing: bool) -> Activations:
+    def activations(micro_batch: int, checkpointing: bool, heard: bool) -> Activations:
         return trace(
             config,
             settings.forge,
@@ -134,23 +116,25 @@ def make_plan(
             parts=settings.sequence_parallel,
             checkpointing=checkpointing,
             teacher=told if settings.teacher else None,
+            heard=heard,
         )
 
     def estimate(changed: Settings) -> Memory:
         return memory(model, changed, activations, teacher=other, reserve=machine.reserve)
 
-    # Two operations a weight and token forward, four backward; attention's own, some percent, are left out, and so
-    # are passes for the curvature alone, of which a run has about 15 by default, where it has any.
-    taught = (other or model).active if settings.teacher else 0
-    operations = 2 * settings.tokens_per_step * ((3 + settings.checkpointing) * model.active + taught)
+    # Backward takes twice what forward takes. Passes for the curvature alone, of which a run has about 15 by default,
+    # where it has any, are left out.
+    forward = operations(config, model, settings.seq_length)
+    taught = operations(told, other or model, settings.seq_length) if settings.teacher else 0
+    of_token = (3 + settings.checkpointing) * forward + taught
     found = estimate(settings)
     return Plan(
         machine=machine,
         settings=settings,
         model=model,
         memory=found,
-        seconds_per_step=operations / (settings.ranks * machine.tflops * 1e12 * machine.mfu),
-        steps=settings.forge.max_steps if tokens is None else math.ceil(tokens / settings.tokens_per_step),
+        seconds_per_step=settings.tokens_per_step * of_token / (settings.ranks * machine.tflops * 1e12 * machine.mfu),
+        steps=settings.forge.max_steps,
         checkpoint=checkpoint_bytes(model, settings),
         frozen_checkpoint=checkpoint_bytes(model, settings, frozen=True),
         ladder=[]
@@ -162,17 +146,21 @@ def make_plan(
 def ladder(settings: Settings, peak: Callable[[Settings], int], device: int) -> list[tuple[str, int]]:
     """`Plan.ladder` for a GPU of `device` bytes; the global batch stays."""
     found = []
+    # One GPU has nothing to divide, and takes a higher stage only with the offload that asks for it.
+    alone, stage3 = settings.ranks == 1, {"stage": 3, "overlapped": True} if settings.stage < 3 else {}
+    stage1 = {"stage": 1} if alone and settings.stage == 0 else {}
     for change, values in (
         ("--activation_checkpointing", {"checkpointing": True}),
         ("--micro_batch 1", {"micro_batch": 1, "accumulation": settings.accumulation * settings.micro_batch}),
-        ("ZeRO stage 3", {"stage": 3, "overlapped": True} if settings.ranks > 1 and settings.stage < 3 else {}),
-        ("offload_optimizer to the CPU", {"optimizer_on_host": True}),
-        ("offload_param to the CPU", {"weights_on_host": True}),
+        ("ZeRO stage 3", {} if alone else stage3),
+        (f"{'ZeRO stage 1 and ' if stage1 else ''}offload_optimizer to the CPU", {"optimizer_on_host": True, **stage1}),
+        (
+            f"{'ZeRO stage 3 and ' if alone and stage3 else ''}offload_param to the CPU",
+            {"weights_on_host": True, **stage3},
+        ),
     ):
         changed = replace(settings, **values)  # type: ignore[arg-type]
-        if changed == settings or (changed.optimizer_on_host and not changed.stage):
-            continue
-        if changed.weights_on_host and changed.stage < 3:
+        if changed == settings:
             continue
         settings = changed
         found.append((change, peak(settings)))

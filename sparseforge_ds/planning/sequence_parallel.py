@@ -44,7 +44,7 @@ def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attenti
     if seq_length % parts:
         near = seq_length // parts * parts or parts
         raise ValueError(f"--seq_length {seq_length} is not a multiple of {parts}; use {near} or {near + parts}")
-    implementation = attention or _implementation(config)
+    implementation = attention or default_attention(config)
     if implementation != "sdpa" and "flash" not in implementation:
         raise ValueError(f"its attention is {implementation}, and sdpa and flash attention alone can be divided")
     model = bare_model(config, torch.bfloat16).eval()
@@ -116,7 +116,7 @@ def _check_positions(text: PretrainedConfig, seq_length: int) -> None:
             )
 
 
-def _implementation(config: PretrainedConfig) -> str:
+def default_attention(config: PretrainedConfig) -> str:
     """The attention that transformers chooses for a model as it is loaded."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)

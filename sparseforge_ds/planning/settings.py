@@ -78,6 +78,13 @@ class Settings:
         return self.teacher and self.forge.distillation is not None and self.forge.distillation.hold == "zero3"
 
     @property
+    def whole_gradients(self) -> bool:
+        """Whether every rank keeps fp32 gradients of the whole model between steps, as DeepSpeed's BF16_Optimizer
+        does."""
+        bf16 = self.dtype == torch.bfloat16 and self.gradient_bytes == 4
+        return bf16 and self.stage == 1 and not self.optimizer_on_host
+
+    @property
     def always_frozen(self) -> bool:
         """Whether masks are fixed before the first step."""
         return self.forge.max_steps > 0 and self.forge.release_step == 0

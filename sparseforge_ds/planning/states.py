@@ -39,14 +39,20 @@ def lasting(model: Architecture, settings: Settings, teacher: Architecture | Non
     """What one rank holds from step to step, wherever it lies: states, gradients and the teacher; no activations."""
     gradients = settings.low * model.total if settings.stage < 2 else kept_gradients(model, settings)
     held = teacher_weights(teacher or model, settings) if settings.teacher else 0
-    return positive({**model_states(model, settings), "gradients": gradients, "teacher": held})
+    whole = whole_gradients(model, settings)
+    return positive({**model_states(model, settings), "gradients": gradients, "fp32 gradients": whole, "teacher": held})
 
 
 def kept_gradients(model: Architecture, settings: Settings) -> int:
-    """Bytes of reduced gradients between the backward pass and the step."""
-    if settings.stage == 0:
+    """Bytes of gradients between the backward pass and the step."""
+    if settings.stage == 0 or settings.whole_gradients:
         return settings.low * model.total
     return settings.gradient_bytes * local(model, settings, 1)
+
+
+def whole_gradients(model: Architecture, settings: Settings) -> int:
+    """Bytes of the fp32 gradients that DeepSpeed's BF16_Optimizer adds those of every micro-batch to."""
+    return 4 * model.total if settings.whole_gradients else 0
 
 
 def teacher_weights(teacher: Architecture, settings: Settings) -> int:

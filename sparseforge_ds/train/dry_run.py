@@ -15,8 +15,10 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunAr
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.planning.machine import GIB, Machine
 from sparseforge_ds.planning.model_config import read_model_config
-from sparseforge_ds.planning.plan import GIB, Machine, Plan, make_plan
+from sparseforge_ds.planning.plan import Plan, make_plan
+from sparseforge_ds.planning.sequence_parallel import default_attention
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
@@ -109,6 +111,7 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
         unchecked.append(f"memory: {error}")
         return
     yield table(found.memory_lines())
+    unchecked.extend(_beside_a_fused_kernel(spec))
     if not found.fits:
         changes = [change for change, size in found.ladder]
         enough = bool(found.ladder) and found.ladder[-1][1] <= found.machine.device
@@ -119,8 +122,21 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
         )
 
 
-def plan_of(spec: RunSpec, machine: Machine, tokens: int | None = None) -> Plan:
-    """What a run needs on a machine; `tokens` are those of the whole run, if not those of its steps.
+def _beside_a_fused_kernel(spec: RunSpec) -> Iterator[str]:
+    """What attention holds that the plan does not know, as it knows fused attention in causal order alone."""
+    layout, config = spec.layout, spec.model.config
+    attention = spec.arguments.attn_implementation or default_attention(config)
+    pairs = layout.micro_batch * layout.seq_length**2
+    heads = getattr(config.get_text_config(), "num_attention_heads", 0)
+    if attention == "eager" and heads:
+        scores = readable_bytes(pairs * heads * layout.low)
+        yield f"memory: eager attention's scores of all pairs of tokens, {scores} a layer, several times"
+    elif attention == "sdpa" and spec.arguments.document_attention:
+        yield f"memory: the mask of --document_attention, {readable_bytes(pairs)} with sdpa; flash attention needs none"
+
+
+def plan_of(spec: RunSpec, machine: Machine) -> Plan:
+    """What a run needs on a machine.
 
     Raises:
         ValueError: there is no estimate for this layout, or this model.
@@ -129,4 +145,4 @@ def plan_of(spec: RunSpec, machine: Machine, tokens: int | None = None) -> Plan:
     teacher = None
     if spec.teacher is not None and spec.teacher_sizes is not None:
         teacher = spec.teacher.config, spec.teacher_sizes
-    return make_plan(spec.model.config, spec.sizes, spec.layout, machine, teacher=teacher, tokens=tokens)
+    return make_plan(spec.model.config, spec.sizes, spec.layout, machine, teacher=teacher)

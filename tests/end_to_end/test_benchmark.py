@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.phases import PHASES
 from benchmarks.step_cost import main
-from tests.distributed import run_distributed
+from tests.distributed import ROOT, run_distributed
 
 TINY = ["--hidden=64", "--layers=1", "--seq=8", "--vocabulary=64", "--accumulation=2", "--update_every=2", "--steps=4"]
 
@@ -66,3 +68,8 @@ def test_report_says_which_goals_are_met(cost: tuple[str, dict[str, Any]]) -> No
     text, _ = cost
     assert "goal step_time_ratio <= 1.04" in text
     assert "goal extra_bytes_times_ranks <= 6.50" in text
+
+
+def test_the_readme_names_every_phase() -> None:
+    rows = re.findall(r"^\| ([\w, ]+) \|", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
+    assert set(PHASES) <= {name for row in rows for name in row.split(", ")}

@@ -12,6 +12,7 @@ from tests.distributed import PATIENCE, ROOT
 
 
 def test_every_number_is_there(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()  # of somebody else: what is measured is named after the run
     size = ["--hidden=256", "--layers=1", "--vocabulary=64", "--ranks=2", "--repeats=1", "--workers=2"]
     command = ["benchmarks/consolidation.py", str(tmp_path), *size, "--json", str(tmp_path / "report.json")]
     done = subprocess.run(
@@ -32,4 +33,4 @@ def test_every_number_is_there(tmp_path: Path) -> None:
     assert rows["consolidate", 2]["goal"] == 2 and rows["verify", 2]["goal"] == 3
     assert report["bytes"]["checkpoint"] > 5 * report["bytes"]["model"] > 10**6
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["model", "report.json", "run_256_1_64_2"]
+    assert left == ["model", "model_run_256_1_64_2", "report.json", "run_256_1_64_2"]

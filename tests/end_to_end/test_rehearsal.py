@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from benchmarks import rehearsal, rehearsal_model
 from benchmarks.rank_memory import RankMemory
+from benchmarks.rehearsal_report import report
 from tests.distributed import PATIENCE, ROOT
 
 
@@ -61,6 +62,7 @@ def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
     full = result["full_depth"]
     assert full["layers"] == 28 and full["parameters"] == 16_375_728_128
     assert "2 layers, " in done.stdout and "full depth: 28 layers" in done.stdout
+    assert "ZeRO-3, bf16" in done.stdout and "ZeRO-2, bf16" in report({**result, "stage": 2})
     assert not list((tmp_path / "scratch").iterdir())  # all that was written is gone
 
 

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "permutation",
         "rotation.record",
     },
-    "planning": {"torch", "transformers", "config", "mask", "model"},
+    "planning": {"torch", "transformers", "config", "mask", "model", "zero.expert_hooks"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
     "train": {"*"},
     "integrations": {"torch"},

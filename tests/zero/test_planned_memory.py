@@ -26,7 +26,9 @@ from tests.distributed import run_distributed
 from tests.zero.case import LENGTH, Case, StepText, batch_at, build, build_engine, my_part, train_step
 
 SMALL = {"reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 500}
+OFFLOADED = {**SMALL, "offload_optimizer": {"device": "cpu"}}
 BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NOTHING = Activations(saved=0, logits=0, loss=0, backward=0)
 
@@ -121,9 +123,15 @@ STATES = [
     (Case(stage=2, dtype="bf16", zero=SMALL, config={"distillation": {"hold": "zero3"}}), True),
     (Case(stage=3, dtype="bf16", zero=SMALL, config={"distillation": {"hold": "replicated"}}), True),
     *(
-        (Case(stage=stage, dtype="bf16", zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, client=True), False)
-        for stage in (2, 3)
+        (
+            Case(
+                stage=stage, dtype="bf16", zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, client=True, gas=gas
+            ),
+            False,
+        )
+        for stage, gas in ((2, 1), (2, 2), (3, 1))
     ),
+    (Case(stage=1, dtype="bf16", zero=SMALL, more=FP32_GRADIENTS), False),  # DeepSpeed's BF16_Optimizer
 ]
 
 
@@ -137,6 +145,14 @@ def test_memory_of_a_real_run(bytes_by_rank: list[list[dict[str, Any]]], index: 
     for rank in bytes_by_rank:
         for name, (expected, found) in rank[index].items():
             assert found == pytest.approx(expected, rel=0.1, abs=512), (STATES[index], name)
+
+
+def test_an_offloaded_optimizer_accumulates_on_the_host(bytes_by_rank: list[list[dict[str, Any]]]) -> None:
+    """In a copy of its own at stage 2, which is too small a part of everything to be missed there."""
+    once, twice = (i for i, (case, _) in enumerate(STATES) if case.stage == 2 and case.client)
+    for rank in bytes_by_rank:
+        expected, found = (more - less for more, less in zip(rank[twice]["all"], rank[once]["all"], strict=True))
+        assert found == pytest.approx(expected, rel=0.2) and expected > 0  # both ranks have a weight of both whole
 
 
 # -- gathered weights -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss
 from sparseforge_ds.model.hidden import captured_states, chosen_layers
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.live import Live
+from sparseforge_ds.zero.expert_hooks import expert_tokens
 from tests import tiny_models
 from tests.unit.planning.published_configs import qwen3_14b
 
@@ -47,10 +48,8 @@ def traced(
     return trace(model.config, forge, checkpointing=checkpointing, teacher=told, **sizes)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_saved_tensors(family: str, checkpointing: bool) -> None:
-    model, token_BS = real(family, checkpointing)
+def saved_by(model: Any, token_BS: Tensor) -> tuple[int, Tensor]:
+    """Bytes that autograd keeps in a forward pass, and the logits."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, tuple[int, Tensor]] = {}
 
@@ -62,10 +61,35 @@ def test_saved_tensors(family: str, checkpointing: bool) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = model(input_ids=token_BS, use_cache=False).logits
+    return sum(size for size, _ in saved.values()), logits
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_tensors(family: str, checkpointing: bool) -> None:
+    model, token_BS = real(family, checkpointing)
+    saved, logits = saved_by(model, token_BS)
     found = traced(model, checkpointing)
-    assert found.saved == pytest.approx(sum(size for size, _ in saved.values()), rel=0.1)
+    assert found.saved == pytest.approx(saved, rel=0.1)
     tokens = token_BS.numel() if family in tiny_models.SCALED else 64  # all of them, or as many as a block has
     assert found.logits == 2 * tokens * logits.shape[-1] * 4
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek", "qwen3_moe"])
+def test_experts_that_are_heard_keep_more(family: str) -> None:
+    """Their forward is then ours, which sorts tokens and weighs them by itself."""
+    model, token_BS = real(family, False)
+    fused = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
+    with expert_tokens(fused, lambda *_: None):
+        saved, _ = saved_by(model, token_BS)
+    found = traced(model, False, heard=True)
+    assert found.saved == pytest.approx(saved, rel=0.01)
+    assert found.saved > 1.03 * traced(model, False).saved
+
+
+def test_llama4_is_traced_where_it_is_heard() -> None:
+    model = tiny_models.BUILDERS["llama4_text"]()
+    assert traced(model, False, heard=True) == traced(model, False)
 
 
 @pytest.mark.parametrize("teacher", [True, False])

@@ -67,6 +67,12 @@ def test_a_token_uses_some_of_the_experts() -> None:
     assert found.largest_module == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
 
 
+def test_every_expert_of_llama4_is_given_all_tokens() -> None:
+    found = architecture(tiny_models.BUILDERS["llama4_text"]().config)
+    assert any(".experts." in parameter.name for parameter in found.parameters)
+    assert found.active == found.total
+
+
 @pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.BUILDERS["falcon"]])
 def test_an_empty_model_leaves_the_config_alone(make: Callable[..., PreTrainedModel]) -> None:
     """A run writes it into its folder."""

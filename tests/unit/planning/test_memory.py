@@ -18,7 +18,7 @@ from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
 from sparseforge_ds.planning.memory import Memory, memory
 from sparseforge_ds.planning.settings import Settings, check_estimable, settings
-from sparseforge_ds.planning.states import checkpoint_bytes, model_states
+from sparseforge_ds.planning.states import checkpoint_bytes, lasting, model_states
 from tests.unit.planning.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
 
 # Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
@@ -154,11 +154,41 @@ def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
         assert before({"cautious": True, **block}) == 4 * masked
 
 
+def test_gradients_are_flattened_before_they_are_cast() -> None:
+    """6 bytes of what is stepped at a time, where the step itself, 4 bytes and its temporaries, takes less."""
+
+    def step(stage: int, gradient_bytes: int = 2, **zero: Any) -> tuple[Architecture, dict[str, int]]:
+        model, laid_out = planned(stage, 8, **zero)
+        laid_out = dataclasses.replace(laid_out, gradient_bytes=gradient_bytes)
+        return model, memory(model, laid_out, lambda *_: NOTHING).phases["optimizer step"]
+
+    for stage in (1, 2, 3):
+        model, found = step(stage)
+        group = model.masked // 8
+        assert (found["flat gradients"], found["fp32 gradients"]) == (2 * group, 4 * group), stage
+        assert "mask's temporaries" not in found
+        assert "flat gradients" not in step(stage, gradient_bytes=4)[1]
+    small = step(3, sub_group_size=1000)[1]
+    assert small["mask's temporaries"] > 2 * 1000 and "flat gradients" not in small
+
+
+def test_fp32_gradients_at_stage_1_are_those_of_the_whole_model() -> None:
+    model, laid_out = planned(1, 8)
+    before = memory(model, laid_out, lambda *_: NOTHING)
+    laid_out = dataclasses.replace(laid_out, gradient_bytes=4)
+    found = memory(model, laid_out, lambda *_: NOTHING)
+    assert found.resident.keys() - before.resident.keys() == {"fp32 gradients"}
+    assert found.resident["fp32 gradients"] == 4 * model.total == lasting(model, laid_out)["fp32 gradients"]
+    assert found.phases["forward and backward"] == {"gradients": 2 * model.total}
+    assert found.phases["optimizer step"].keys() == {"gradients", "mask's temporaries"}
+
+
 def test_cautious_steps_copy_what_they_start_from() -> None:
     """Masters in fp32 hold it while masks move; not those of other weights, nor once masks are frozen."""
 
     def before(block: dict[str, Any], stage: int = 3, **zero: Any) -> int:
         model, laid_out = planned(stage, 8, {"distillation": None, "cautious": True, **block}, **zero)
+        laid_out = dataclasses.replace(laid_out, gradient_bytes=4)  # else the cast of gradients is worse than the step
         found = memory(model, laid_out, lambda *_: NOTHING)
         on_host = laid_out.optimizer_on_host
         return (found.host if on_host else found.phases["optimizer step"])["weights before the step"]
@@ -210,6 +240,24 @@ def test_elements_of_fused_experts_are_formed_some_experts_at_a_time() -> None:
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}}, config=deepseek_moe_16b)
     found = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
     assert 0.9 * EXPERT_BYTES <= found["Fisher matrix"] <= 1.2 * EXPERT_BYTES
+
+
+def test_fused_experts_are_traced_as_they_are_heard() -> None:
+    """In the training step while masks move, where it is listened to, or in the passes of a probe by token."""
+
+    def activations(block: dict[str, Any], config: Any = deepseek_moe_16b) -> list[int]:
+        def trace(_micro: int, _checkpointing: bool, heard: bool) -> Activations:
+            return dataclasses.replace(NOTHING, saved=2 if heard else 1)
+
+        model, laid_out = planned(3, 8, {"distillation": None, **block}, config=config)
+        phases = memory(model, laid_out, trace).phases
+        return [phases[name].get("activations", 0) for name in ("forward and backward", "mask update")]
+
+    assert activations({}) == [2, 0]
+    assert activations({"curvature": {"source": "probe"}}) == [1, 2]
+    assert activations({"importance": "fisher", "curvature": {"per_token": False}}) == [1, 1]
+    assert activations({"importance": "wanda"}) == [1, 1]
+    assert activations({}, llama2_7b) == [1, 0]
 
 
 def test_checkpoints_hold_18_bytes_a_weight_under_zero3_and_then_12() -> None:

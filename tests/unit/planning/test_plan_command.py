@@ -14,6 +14,7 @@ import pytest
 from transformers import BloomConfig, FalconConfig, PhimoeConfig, Qwen3MoeConfig, ViTConfig
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.planning.machine import GPUS
 from tests.tiny_folders import deepspeed_json, write_json
 from tests.tiny_models import tiny_dense, tiny_mixture
 from tests.unit.planning.published_configs import qwen3_14b
@@ -78,6 +79,24 @@ def test_what_does_not_fit_gets_a_ladder(qwen: str, capsys: pytest.CaptureFixtur
     )
 
 
+def test_one_gpu_takes_the_stage_that_an_offload_needs(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dividing among one helps nothing, so no rung is ZeRO-3 alone; then host memory is the only help."""
+    arguments = ("--model", qwen, "--gpus", "1", "--seq_length", "512", "--deepspeed")
+    offloads = ["offload_optimizer to the CPU", "offload_param to the CPU"]
+    for stage, expected in (
+        (0, [f"ZeRO stage 1 and {offloads[0]}", f"ZeRO stage 3 and {offloads[1]}"]),
+        (2, [offloads[0], f"ZeRO stage 3 and {offloads[1]}"]),
+        (3, offloads),
+    ):
+        path = write_json(tmp_path / "ds.json", {**deepspeed_json(stage, batch=1), "bf16": {"enabled": True}})
+        assert plan(*arguments, str(path), "--gpu_memory", "20") == 1
+        text = capsys.readouterr().out
+        changes = re.findall(r"\+ ((?:ZeRO|offload).*?) +[0-9.]+(?:  fits)?\n", text)
+        assert changes == expected and text.count("  fits\n") == 1 and "take more GPUs" not in text, (stage, text)
+
+
 def test_json(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("--model", qwen, "--gpus", "8", "--seq_length", "1024", "--activation_checkpointing")
     (one,) = plan_json(capsys, *shared, "--deepspeed", ZERO3)
@@ -102,8 +121,46 @@ def test_batch_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["settings"]["micro_batch"], found["settings"]["accumulation"]) == (2, 4)
     took = found["time"]
     assert took["steps"] == -(-1_250_000 // (32 * 128))
-    operations = 8 * 32 * 128 * found["model"]["active"]  # forward, twice as many backward, and the teacher's forward
+    attention = 2 * 128 * 64 * 5  # 5 layers that are 64 wide
+    forward = 32 * 128 * (2 * found["model"]["active"] + attention)
+    operations = 4 * forward  # of the student, twice as many backward, and the teacher's forward
     assert took["seconds_per_step"] == pytest.approx(operations / (4 * 989e12 * 0.5))
+    (again,) = plan_json(capsys, *arguments, "--activation_checkpointing", "--tokens", "1.25M", "--mfu", "0.5")
+    assert again["time"]["seconds_per_step"] * 4 == pytest.approx(took["seconds_per_step"] * 5 / 4)  # of 8 sequences
+
+
+def test_tokens_are_the_steps_of_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, "--seq_length", "128")
+    assert plan(*arguments, "--tokens", "1M") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"schedule .*frozen \d+-977\n", text) and "977 steps of 1,024 tokens" in text
+    assert plan(*arguments, "--tokens", "1M", "--max_steps", "400") == 2
+    assert "--tokens 1000000 and --max_steps 400 both say how long" in capsys.readouterr().err
+
+
+def test_a_gpu_has_the_peak_of_the_dtype_and_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ("--model", "stdlib_llama", "--gpus", "2", "--seq_length", "128", "--deepspeed")
+    single = str(write_json(tmp_path / "ds.json", deepspeed_json()))
+    for gpu, path, dtype, peak, memory in (
+        ("h100", ZERO3, "bfloat16", 989, 80),
+        ("H200", single, "float32", 67, 141),
+        ("v100", ZERO3, "float32", 15.7, 32),  # which has no bf16
+        ("300", single, "float32", 300, 80),
+    ):
+        plan(*shared, path, "--gpu", gpu)
+        text = capsys.readouterr().out
+        assert f"ZeRO-3, {dtype}\n" in text and f"at 40% of {peak:g} TFLOPS" in text, gpu
+        assert f" of {memory}, in " in text, gpu
+    assert plan(*shared, ZERO3, "--gpu", "v100", "--gpu_memory", "16") == 0
+    assert " of 16, in " in capsys.readouterr().out
+
+
+def test_the_help_has_the_memory_of_every_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    for name, gpu in GPUS.items():
+        assert f"{name} ({gpu.memory:g}" in said
 
 
 def test_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

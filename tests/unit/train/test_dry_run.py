@@ -152,7 +152,17 @@ def test_attention_of_another_machine_is_not_looked_for_on_this_one(dry):
     if importlib.util.find_spec("flash_attn") is None:
         with pytest.raises(ValueError, match="--attn_implementation flash_attention_2: stdlib_llama cannot be"):
             check_attention(model, "flash_attention_2", elsewhere=False)
-    assert dry(deepspeed_json(), gpus=2, attn_implementation="eager")[0] == 0
+    code, text, _ = dry(deepspeed_json(), gpus=2, attn_implementation="eager")
+    assert code == 0
+    scores = 2 * 32 * 32 * 4 * 4 / 1024  # sequences of a rank, pairs of tokens, heads, bytes
+    line = f"memory: eager attention's scores of all pairs of tokens, {scores:.1f} KiB a layer, several times"
+    assert line in text.split("not checked")[1]
+
+
+def test_the_mask_of_documents_is_not_in_the_plan(dry):
+    line = f"memory: the mask of --document_attention, {2 * 32 * 32 / 1024:.1f} KiB with sdpa"
+    assert line in dry(gpus=2, document_attention="True")[1].split("not checked")[1]
+    assert "memory: " not in dry(gpus=2)[1].split("not checked")[1]
 
 
 def test_the_attention_that_is_asked_for_is_loaded():

@@ -1,0 +1,40 @@
+"""Operations of a forward pass: those of the weights, and those of attention, which grow with the sequence."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from sparseforge_ds.planning.architecture import Architecture
+
+_WITHOUT = {"linear_attention", "conv", "moe", "mlp", "sparse", "dense"}
+"""Entries of a config's `layer_types` that are no attention over the sequence."""
+
+
+def operations(config: PretrainedConfig, model: Architecture, seq_length: int) -> float:
+    """Of one token: two for each weight that it uses, and two for each number of a key and a value that it sees."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return 2.0 * model.active
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if getattr(text, "qk_nope_head_dim", None):  # latent attention: its head_dim is the rotated part alone
+        width = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) / 2
+    return 2.0 * model.active + 4 * heads * width * _keys(text, seq_length)
+
+
+def _keys(text: PretrainedConfig, seq_length: int) -> float:
+    """How many tokens one sees in the mean, summed over the layers; those of a kind that is not known see all."""
+    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        kinds = [f"{'sliding' if window else 'full'}_attention"] * int(text.num_hidden_layers)
+    seen = 0.0
+    for kind in kinds:
+        if kind in _WITHOUT:
+            continue
+        if kind == "chunked_attention":
+            seen += min(chunk or seq_length, seq_length) / 2
+        else:
+            reach = min((kind == "sliding_attention" and window) or seq_length, seq_length)
+            seen += reach * (1 - reach / (2 * seq_length))
+    return seen

@@ -1,0 +1,65 @@
+"""Operations of a token against sums written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from sparseforge_ds.planning.architecture import bare_model, describe
+from sparseforge_ds.planning.operations import operations
+from tests.unit.planning.published_configs import gpt2_xl, qwen3_14b
+
+LENGTH = 64
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 40}
+
+
+def of_attention(config: PretrainedConfig, length: int = LENGTH) -> float:
+    model = describe(bare_model(config, torch.bfloat16), ())
+    return operations(config, model, length) - 2 * model.active
+
+
+def seen(reach: int) -> float:
+    """Tokens that one sees in the mean, itself a half."""
+    return sum(min(position, reach) for position in range(1, LENGTH + 1)) / LENGTH
+
+
+def test_a_long_sequence_costs_almost_half_as_much_again() -> None:
+    assert of_attention(qwen3_14b(), 32_768) == 2 * 32_768 * 40 * 128 * 40
+    assert of_attention(qwen3_14b(), 32_768) / (2 * 14_768_307_200) == pytest.approx(0.45, abs=0.005)
+    assert of_attention(gpt2_xl(), 1024) == 2 * 1024 * 1600 * 48  # whose config has no head_dim
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("mistral", {"head_dim": 8, "sliding_window": 8}, 4 * seen(8)),
+        ("mistral", {"head_dim": 8, "sliding_window": None}, 4 * seen(LENGTH)),
+        (
+            "gemma3_text",
+            {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+            3 * seen(16) + seen(LENGTH),
+        ),
+        (
+            "qwen3_next",
+            {"head_dim": 8, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+            seen(LENGTH),
+        ),
+        (
+            "llama4_text",
+            {"head_dim": 8, "attention_chunk_size": 16, "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
+            3 * 16 / 2 + seen(LENGTH),
+        ),
+    ],
+)
+def test_layers_that_see_less(kind: str, changes: dict[str, Any], expected: float) -> None:
+    config = AutoConfig.for_model(kind, **SIZES, **changes)
+    assert of_attention(config) == pytest.approx(4 * 4 * 8 * expected, rel=0.05)
+
+
+def test_latent_attention_and_none() -> None:
+    latent = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 8, "q_lora_rank": 8}
+    assert of_attention(AutoConfig.for_model("deepseek_v3", **SIZES, **latent)) == 2 * LENGTH * 4 * (24 + 12) / 2 * 4
+    assert of_attention(AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=40)) == 0
