@@ -246,6 +246,7 @@ def test_a_damaged_model_is_refused(arguments, model, damage):
         (model / "tokenizer.json").write_text("{}")
         message = "tokenizer cannot be read"
     elif damage == "index":
+        (model / "model.safetensors").unlink()
         (model / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "model-00001.safetensors"}})
         )
