@@ -98,5 +98,6 @@ def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str]) ->
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a module holds packed 2:4 weights of its own."""
-    return any(name.endswith(POSITIONS) for name, _ in module.named_buffers(recurse=False))
+    """Whether a module holds packed 2:4 weights of its own. Some other buffers are called positions too (GPT-J's)."""
+    ends = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]
+    return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)

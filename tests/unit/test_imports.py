@@ -115,7 +115,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "evaluate.perplexity": {"data.documents"},
     "evaluate.pretrained": {"checkpoint.folder"},
     "evaluate.text": {"data.formats", "data.local_rows", "data.stdlib_text"},
-    "evaluate.speed": {"matplotlib"},
+    "evaluate.speed": {"matplotlib", "runtime.packed_experts"},
     "evaluate.zero_shot": {"lm_eval"},
     "model.hub": {"huggingface_hub"},
     "model.low_rank": {"deepspeed"},

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    GPTJConfig,
     GraniteMoeConfig,
     MptConfig,
     PhiConfig,
@@ -186,6 +187,7 @@ def tiny(config: type[PreTrainedConfig], **more: Any) -> Callable[[], PreTrained
 
 WITHOUT_ROWS: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
     "bloom": (tiny(BloomConfig, n_layer=2, n_head=4), 8),
+    "gptj": (tiny(GPTJConfig, n_layer=2, n_head=4, rotary_dim=4), 12),
     "granitemoe": (tiny(GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2), 12),
     "mpt": (tiny(MptConfig, d_model=32, n_layers=2, n_heads=4, hidden_size=None), 8),
     "phi": (tiny(PhiConfig), 12),
