@@ -78,6 +78,17 @@ def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path
     assert torch.equal(logits(load(tmp_path / "dense")), logits(expected))
 
 
+@pytest.mark.parametrize("how", ["stored", "cast before", "asked for"])
+def test_made_dense_in_one_dtype(folders: FOLDERS, how: str) -> None:
+    """Also where it is not the one of the config."""
+    packed = load(folders["llama-odd"][1], dtype=torch.float16)
+    if how == "cast before":
+        packed.to(torch.float32)
+    packed.dequantize(torch.float32 if how == "asked for" else None)
+    assert {value.dtype for value in packed.parameters()} == {torch.float16 if how == "stored" else torch.float32}
+    assert logits(packed).isfinite().all()
+
+
 def test_compiled_whole(folders: FOLDERS) -> None:
     packed = load(folders["llama-odd"][1], dtype=torch.bfloat16, device_map="cpu")
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
