@@ -85,6 +85,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(packed), "--against", str(other)], "hidden_size 20 is not the"),
         ([str(packed), "--prompt", "99999"], "--prompt 99999: the model has"),
         ([str(packed), "--prompt", "8", "--generated", "99999"], "--generated 99999: the model has"),
+        (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),
+        (["no/model", "--out", str(dense / "config.json" / "x")], "a file is there; give a folder"),
         ([str(packed), "--repeats", "0"], "--repeats 0: give 1 or more"),
     ):
         assert main(["bench", *arguments]) == 2
