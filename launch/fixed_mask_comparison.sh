@@ -6,19 +6,28 @@
 # Prints held-out perplexity of the dense model, of one-shot magnitude and Wanda 2:4, of both fixed masks retrained, of
 # SparseForge with the paper's literal choices (preset paper_like_no_low_rank), and with the defaults of ds_configs/zero3.json.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 if [ $# -lt 3 ]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
-model=$1 text=$2 heldout=$3 steps=${4:-400} seed=${5:-0}
+absolute() { # a file or folder as it is called from anywhere; all else, like an id of the hub, as it is
+    case "$1" in
+        /*) echo "$1" ;;
+        *) if [ -e "$1" ]; then echo "$PWD/$1"; else echo "$1"; fi ;;
+    esac
+}
+model="$(absolute "$1")" text="$(absolute "$2")" heldout="$(absolute "$3")" steps=${4:-400} seed=${5:-0}
+cd "$(dirname "$0")/.."
 source launch/install.sh
 
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
-ranks=$gpus
 if [ "$gpus" -eq 0 ]; then
     ranks=2
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+else
+    # The batch of 8 sequences is shared out evenly.
+    ranks=1
+    while [ $((ranks * 2)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
 fi
 folder=runs/fixed_mask_comparison_seed$seed
 rm -rf "$folder"
@@ -36,6 +45,10 @@ print(f"{sys.argv[1]:<20} {json.load(open(sys.argv[2]))['perplexity']['perplexit
 PYTHON
 }
 
+logged() { # command; shows the end of the log of `name` where it fails
+    "$@" >>"$folder/$name.log" 2>&1 || { tail -n 20 "$folder/$name.log" >&2; exit 1; }
+}
+
 train() { # name, sparseforge block, steps
     local name=$1 block=$2
     shift 2
@@ -44,11 +57,11 @@ import json, sys
 content = json.load(open("ds_configs/zero3.json"))
 content["sparseforge"] = json.loads(sys.argv[1])
 json.dump(content, open(sys.argv[2], "w"))' "$block" "$folder/$name.ds.json"
-    deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
+    logged deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
         --deepspeed "$folder/$name.ds.json" --model "$model" --dataset "$text" --seed "$seed" \
-        --output_dir "$folder/$name" "$@" >"$folder/$name.log" 2>&1 || { tail -n 20 "$folder/$name.log" >&2; exit 1; }
-    python -m sparseforge_ds consolidate "$folder/$name" "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
-    python -m sparseforge_ds verify "$folder/${name}_2to4" >>"$folder/$name.log" 2>&1
+        --output_dir "$folder/$name" "$@"
+    logged python -m sparseforge_ds consolidate "$folder/$name" "$folder/${name}_2to4"
+    logged python -m sparseforge_ds verify "$folder/${name}_2to4"
     perplexity "$name" "$folder/${name}_2to4"
 }
 

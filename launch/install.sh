@@ -33,7 +33,7 @@ _install_packages() {
         elif ! command -v nvidia-smi >/dev/null; then
             echo "install: no NVIDIA GPU here; SPARSEFORGE_TORCH_INDEX=https://download.pytorch.org/whl/cpu makes the download smaller"
         fi
-        "$_venv/bin/python" -m pip install -q --disable-pip-version-check "${index[@]}" "$(grep '^torch==' "$_root/constraints.txt")"
+        "$_venv/bin/python" -m pip install -q --disable-pip-version-check ${index[@]+"${index[@]}"} "$(grep '^torch==' "$_root/constraints.txt")"
     fi
     "$_venv/bin/python" -m pip install -q --disable-pip-version-check -c "$_root/constraints.txt" -e "$_root[test]"
 }

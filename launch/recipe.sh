@@ -8,7 +8,7 @@
 # Further flags go to launch/train.py and win over the recipe's.
 #
 # What it reads from the environment:
-#   HOSTFILE   hostfile of the deepspeed launcher (see hostfile.example); empty: this machine
+#   HOSTFILE   hostfile of the deepspeed launcher (see hostfile.example), which must be there; empty: this machine
 #   GPUS       GPUs that a dry run is for (default: those that the recipe is made for)
 #   MODEL      the dense model, a folder or hub id (default: the recipe's)
 #   DATASET    --dataset of training, like "allenai/dolmino-mix-1124:flan=0.3 allenai/c4:en=0.7" (default allenai/c4:en)
@@ -19,6 +19,17 @@
 # It does not install: run `source launch/install.sh` once on every machine, or have .venv on a shared disk.
 
 name="$(basename "$0" .sh)"
+
+_refuse() {
+    echo "$name: $1" >&2
+    exit 2
+}
+
+if [ -n "${HOSTFILE:-}" ]; then
+    # The launcher would train on this machine alone.
+    [ -f "$HOSTFILE" ] || _refuse "HOSTFILE=$HOSTFILE: no such file here; name one, or leave it empty for this machine"
+    HOSTFILE="$(cd "$(dirname "$HOSTFILE")" && pwd)/$(basename "$HOSTFILE")"
+fi
 cd "$(dirname "$0")/.."
 if [ -x .venv/bin/python ]; then
     export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
@@ -32,17 +43,25 @@ folders() { # NAME
 
 # Flags for launch/train.py besides model, text and folder. A dry run ends the recipe.
 train() { # FLAGS [flags of the user]
-    local flag dry="" launcher=(deepspeed) text=(--dataset ${DATASET:-allenai/c4:en})
+    local flag before="" steps="" trained dry="" launcher=(deepspeed) text=(--dataset ${DATASET:-allenai/c4:en})
     for flag in "$@"; do
         case "${flag//-/_}" in
             __dry_run) dry=1 ;;
             __dataset | __dataset=*) text=() ;; # launch/train.py would mix it with ours
             __model | __model=*) _refuse "say MODEL=... instead of --model, for the evaluation too" ;;
             __output_dir | __output_dir=*) _refuse "say OUTPUT=... instead of --output_dir, for the export too" ;;
+            __max_steps=*) steps="${flag#*=}" ;;
         esac
+        if [ "${before//-/_}" = __max_steps ]; then steps="$flag"; fi # the last one counts
+        before="$flag"
     done
     if [ -e "$sparse" ] && ! _exported; then
         _refuse "$sparse is there already, and not made of $run as it is; remove it, or give another OUTPUT"
+    elif [ -e "$sparse" ]; then # a longer run needs the name at its end
+        trained="$(sed -n 's/^  "steps": \([0-9]*\),\{0,1\}$/\1/p' "$run/result.json")"
+        if [ "$trained" != "" ] && [ "$trained" -lt "${steps:-0}" ]; then
+            _refuse "$sparse is of $trained steps, and $run would go on to $steps; rename or remove $sparse first"
+        fi
     fi
     set -- --model "$model" --output_dir "$run" ${text[@]+"${text[@]}"} "$@"
     if [ -n "$dry" ]; then exec python launch/train.py --gpus "${GPUS:-$gpus}" "$@"; fi
@@ -60,11 +79,6 @@ export_model() {
 # Whether the sparse model was made after the end of the run, by a recipe that was interrupted in its evaluation.
 _exported() {
     [ -e "$run/result.json" ] && [ "$sparse/sparsity.json" -nt "$run/result.json" ]
-}
-
-_refuse() {
-    echo "$name: $1" >&2
-    exit 2
 }
 
 # WikiText-2 as the papers score it: dense and sparse in one dtype, at the same length.

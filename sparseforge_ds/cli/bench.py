@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{wrong} {numbers[wrong]}: give 1 or more")
     if args.out is not None and find_spec("matplotlib") is None:
         raise ValueError("--out: bench.png needs matplotlib; pip install 'sparseforge_ds[compare]'")
+    out = None if args.out is None else Path(args.out).absolute()
+    if out is not None and any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
+        raise ValueError(f"--out {args.out}: a file is there; give a folder")
 
     with large_imports():
         import torch
@@ -66,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
     names = args.model, args.against or f"{args.model}, unpacked"
     measured = report(packed, dense, names, workload, speeds)
     print(table(measured))
-    if args.out is not None:
-        folder = Path(args.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")
-        draw(measured, folder / "bench.png")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")
+        draw(measured, out / "bench.png")
     return 0

@@ -91,10 +91,14 @@ def run(args: argparse.Namespace) -> int:
     ):
         if not asked and (odd := [flag for flag in flags if given[flag] is not None]):
             raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
-    if args.limit is not None and args.limit < 1:
-        raise ValueError(f"--limit {args.limit}: use an integer >= 1")
-    if args.json is not None and not Path(args.json).absolute().parent.is_dir():  # not after hours
-        raise ValueError(f"--json {args.json}: cannot be written, there is no folder {Path(args.json).parent}")
+    for flag, least in {"limit": 1, "batch_size": 1, "seq_length": 2, "stride": 1}.items():
+        if given[flag] is not None and given[flag] < least:
+            raise ValueError(f"--{flag} {given[flag]}: use an integer >= {least}")
+    if args.json is not None:  # not after hours
+        if not Path(args.json).absolute().parent.is_dir():
+            raise ValueError(f"--json {args.json}: cannot be written, there is no folder {Path(args.json).parent}")
+        if Path(args.json).is_dir():
+            raise ValueError(f"--json {args.json}: is a folder; give a file")
     from sparseforge_ds.ranks import launched_ranks
 
     try:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
@@ -69,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     """Plan every configuration, print, and say in the exit code whether one fits."""
     import contextlib
     import sys
-    import tempfile
     import warnings
 
     # DeepSpeed says there, while it is imported, that there is no GPU.
@@ -102,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in of_a_run and value is not None}
     text = find_config(args.model, "--model").config.get_text_config()
     given.setdefault("seq_length", min(4096, getattr(text, "max_position_embeddings", None) or 4096))
-    given["output_dir"] = str(Path(tempfile.gettempdir(), "sparseforge_plan"))  # nothing is written or read there
+    given["output_dir"] = "/sparseforge_plan"  # nothing is written or read there; it lies in no model's folder
     found = {}
     for path in args.deepspeed:
         arguments = RunArguments(deepspeed=path, dry_run=True, **given)

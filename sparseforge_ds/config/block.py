@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import operator
 import typing
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparseforge_ds.config.json_file import read_json
-from sparseforge_ds.config.methods import METHODS, Method, MethodConfig, SoftMaskConfig, logit_keys
+from sparseforge_ds.config.methods import METHODS, MOST_CHOICES, Method, MethodConfig, SoftMaskConfig, logit_keys
 from sparseforge_ds.config.parts import (
     CurvatureConfig,
     DistillationConfig,
@@ -68,7 +69,7 @@ class SparseForgeConfig:
     reconstruction: ReconstructionConfig | None = None
 
     def __post_init__(self) -> None:
-        self._require(self.max_steps >= 0, "max_steps", "use an integer >= 0")
+        self._require(0 <= self.max_steps < 2**63, "max_steps", "use an integer >= 0")
         if not isinstance(self.method, MethodConfig):
             raise ValueError(
                 f"SparseForgeConfig(method={self.method!r}) names a method without its settings: write "
@@ -87,8 +88,14 @@ class SparseForgeConfig:
             f'importance "{self.importance}" has no curvature to take row and column sums of; leave it out, or use '
             'importance "fisher"',
         )
+        trained = self.curvature.source == "training"
         self._require(
-            self.curvature.source != "training" or self.can_listen,
+            not trained or self.curvature.sequences is None,
+            "curvature.sequences",
+            'source "training" measures the sequences of the training step; leave it out, or use source "probe"',
+        )
+        self._require(
+            not trained or self.can_listen,
             "curvature.source",
             "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
             'training step; leave it out, or use "probe"',
@@ -133,6 +140,12 @@ class SparseForgeConfig:
             raise ValueError(
                 f'sparseforge.pattern = {self.pattern}: method "maskllm" numbers the patterns of a group, too many '
                 "for a tile; use n:m"
+            )
+        pattern = self.parsed_pattern
+        if method.name == "maskllm" and isinstance(pattern, NM) and math.comb(pattern.m, pattern.n) > MOST_CHOICES:
+            raise ValueError(
+                f'sparseforge.pattern = {self.pattern}: method "maskllm" learns three numbers for every choice that a '
+                f"group has, and it has more than {MOST_CHOICES:,}; use a smaller pattern, like 2:4 or 4:8"
             )
         if importance == "sparsegpt" and (method.name == "sparseforge" or not of_groups):
             raise ValueError(

@@ -47,6 +47,10 @@ _SHORT = {
 """What other trainers call our flags."""
 
 
+class UnknownFlagError(ValueError):
+    """A word of the command line that belongs to no flag."""
+
+
 class _Parser(HfArgumentParser):
     """Errors are ValueErrors of one line; a usage would be printed by every rank."""
 
@@ -100,7 +104,7 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
         return_remaining_strings=True,
     )
     if unknown[-1]:
-        raise ValueError(_unknown(unknown[-1][0]))
+        raise UnknownFlagError(_unknown(unknown[-1][0]))
     assert isinstance(arguments, RunArguments)
     if arguments.resume_other_data and not arguments.resume:
         raise ValueError("--resume_other_data is not valid: it belongs to --resume")

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
@@ -80,12 +80,15 @@ _DTYPES = ("fp32", "fp16", "bf16")
 
 
 def check_keys(content: Mapping[str, Any]) -> None:
-    """Look at every key, and at the kind of every value, that can be judged by itself; "auto" counts as not given."""
+    """Look at every key, and at the kind of every value, that can be judged by itself; "auto" counts as not given, but
+    is no object."""
     for key, value in content.items():
         if key not in KEYS and key not in _REMOVED.split():
             raise ValueError(f"unknown key {key!r}, which DeepSpeed would ignore; {_cure(key)}")
         kind = KEYS.get(key)
-        if value == "auto" or kind is None or (key == "expert_parallel" and value is True):  # refused with its reason
+        if kind is None or (key == "expert_parallel" and value is True):  # refused with its reason
+            continue
+        if value == "auto" and kind != "object":
             continue
         if not _is(value, kind):
             expected = _EXPECTED[kind].format(_EXAMPLES.get(key, '{"enabled": true}'))
@@ -106,7 +109,7 @@ def check_keys(content: Mapping[str, Any]) -> None:
         if key != "keep_in_fp32_modules" and value not in (None, "auto", *_DTYPES):
             raise ValueError(f"data_types.{key} = {json.dumps(value)} is not valid: use one of {', '.join(_DTYPES)}")
     for section, model in _MODELS.items():
-        if section in content and content[section] != "auto":
+        if section in content:
             _check_section(section, model, content[section])
 
 
@@ -119,14 +122,18 @@ def without_autos(content: Any) -> Any:
 
 def _is(value: Any, kind: str) -> bool:
     if kind in ("number", "integer"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        return kind == "number" or value == int(value)
+        if isinstance(value, int) or kind == "integer":  # of 64 bits
+            return -(2**63) <= value < 2**63 and value == int(value)
+        return math.isfinite(value)
     return isinstance(value, {"object": dict, "boolean": bool, "string": str}[kind])
 
 
 def _check_section(where: str, model: type[BaseModel], section: dict[str, Any]) -> None:
-    for key in section:
+    for key, value in section.items():
+        if value == "auto" and _is_object(model, key):
+            raise ValueError(f'{where}.{key} = "auto": expected an object, or leave it out')
         extra = getattr(model.model_fields.get(key), "json_schema_extra", None)
         if isinstance(extra, dict) and extra.get("deprecated"):
             raise ValueError(f"{where}.{key}: an old name; use {where}.{extra.get('new_param')}")
@@ -136,6 +143,12 @@ def _check_section(where: str, model: type[BaseModel], section: dict[str, Any]) 
         raise ValueError(_first(where, model, error)) from None
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def _is_object(model: type[BaseModel], key: str) -> bool:
+    """Whether DeepSpeed has a model of its own for what stands under a key."""
+    annotation = getattr(model.model_fields.get(key), "annotation", None)
+    return any(isinstance(each, type) and issubclass(each, BaseModel) for each in (annotation, *get_args(annotation)))
 
 
 def _first(where: str, model: type[BaseModel], error: ValidationError) -> str:

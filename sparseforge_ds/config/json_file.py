@@ -10,7 +10,8 @@ from typing import Any
 def read_json(path: str | Path, name: str) -> Any:
     """The parsed file, `name` in messages; a byte-order mark is fine.
 
-    Raises ValueError where a key comes twice too, of which one would win unsaid, or a number is NaN or infinite.
+    Raises ValueError where a key comes twice too, of which one would win unsaid, or a number is NaN, infinite, or an
+    integer of more than 64 bits.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -23,7 +24,7 @@ def read_json(path: str | Path, name: str) -> Any:
     if not text.strip():
         raise ValueError(f"{name}: not a readable JSON file (it is empty)")
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_integer)
     except json.JSONDecodeError as error:
         raise ValueError(f"{name}: not a readable JSON file ({error}{_hint(text, error.pos)})") from None
     except ValueError as error:
@@ -43,6 +44,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON number; write a finite one")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or int(digits).bit_length() > 63:
+        raise ValueError(f"{digits:.30} is too large; write an integer of 64 bits")
+    return int(digits)
 
 
 def _hint(text: str, position: int) -> str:

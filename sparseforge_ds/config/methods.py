@@ -219,7 +219,8 @@ class MaskLLMConfig(MethodConfig):
     """MaskLLM (arXiv 2409.17481, section 4.1): a categorical over the patterns of every group, learned through
     Gumbel-softmax samples.
 
-    Learning rate, betas and epsilon are those of the run's optimizer, which has nothing else to do.
+    Learning rate, betas and epsilon are those of the run's optimizer, which has nothing else to do. n:m with at most
+    1,000 patterns of a group: 4:8 has 70, 8:16 has 12,870.
     """
 
     name: Literal["maskllm"] = "maskllm"
@@ -254,6 +255,11 @@ class MaskLLMConfig(MethodConfig):
 Method = SoftMaskConfig | OneShotConfig | NaiveRetrainConfig | SrSteConfig | AstConfig | CastConfig | MaskLLMConfig
 METHODS: dict[str, type[MethodConfig]] = {kind.name: kind for kind in get_args(Method)}
 """By name; the first is the default."""
+
+
+MOST_CHOICES = 1000
+"""Of a group under maskllm: 2:4 has 6, 4:8 has 70, 6:12 has 924, for which states take a kilobyte a weight; 8:16 would
+take ten times as much, 16:32 more than any machine has."""
 
 
 def logit_keys(n: int, m: int) -> tuple[str, ...]:

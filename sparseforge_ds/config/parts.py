@@ -23,7 +23,7 @@ class CurvatureConfig:
     still equals its teacher has no gradient; else probe."""
     sequences: int | None = None
     """Sequences of a probe batch, over all ranks: a multiple of ranks times micro-batch; null: as many as in a step.
-    Where it is given, source null is probe."""
+    Where it is given, source null is probe, and training is refused."""
     probes: int = 1
     """Probe batches averaged in one refresh; with source training: steps before a mask update that are measured, each
     of them a refresh."""

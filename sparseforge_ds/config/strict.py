@@ -122,6 +122,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if len(value) != len(options):
             raise ValueError(f"{where} = {value!r}: expected {len(options)} values")
         return tuple(_convert(item, option, where) for item, option in zip(value, options, strict=True))
+    if hint in (int, float) and isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"{where} = {str(value):.30}...: expected {_KINDS[hint]} of 64 bits at most")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -8,6 +8,8 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.checkpoint.folder import read_json
@@ -22,6 +24,11 @@ from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 NO_ADAPTER = "none"
 """In place of an adapter's folder: without any."""
 _CONFIG = "adapter_config.json"
+_UNUSABLE = (
+    *(OSError, ValueError, UnpicklingError, SafetensorError),  # files
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, StrictDataclassError),  # a config's values
+)
+"""What `from_pretrained` raises for a model that is wrong."""
 
 
 def adapter_of(name: str, given: str | None) -> str | None:
@@ -61,7 +68,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
             local_files_only=unreachable is not None,
             **_without_adapter(name),
         )
-    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
+    except _UNUSABLE as error:
         why = reason(error) if unreachable is None else f"neither a folder nor in the cache; {unreachable}"
         raise ValueError(f"{name}: cannot be loaded as a causal language model ({why})") from None
     missing = sorted(report["missing_keys"])
@@ -70,7 +77,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     if adapter is not None:
         try:
             model.load_adapter(adapter)
-        except (OSError, ValueError, ImportError, UnpicklingError) as error:
+        except (*_UNUSABLE, ImportError) as error:
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

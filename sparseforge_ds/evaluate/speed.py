@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.perplexity import positions_of
 from sparseforge_ds.evaluate.pretrained import NO_ADAPTER, adapter_of, load_model
-from sparseforge_ds.mask.packing import POSITIONS
+from sparseforge_ds.runtime.packed_experts import is_packed
 
 PAPER = (
     "the paper (arXiv 2605.06402) reports 1.40x to 1.44x the dense model's speed and 0.58x its memory, on an H800 with "
@@ -61,7 +61,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
     """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing. Raises ValueError
     where one cannot be loaded, the first is not packed, or they are not of one size."""
     packed = load_model(name, dtype, adapter_of(name, NO_ADAPTER))
-    if not any(key.endswith(POSITIONS) for key, _ in packed.named_buffers()):
+    if not any(map(is_packed, packed.modules())):
         raise ValueError(
             f"{name}: no weight of it is packed, there is nothing to compare; sparseforge export {name} PACKED "
             "--format packed24 makes it so"

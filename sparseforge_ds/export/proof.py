@@ -17,13 +17,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
+from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.export.reference import reference_logits
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.registration import OWN_FAMILIES
@@ -46,7 +46,7 @@ def require(source: Source, packed: bool) -> None:
     need = _LIBRARIES + sum(spec.nbytes for spec in specs) + 4 * max((spec.nbytes for spec in specs), default=0)
     if source.branches:  # a copy in fp32
         need += sum(spec.nbytes // spec.dtype.itemsize * max(4, spec.dtype.itemsize) for spec in specs)
-    if need > (free := psutil.virtual_memory().available):
+    if need > (free := free_memory()):
         raise ValueError(
             f"the proof loads the whole model: it needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are "
             "available; free some, or give --skip_proof and prove it on a larger machine"

@@ -25,4 +25,9 @@ def reason(error: BaseException) -> str:
             "a file of it is a pickle of more than tensors, which could run any code and is not opened here; give its "
             "weights in safetensors files"
         )
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    if isinstance(error, KeyError):  # which says the key alone
+        return f"KeyError: {error}"[:300]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].endswith(":"):  # a headline: huggingface_hub's, of a value in a config
+        lines[0] = " ".join(" ".join(lines).split())
+    return lines[0][:300]

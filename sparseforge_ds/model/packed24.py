@@ -130,33 +130,39 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
                     module.config._is_quantized = False
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+    def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """As transformers' own, but every weight keeps the dtype that it has now where none is given; with one, the
+        whole model is cast. That would give the unpacked weights alone the dtype of the config."""
+        model = self._dequantize(model)
+        self.remove_quantization_config(model)
+        return model if dtype is None else model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         if self.quantization_config.low_rank:
             raise ValueError(
                 f"{PACKED24}: this model has low-rank branches, without which its weights are useless; a folder for "
                 "other tools is what `sparseforge export FOLDER OUT --format hf` writes"
             )
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # transformers has it from the config
-        self.make_dense(model, dtype)
+        self.make_dense(model)
         for module in model.modules():
             if getattr(getattr(module, "config", None), "_is_quantized", False):
                 module.config._is_quantized = False
         return model
 
-    def make_dense(self, model: Any, dtype: torch.dtype | None = None) -> None:
+    def make_dense(self, model: Any) -> None:
         """Turn packed and semi-structured layers of a model into dense ones, in memory; branches stay."""
         from sparseforge_ds.model.branch import Branch, add_branch
 
         for name, module in list(model.named_modules()):
             if isinstance(module, Packed24Experts):
-                module.make_dense(dtype)
+                module.make_dense()
             elif is_packed(module):
                 dense = module.dense()
                 if isinstance(module, Branch):
                     add_branch(dense, module.k, like=module).enabled = module.enabled
-                model.set_submodule(name, dense.to(dtype))
+                model.set_submodule(name, dense)
             elif _is_sparse(module):
-                module.weight = nn.Parameter(module.weight.to_dense().to(dtype), requires_grad=True)
+                module.weight = nn.Parameter(module.weight.to_dense(), requires_grad=True)
 
     def is_serializable(self) -> bool:
         """Semi-structured tensors and branches are not saved: transformers raises."""

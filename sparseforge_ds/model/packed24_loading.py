@@ -44,7 +44,7 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         without values, or damaged ones."""
         if model is not None and full_layer_name is not None and len(input_dict) == 2 and _is_own(source_patterns):
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
-            if type(layer) in _KEPT and not self.semi_structured:
+            if (type(layer) in _KEPT or _is_falcons(layer)) and not self.semi_structured:
                 return _keep_packed(model, layer, full_layer_name, input_dict)
             if isinstance(layer, Packed24Experts):
                 return _into_experts(model, full_layer_name, input_dict)
@@ -107,10 +107,17 @@ def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[
         raise ValueError(f"{name}: {error}") from None
     kind: Any = Packed24Linear if isinstance(layer, nn.Linear) else Packed24Conv1D
     packed = kind(values, positions, layer.bias)
+    if _is_falcons(layer):
+        packed.dense_class = type(layer)
     if isinstance(layer, Branch):
         add_branch(packed, layer.k, like=layer).enabled = True
     model.set_submodule(name.rpartition(".")[0], packed.train(layer.training))
     return {name: packed.weight, name + POSITIONS: packed.weight_positions}
+
+
+def _is_falcons(layer: nn.Module) -> bool:
+    """Whether it is the layer of Falcon, by its name: its file is not imported for other models."""
+    return isinstance(layer, nn.Linear) and type(layer).__name__ == "FalconLinear"
 
 
 def _into_experts(model: nn.Module, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:

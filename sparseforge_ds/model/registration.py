@@ -34,12 +34,13 @@ def register_model_classes() -> None:
 def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     """transformers' config of a folder, a config.json, or a model on the hub (`cached`: without asking it). Raises
     ValueError, which begins with `who`, where it cannot be used."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     register_model_classes()
     try:
         return AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoTokenizer,
     LlamaTokenizer,
@@ -46,7 +47,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         if bare and (folder / "config.json").is_file():
             _frame_as_config_says(tokenizer, load_config(folder, str(folder)))
         _check_ids(tokenizer, folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(f"its tokenizer cannot be read ({reason(error)})") from None
     return tokenizer
 

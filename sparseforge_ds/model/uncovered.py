@@ -101,6 +101,6 @@ class Uncovered:
 
 
 def _routes(name: str) -> bool:
-    """Whether a layer's name is that of a router or a gate over whole outputs, which are small and delicate."""
-    layer = name.split(".")[-2]
-    return layer in ("gate", "router") or layer.endswith("_gate") or ".router." in name
+    """Whether a layer is a router or a part of one, or a gate over whole outputs: those are small and delicate."""
+    *above, layer, _ = name.split(".")
+    return layer.endswith("_gate") or not {"gate", "router"}.isdisjoint((*above, layer))

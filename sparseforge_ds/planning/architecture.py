@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.zero.expert_hooks import sees_all
 
@@ -96,17 +97,24 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A causal language model on the meta device, which a forward pass can be run through where its family lets it."""
+    """A causal language model on the meta device, which a forward pass can be run through where its family lets it.
+    Raises ValueError for a config that no model can be made of."""
     chosen = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        try:  # transformers writes the chosen attention into the config, so it gets a copy
-            return AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), **chosen, attn_implementation=_ATTENTION, trust_remote_code=False
-            )
-        except KeyError as error:
-            if error.args != (_ATTENTION,):  # a family that keeps its attention classes in a table of its own
-                raise
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, trust_remote_code=False)
+        try:
+            try:  # transformers writes the chosen attention into the config, so it gets a copy
+                return AutoModelForCausalLM.from_config(
+                    copy.deepcopy(config), **chosen, attn_implementation=_ATTENTION, trust_remote_code=False
+                )
+            except KeyError as error:
+                if error.args != (_ATTENTION,):  # a family that keeps its attention classes in a table of its own
+                    raise
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, trust_remote_code=False)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"no {config.model_type} model can be made of this config.json ({reason(error)}); a size or a name in "
+                "it is wrong"
+            ) from error
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -44,13 +44,13 @@ class Packed24Experts(nn.Module):
         return y + getattr(self, f"{name}_bias")[experts] if self.has_bias else y
 
     @torch.no_grad()
-    def make_dense(self, dtype: torch.dtype | None = None) -> None:
+    def make_dense(self) -> None:
         """Become the module that it was, with unpacked weights, one expert at a time."""
         for held in [name for name in self._buffers if name.endswith(POSITIONS)]:
             name = held.removesuffix(POSITIONS)
             values, positions = getattr(self, name), getattr(self, held)
             first = unpack24(values[0], positions[0])
-            dense = first.new_empty((len(values), *first.shape), dtype=dtype)
+            dense = first.new_empty((len(values), *first.shape))
             for expert in range(len(values)):
                 dense[expert] = unpack24(values[expert], positions[expert])
             delattr(self, held)
@@ -98,5 +98,6 @@ def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str]) ->
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a module holds packed 2:4 weights of its own."""
-    return any(name.endswith(POSITIONS) for name, _ in module.named_buffers(recurse=False))
+    """Whether a module holds packed 2:4 weights of its own. Some other buffers are called positions too (GPT-J's)."""
+    ends = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]
+    return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)

@@ -21,6 +21,8 @@ class Packed24Linear(nn.Linear):
     """
 
     weight_positions: Tensor
+    dense_class: type[nn.Linear] = nn.Linear
+    """Of the ordinary layer: Falcon has one that forms the same sum in its own words."""
 
     def __init__(self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)
@@ -36,7 +38,7 @@ class Packed24Linear(nn.Linear):
 
     def dense(self) -> nn.Module:
         """The ordinary layer with the same weight; its bias is shared."""
-        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer = self.dense_class(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight = nn.Parameter(unpack24(self.weight.detach(), self.weight_positions))
         layer.register_parameter("bias", self.bias)
         return layer.train(self.training)

@@ -15,7 +15,7 @@ import deepspeed
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config.arguments import RunArguments, flags
-from sparseforge_ds.config.command_line import parse_arguments
+from sparseforge_ds.config.command_line import UnknownFlagError, parse_arguments
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.runtime.extension_locks import clear_extension_locks
@@ -120,7 +120,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """The launcher's whole body: run, and turn what went wrong into one line and an exit code on every rank.
 
     Returns:
-        0 when the run is complete, 1 after an error; 143 when SIGTERM, 130 when Ctrl-C stopped it, saved if it trained.
+        0 when the run is complete, 1 after an error, 2 for a flag that does not exist; 143 when SIGTERM, 130 when
+        Ctrl-C stopped it, saved if it trained.
     """
     set_up_console()
     try:
@@ -148,7 +149,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _fail(error: Exception, aloud: bool) -> int:
     if aloud:
         _LOG.error(error)
-    return 1
+    return 2 if isinstance(error, UnknownFlagError) else 1
 
 
 def _settings(spec: RunSpec) -> dict[str, Any]:

@@ -79,13 +79,18 @@ def check_folder(spec: RunSpec) -> None:
     """Refuse a folder that holds another run, or nothing to resume.
 
     Raises:
-        ValueError: a fresh run would overwrite checkpoints, the run to resume is not this one, or the disk is too full.
-        OSError: the folder cannot be written.
+        ValueError: a fresh run would overwrite checkpoints, the run to resume is not this one, the folder cannot be
+            written, or the disk is too full.
     """
-    spec.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        spec.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=spec.folder):
+            pass  # writable, on every rank
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {spec.folder}: cannot be written ({error.strerror}); give another folder"
+        ) from None
     check_beginning(spec)
-    with tempfile.TemporaryFile(dir=spec.folder):
-        pass  # writable, on every rank
     # A start sweeps up what an interrupted save left, before it writes anything.
     swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
     check_room(spec, shutil.disk_usage(spec.folder).free + swept)

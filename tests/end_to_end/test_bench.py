@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTJConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.speed import PAPER
@@ -17,6 +17,7 @@ from sparseforge_ds.runtime.packed_linear import Packed24Linear
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, write_model
 from tests.tiny_models import BUILDERS
+from tests.unit.model.test_uncovered import tiny
 
 SHORT = ["--prompt", "24", "--generated", "3", "--repeats", "3", "--threads", "1"]
 
@@ -76,11 +77,16 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
     other = write_dense(tmp_path / "other", "llama-odd")
+    positioned = tmp_path / "gptj"
+    tiny(GPTJConfig, n_layer=1, n_head=4, rotary_dim=4)().save_pretrained(positioned)
     for arguments, message in (
+        ([str(positioned)], "no weight of it is packed, there is nothing to compare; sparseforge export"),
         ([str(dense)], "no weight of it is packed, there is nothing to compare; sparseforge export"),
         ([str(packed), "--against", str(other)], "hidden_size 20 is not the"),
         ([str(packed), "--prompt", "99999"], "--prompt 99999: the model has"),
         ([str(packed), "--prompt", "8", "--generated", "99999"], "--generated 99999: the model has"),
+        (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),
+        (["no/model", "--out", str(dense / "config.json" / "x")], "a file is there; give a folder"),
         ([str(packed), "--repeats", "0"], "--repeats 0: give 1 or more"),
     ):
         assert main(["bench", *arguments]) == 2

@@ -14,6 +14,10 @@ from sparseforge_ds.cli.main import main
         (["--tasks", "piqa", "--stride", "8"], "--stride 8: it belongs to perplexity; give --text, or leave it out"),
         (["--tasks", "piqa", "--stride", "0"], "--stride 0: it belongs to perplexity; give --text, or leave it out"),
         (["--text", "stdlib:heldout", "--paper", "llama2-7b"], "--paper llama2-7b: it belongs to accuracy; give"),
+        (["--text", "stdlib:heldout", "--json", "."], "--json .: is a folder; give a file"),
+        (["--text", "stdlib:heldout", "--batch_size", "0"], "--batch_size 0: use an integer >= 1"),
+        (["--text", "stdlib:heldout", "--seq_length", "1"], "--seq_length 1: use an integer >= 2"),
+        (["--text", "stdlib:heldout", "--stride", "0"], "--stride 0: use an integer >= 1"),
         (["--text", "stdlib:heldout"], "no/model: has no tokenizer that can be read"),
     ],
 )

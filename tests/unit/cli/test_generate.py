@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,8 +67,17 @@ def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     sparse = write_sparse(tmp_path / "sparse", dense, "llama", max_shard_size="5GB")
     assert main(["export", str(sparse), str(tmp_path / "mask"), "--format", "mask", "--skip_proof"]) == 0
+    damaged, odd = (Path(shutil.copytree(dense, tmp_path / name)) for name in ("damaged", "odd"))
+    (damaged / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes()[:-5])
+    content = json.loads((dense / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps({**content, "hidden_size": "wide"}))
+    zero = Path(shutil.copytree(dense, tmp_path / "zero"))
+    (zero / "config.json").write_text(json.dumps({**content, "num_attention_heads": 0}))
     capsys.readouterr()
     for model, more, message in (
+        (damaged, [], "damaged: cannot be loaded as a causal language model (Error while deserializing header: "),
+        (odd, [], "'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
+        (zero, [], "modulo by zero"),
         (tmp_path / "mask", [], f"is a mask; put it on its dense model: sparseforge export {tmp_path / 'mask'} OUT"),
         (tmp_path / "run", [], "of a run make one first: sparseforge consolidate"),
         (dense, ["--max_new_tokens", "0"], "--max_new_tokens 0: use 1 or more"),

@@ -11,6 +11,7 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from sparseforge_ds.config.deepspeed_config import check_machine, read_deepspeed_json
+from sparseforge_ds.config.deepspeed_keys import check_keys
 from tests.tiny_folders import deepspeed_json, write_json
 
 SGD = {"type": "SGD", "params": {"lr": 1e-3}}
@@ -47,6 +48,12 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     (f"{ZERO}/stage", 4, [f"{ZERO}.stage = 4 is not valid: use 0, 1, 2 or 3"]),
     *((f"{ZERO}/stage", value, [f"{ZERO}.stage = ", "use 0, 1, 2 or 3"]) for value in ("3", 2.5, None, True, -1)),
     *((ZERO, value, [f"{ZERO} = ", 'expected an object, like {"stage": 3}']) for value in (None, [], True, 3)),
+    *((key, "auto", [f'{key} = "auto": expected an object']) for key in ("bf16", "fp16", ZERO, "optimizer", "wandb")),
+    *((key, "auto", [f'{key} = "auto": expected an']) for key in ("tensorboard", "comet", "checkpoint", "data_types")),
+    (OFFLOAD, "auto", [f'{ZERO}.offload_optimizer = "auto": expected an object, or leave it out']),
+    (f"{ZERO}/offload_param", "auto", [f'{ZERO}.offload_param = "auto": expected an object']),
+    ("gradient_clipping", 10**400, ["100000000000000000000000000000 is too large; write an integer of 64 bits"]),
+    (f"{PARAMS}/lr", -(2**63), ["-9223372036854775808 is too large"]),
     (f"{ZERO}/reduce_bucket_size", "5e8", ["reduce_bucket_size", '"5e8"', "integer"]),
     (f"{ZERO}/reduce_bucket_size", 0, ["greater than 0"]),
     (OFFLOAD, "cpu", ['offload_optimizer = "cpu"', "dictionary"]),
@@ -143,6 +150,13 @@ def test_what_cannot_work_is_one_line(
     message = str(raised.value)
     assert message.startswith(f"--deepspeed {file}: ") and "\n" not in message
     assert [word for word in words if word not in message] == [], message
+
+
+def test_numbers_of_python_are_held_to_64_bits_too() -> None:
+    for key, value in (("gradient_clipping", 10**400), ("steps_per_print", 10**400), ("steps_per_print", float("inf"))):
+        with pytest.raises(ValueError, match=f"{key} = .*: expected a"):
+            check_keys({**deepspeed_json(), key: value})
+    check_keys({**deepspeed_json(), "gradient_clipping": 1e300})
 
 
 def test_two_precisions_are_refused_and_fp16_without_zero(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": {"name": "maskllm", "temperature": [4, 0]}}, ["sparseforge.method.temperature", "> 0"]),
     ({"method": {"name": "maskllm", "prior": -1}}, ["sparseforge.method.prior", ">= 0"]),
     ({"method": {"name": "maskllm", "frozen": -0.1}}, ["sparseforge.method.frozen", "frozen"]),
+    ({"method": "maskllm", "pattern": "16:32"}, ["sparseforge.pattern = 16:32", "more than 1,000", "like 2:4 or 4:8"]),
+    ({"method": "maskllm", "pattern": "8:16"}, ["sparseforge.pattern = 8:16"]),
     ({"method": "maskllm", "pattern": "block16"}, ["sparseforge.pattern = block16", "n:m"]),
     ({"importance": "sparsegpt"}, ["sparsegpt", "starting mask", "fisher"]),
     ({"method": "oneshot", "importance": "sparsegpt", "pattern": "block16"}, ["sparsegpt", "block16"]),

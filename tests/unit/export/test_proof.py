@@ -121,14 +121,13 @@ def test_a_packed_folder_is_not_loaded_without_us(source: Source, tmp_path: Path
 def test_too_little_memory_is_said_before_any_work(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = proof.psutil.virtual_memory()
-    monkeypatch.setattr(proof.psutil, "virtual_memory", lambda: memory._replace(available=10**8))
+    monkeypatch.setattr(proof, "free_memory", lambda: 10**8)
     for format in ("hf", "packed24"):
         with pytest.raises(ValueError, match=r"needs about 0\.6 GB of memory, 0\.1 GB are available.*--skip_proof"):
             export(source, tmp_path / "out", format)
     export(source, tmp_path / "mask", "mask")  # which loads no model
     export(source, tmp_path / "out", "packed24", skip_proof=True)
-    monkeypatch.setattr(proof.psutil, "virtual_memory", lambda: memory._replace(available=10**12))
+    monkeypatch.setattr(proof, "free_memory", lambda: 10**12)
     require(source, packed=False)
 
 

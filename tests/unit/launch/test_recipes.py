@@ -47,17 +47,18 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         tool.write_text(
             f'#!/bin/bash\n[ "$1" = show ] && {{ echo first; echo second; exit; }}\n'
             f'printf "%s\\0" "{name}" "$@" >>{commands}; echo >>{commands}\n'
+            f'eval "${{DOES_{name}:-}}"\n'
             f'exit "${{EXIT_{name}:-0}}"\n'
         )
         tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
 
-    def run(line: str, **environment: str) -> tuple[int, list[list[str]], str]:
+    def run(line: str, cwd: Path = tmp_path, **environment: str) -> tuple[int, list[list[str]], str]:
         commands.unlink(missing_ok=True)
         names = ("HOSTFILE", "GPUS", "MODEL", "DATASET", "STEPS", "OUTPUT", "CONFIG", "LAUNCHER")
         clean = {name: value for name, value in os.environ.items() if name not in names}
         done = subprocess.run(
             ["bash", *line.split()],
-            cwd=tmp_path,
+            cwd=cwd,
             env={**clean, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
             capture_output=True,
             text=True,
@@ -153,16 +154,23 @@ def test_a_recipe_goes_on_after_its_training(bash, tmp_path):
     code, commands, _ = bash("launch/qwen3_8b.sh --resume", OUTPUT=str(run))
     assert code == 0
     assert [command[3] for command in commands[1:2]] == ["verify"] and len(commands) == 5
+    (run / "result.json").write_text('{\n  "steps": 5000,\n  "seconds": 7\n}\n')
+    for line, steps in (("--resume", "5001"), ("--resume --max-steps 5002 --max_steps=5003", "1")):
+        code, commands, errors = bash(f"launch/qwen3_8b.sh {line}", OUTPUT=str(run), STEPS=steps)
+        assert (code, commands) == (2, []) and "is of 5000 steps, and" in errors and "go on to 500" in errors
+    assert bash("launch/qwen3_8b.sh --resume", OUTPUT=str(run), STEPS="5000")[0] == 0
     os.utime(run / "result.json", (2e9 + 1, 2e9 + 1))
     assert bash("launch/qwen3_8b.sh --resume", OUTPUT=str(run))[0] == 2
 
 
-def test_a_hostfile_goes_to_the_launcher_and_an_error_ends_the_recipe(bash):
+def test_a_hostfile_goes_to_the_launcher_and_an_error_ends_the_recipe(bash, tmp_path):
     code, commands, _ = bash("launch/opt_2.7b.sh", HOSTFILE="launch/hostfile.example", EXIT_deepspeed="3")
     assert code == 3
     assert [command[:4] for command in commands] == [
-        ["deepspeed", "--hostfile", "launch/hostfile.example", "launch/train.py"]
+        ["deepspeed", "--hostfile", f"{tmp_path}/launch/hostfile.example", "launch/train.py"]
     ]
+    code, commands, errors = bash("launch/opt_2.7b.sh", HOSTFILE="hosts")
+    assert (code, commands) == (2, []) and "HOSTFILE=hosts: no such file" in errors
 
 
 @pytest.mark.parametrize("line", ["launch/llama2_7b.sh", "launch/gpt2.sh huge", "launch/slurm.sh"])
@@ -238,6 +246,27 @@ def test_the_readme_has_the_same_numbers():
         assert cells[5].replace(",", "") in head
 
 
+def test_the_comparison_of_fixed_masks(bash, tmp_path):
+    """Ranks that divide the batch, files of where it is called, and the end of a log where something fails."""
+    (tmp_path / "launch" / "install.sh").write_text("")
+    (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "text.jsonl").touch()
+    line = "../launch/fixed_mask_comparison.sh"
+    code, commands, errors = bash(line, cwd=own)
+    assert (code, commands) == (2, []) and errors.count("fixed_mask_comparison.sh MODEL TRAIN_TEXT") == 1
+    broken = 'case "$*" in *verify*) echo not 2:4; exit 1 ;; esac; echo 6'
+    code, commands, errors = bash(f"{line} org/model text.jsonl {own}/text.jsonl", cwd=own, DOES_python=broken)
+    assert code == 1 and errors.splitlines()[-1] == "not 2:4"
+    train = next(command for command in commands if command[0] == "deepspeed")
+    assert train[1:3] == ["--num_gpus", "4"]
+    for flag, value in (("--model", "org/model"), ("--dataset", f"{own}/text.jsonl")):
+        assert train[train.index(flag) + 1] == value
+
+
 @pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
 def test_bash_can_parse_it(script):
+    """Bash before 4.4 too, where `set -u` takes an empty array for one that is not set."""
     subprocess.run(["bash", "-n", str(script)], check=True)
+    assert set(re.findall(r'(?<!\+)"\$\{(\w+)\[@\]\}"', script.read_text())) <= {"launcher"}  # never empty

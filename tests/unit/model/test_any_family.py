@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import HunYuanMoEV1Config, PreTrainedConfig, ZayaConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.any_family import any_family, pasteable
 from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.planning.architecture import bare_model
 from tests.tiny_models import BUILDERS, tiny_llama
-from tests.unit.model.test_uncovered import WITHOUT_ROWS, unknown
+from tests.unit.model.test_uncovered import WITHOUT_ROWS, tiny, unknown
 
 BLANK = SparseForgeConfig()
 
@@ -33,6 +34,15 @@ def test_everything_is_decided_and_can_be_pasted(family: str) -> None:
 def test_it_finds_what_the_rows_name(family: str) -> None:
     model = unknown(family)
     assert prunable_weights(model, any_family(model, BLANK)) == prunable_weights(BUILDERS[family](), BLANK)
+
+
+@pytest.mark.parametrize("config", [HunYuanMoEV1Config, ZayaConfig])
+def test_layers_inside_a_router_stay_dense(config: type[PreTrainedConfig]) -> None:
+    model = tiny(config, num_experts=4, num_experts_per_tok=1, moe_topk=1, moe_intermediate_size=16)()
+    inside = {name for name, parameter in model.named_parameters() if ".mlp.gate." in name and parameter.ndim == 2}
+    found = {weight.name for weight in prunable_weights(model, any_family(model, BLANK))}
+    assert inside and found and not inside & found
+    assert all(name in found for name, _ in model.named_parameters() if ".experts." in name or ".o_proj." in name)
 
 
 def test_a_family_with_rows_is_left_to_them() -> None:

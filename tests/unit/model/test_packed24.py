@@ -22,7 +22,7 @@ from sparseforge_ds.train.pretrained import find_model
 from tests.sparse_folders import bits, write_dense, write_sparse
 
 IDS = torch.arange(3, 19)[None]
-FAMILIES = {"llama-odd": Packed24Linear, "gpt2": Packed24Conv1D}
+FAMILIES = {"llama-odd": Packed24Linear, "gpt2": Packed24Conv1D, "falcon": Packed24Linear}
 FOLDERS = dict[str, tuple[Path, Path]]
 
 
@@ -70,11 +70,23 @@ def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path
     assert all(torch.equal(bits(one.read(key)), bits(two.read(key))) for key in one.specs)
     assert torch.equal(logits(load(tmp_path / "again")), logits(packed))
     packed.dequantize()
+    expected = load(folders[name][0])
+    assert list(map(type, packed.modules())) == list(map(type, expected.modules()))
     packed.save_pretrained(tmp_path / "dense")
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
-    expected = load(folders[name][0])
     assert all(torch.equal(bits(packed.state_dict()[key]), bits(v)) for key, v in expected.state_dict().items())
     assert torch.equal(logits(load(tmp_path / "dense")), logits(expected))
+
+
+@pytest.mark.parametrize("how", ["stored", "cast before", "asked for"])
+def test_made_dense_in_one_dtype(folders: FOLDERS, how: str) -> None:
+    """Also where it is not the one of the config."""
+    packed = load(folders["llama-odd"][1], dtype=torch.float16)
+    if how == "cast before":
+        packed.to(torch.float32)
+    packed.dequantize(torch.float32 if how == "asked for" else None)
+    assert {value.dtype for value in packed.parameters()} == {torch.float16 if how == "stored" else torch.float32}
+    assert logits(packed).isfinite().all()
 
 
 def test_compiled_whole(folders: FOLDERS) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    GPTJConfig,
     GraniteMoeConfig,
     MptConfig,
     PhiConfig,
@@ -169,7 +170,7 @@ def unknown(family: str) -> PreTrainedModel:
     return model
 
 
-def _tiny(config: type[PreTrainedConfig], **more: Any) -> Callable[[], PreTrainedModel]:
+def tiny(config: type[PreTrainedConfig], **more: Any) -> Callable[[], PreTrainedModel]:
     sizes: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -185,12 +186,13 @@ def _tiny(config: type[PreTrainedConfig], **more: Any) -> Callable[[], PreTraine
 
 
 WITHOUT_ROWS: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
-    "bloom": (_tiny(BloomConfig, n_layer=2, n_head=4), 8),
-    "granitemoe": (_tiny(GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2), 12),
-    "mpt": (_tiny(MptConfig, d_model=32, n_layers=2, n_heads=4, hidden_size=None), 8),
-    "phi": (_tiny(PhiConfig), 12),
-    "phimoe": (_tiny(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2), 12),
-    "stablelm": (_tiny(StableLmConfig), 14),
+    "bloom": (tiny(BloomConfig, n_layer=2, n_head=4), 8),
+    "gptj": (tiny(GPTJConfig, n_layer=2, n_head=4, rotary_dim=4), 12),
+    "granitemoe": (tiny(GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2), 12),
+    "mpt": (tiny(MptConfig, d_model=32, n_layers=2, n_heads=4, hidden_size=None), 8),
+    "phi": (tiny(PhiConfig), 12),
+    "phimoe": (tiny(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2), 12),
+    "stablelm": (tiny(StableLmConfig), 14),
 }
 """Models of families that the table does not have, and how many weights of each are pruned, fused experts included."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +90,25 @@ def test_configs_are_found(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "config.json")):
         assert read_model_config(name).hidden_size == 4096
     assert read_model_config("stdlib_llama").model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "wide"}, "its config.json cannot be used .*'hidden_size': TypeError: .* got str"),
+        ({"layer_types": ["full_attention"]}, r"its config.json cannot be used .*`num_hidden_layers` \(2\) must be"),
+        ({"num_attention_heads": 0}, "no qwen2 model can be made .*modulo by zero"),
+        ({"hidden_act": "nothing"}, "no qwen2 model can be made of this config.json .KeyError: 'nothing'"),
+        ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "no qwen2 model can be made .*KeyError: 'odd'"),
+        ({"intermediate_size": -64}, "no qwen2 model can be made .*negative dimension"),
+    ],
+)
+def test_configs_of_wrong_values(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    content = {**tiny_models.BUILDERS["qwen2"]().config.to_dict(), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message) as raised:
+        bare_model(read_model_config(str(tmp_path)))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

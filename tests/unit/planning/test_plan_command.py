@@ -173,6 +173,12 @@ def test_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert text.strip().splitlines()[-1] == f"{', '.join(files)} fit"
 
 
+def test_a_model_may_lie_where_temporary_files_do(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder of a run is asked for, or refused."""
+    monkeypatch.setattr("tempfile.tempdir", str(Path(qwen).parent))
+    assert plan("--model", str(Path(qwen).parent), "--gpus", "8", "--deepspeed", ZERO3) == 0
+
+
 def test_another_teacher(qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     qwen3_14b(num_hidden_layers=8).save_pretrained(tmp_path / "teacher")
     shared = ("--model", qwen, "--gpus", "8", "--seq_length", "512", "--deepspeed", ZERO3)

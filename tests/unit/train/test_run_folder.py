@@ -259,6 +259,8 @@ def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
             continue
         with pytest.raises(ValueError, match=message):
             spec(**flags)
+    with pytest.raises(ValueError, match="--output_dir /proc/run: cannot be written .No such file"):
+        check_folder(spec(output_dir="/proc/run"))
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(
         path.name for path in (tmp_path / "teacher").iterdir()
     )
