@@ -56,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.evaluate.pretrained import load_model
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.permuted_folder import DenseFolder
-        from sparseforge_ds.export.writer import parse_size, unfinished_folder
+        from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder
         from sparseforge_ds.rotation.record import FILE
         from sparseforge_ds.rotation.rotate import rotate
 
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     parse_size(args.max_shard_size)  # for its error, before the search
+    require_free(args.out)
     batches = calibration(args.model, DenseFolder(args.model).config, args.text, args.sequences, args.seq_length)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
     with unfinished_folder(args.out) as folder:
