@@ -72,7 +72,7 @@ class SparseForge:
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious)
         hook_gradients(on.state, on.shards)
-        self.ready = not (self._method.starts or self.config.shifts)
+        self.ready = not self._starts
         """Whether the first step may be made; if not, `start` comes before it."""
         self._method.resume()
         self._skipped = engine.skipped_steps
@@ -219,7 +219,11 @@ class SparseForge:
 
         What has one number a weight is optimizer state already; row and column sums are here, as text. Of a frozen
         mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
+
+        Raises:
+            ValueError: no step was made yet, and `start` comes before the first: W would be saved with the mask in it.
         """
+        self._refuse_begun(self.step_count, "a checkpoint now")
         if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
             self._layout.push()
         run = RunState.of(self.config, self.weights, self.step_count, self.refreshes)
@@ -247,11 +251,25 @@ class SparseForge:
                 "start a fresh run in another output_dir"
             )
         assert isinstance(state, dict)
+        self._refuse_begun(state["step"], where)
         try:
             self._mean.check(state)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return state
+
+    @property
+    def _starts(self) -> bool:
+        """Whether `start` changes what the network sees, before the first step."""
+        return self._method.starts or self.config.shifts
+
+    def _refuse_begun(self, step: int, where: str) -> None:
+        """W waits outside the optimizer's state until the first step, and is in no checkpoint from before it."""
+        if self._starts and not step and self.config.max_steps:
+            raise ValueError(
+                f"{where} is from before the first step, when there is nothing to save: weights that the starting "
+                "mask removes, or a shift takes, are not in it; save after a step, or start a fresh run"
+            )
 
     def _masks_of(self, state: dict[str, Any]) -> Masks:
         """How far masks were when a state was saved."""
@@ -263,7 +281,7 @@ class SparseForge:
         self._sharded.step, self._sharded.refreshes = state["step"], state["refreshes"]
         self._mean.load_state_dict(state)
         self._hooks.steps_begun = 0
-        self.ready = self.step_count > 0 or not (self._method.starts or self.config.shifts)
+        self.ready = self.step_count > 0 or not self._starts
         if self.step_count and self._masks_of(state) == "frozen":
             self._state.read_kept()
             self._sharded.check_frozen()
