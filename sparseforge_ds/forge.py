@@ -282,6 +282,7 @@ class SparseForge:
         self._mean.load_state_dict(state)
         self._hooks.steps_begun = 0
         self.ready = self.step_count > 0 or not self._starts
+        self._state.frozen = 0 < self.step_count >= self.schedule.freeze_step
         if self.step_count and self._masks_of(state) == "frozen":
             self._state.read_kept()
             self._sharded.check_frozen()
@@ -305,6 +306,7 @@ class SparseForge:
 
     def _release_if_due(self) -> None:
         """When masks are frozen for good: keep one bit a weight, and let the optimizer train the masters."""
+        self._state.frozen = self.step_count >= self.schedule.freeze_step
         if self.step_count == self.config.release_step:
             self._state.release()
             self._health.forget_targets()

@@ -43,6 +43,8 @@ class ShardState:
         self.mask_dtype = mask_dtype
         self.keys = ("dense", "mask", *more)
         """Names of our tensors in the optimizer's state, while masks move."""
+        self.frozen = False
+        """Whether masks move no more; W beyond them stands still until it is released, for a branch to start from."""
         self.released = False
         """Whether masks are frozen and only `kept` is left."""
         self.kept: dict[int, Tensor] = {}
@@ -87,7 +89,7 @@ class ShardState:
         """Begin anew from the present masters: nothing is masked."""
         self._waiting.clear()
         self.kept.clear()
-        self.released = False
+        self.frozen = self.released = False
 
     def join(self, index: int) -> None:
         """Make what waits part of the optimizer's state, after its first step of a partition."""
