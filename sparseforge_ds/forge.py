@@ -72,6 +72,7 @@ class SparseForge:
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious)
         hook_gradients(on.state, on.shards)
+        engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         self.ready = not self._starts
         """Whether the first step may be made; if not, `start` comes before it."""
         self._method.resume()

@@ -97,6 +97,7 @@ def misuses() -> dict[str, str]:
 
     engine, forge = build(case)
     said["finish early"] = message_of(forge.finish)
+    said["twice"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
     accumulating = Case(stage=2, gas=2)
     engine, forge = build(accumulating)
     engine.backward(engine(**my_part(batch_at(0))).loss)
@@ -129,6 +130,7 @@ def test_misuse_is_named() -> None:
     assert said["start without probe"].startswith("ValueError") and "probe" in said["start without probe"]
     assert said["never started"].startswith("ForgeError") and "forge.start(probe)" in said["never started"]
     assert "never refreshed" in said["finish early"] and "layers.0.self_attn.q_proj.weight" in said["finish early"]
+    assert said["twice"].startswith("ValueError") and "make a new engine" in said["twice"]
     assert said["accumulating"] == "(False, 0)"
     for key in ("one group", "unmarked", "left out"):
         assert said[key].startswith("ValueError") and "param_groups(model, config)" in said[key], said[key]
