@@ -96,6 +96,23 @@ class ShardState:
         if waiting := self._waiting.pop(index, None):
             self.layout.inner.state[self.layout.flats[index]].update(waiting)
 
+    def _of_optimizer(self, index: int) -> dict[str, Tensor]:
+        """The optimizer's own states with one number, or one code, for every element of a partition."""
+        flat = self.layout.flats[index]
+        held = self.layout.inner.state.get(flat, {})
+        found = {key: value for key, value in held.items() if isinstance(value, Tensor) and key not in self.keys}
+        return {key: value for key, value in found.items() if value.numel() == flat.numel()}
+
+    def require_numbers(self, index: int) -> None:
+        """After the optimizer's first step of a partition: raise where it keeps codes of another meaning per element,
+        of which 0 is not the code of 0 and a checkpoint cannot be cut into elements."""
+        for key, value in self._of_optimizer(index).items():
+            if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"optimizer {type(self.layout.inner).__name__} keeps {key} in {value.dtype}, which cannot be "
+                    "masked or resumed; use one with states of 16 or 32 bits, like AdamW"
+                )
+
     def of(self, shard: Shard, key: str) -> Tensor:
         """This rank's elements of one weight in a state, as it is stored, as a view."""
         return shard.of(self.partition(shard.flat)[key])
@@ -161,7 +178,6 @@ class ShardState:
         Masters become what trains from here on. Beside masters of 16 bits W stays, in fp32, with zeros where it is
         pruned. Masks must be projected: 0 or 1.
         """
-        state = self.layout.inner.state
         for index in self.flats:
             flat, held = self.layout.flats[index], self.partition(index)
             dense, mask = held["dense"], held["mask"].view(-1)
@@ -172,9 +188,8 @@ class ShardState:
             for key in self.keys:
                 if key != "dense" or flat.dtype == dense.dtype:
                     del held[key]
-            for value in state.get(flat, {}).values():
-                if isinstance(value, Tensor) and value.numel() == flat.numel() and value is not dense:
-                    self.mask_in_place(index, value)
+            for value in self._of_optimizer(index).values():
+                self.mask_in_place(index, value)
         self._waiting = {index: held for index, held in self._waiting.items() if held}
         self.released = True
         self.mark_zeros()

@@ -105,6 +105,11 @@ def misuses() -> dict[str, str]:
     engine.step()
     said["accumulating"] = str((forge.step(None), forge.step_count))
 
+    engine = build_engine(case)
+    engine.basic_optimizer.register_step_post_hook(in_bytes)
+    forge = sf.SparseForge(engine, case.sparseforge)
+    said["8 bits"] = message_of(lambda: train_step(engine, case, 0))
+
     model = MODELS["llama"]()
     everything = [{"params": list(model.parameters())}]
     engine = build_engine(case, model, everything)
@@ -123,6 +128,12 @@ def misuses() -> dict[str, str]:
     return said
 
 
+def in_bytes(optimizer: Any, *_: Any) -> None:
+    """States in codes of 8 bits."""
+    for state in optimizer.state.values():
+        state["codes"] = torch.zeros_like(state.pop("exp_avg"), dtype=torch.uint8)
+
+
 def test_misuse_is_named() -> None:
     said = run_distributed(misuses, 1)[0]
     assert (
@@ -133,6 +144,7 @@ def test_misuse_is_named() -> None:
     assert "never refreshed" in said["finish early"] and "layers.0.self_attn.q_proj.weight" in said["finish early"]
     assert said["twice"].startswith("ValueError") and "make a new engine" in said["twice"]
     assert said["accumulating"] == "(False, 0)"
+    assert said["8 bits"].startswith("ValueError: optimizer AdamW keeps codes in torch.uint8"), said["8 bits"]
     for key in ("one group", "unmarked", "left out"):
         assert said[key].startswith("ValueError") and "param_groups(model, config)" in said[key], said[key]
 
