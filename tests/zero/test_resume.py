@@ -27,6 +27,8 @@ CASES["2-fp16"] = Case(stage=2, dtype="fp16")
 CASES["3-low-rank"] = Case(stage=3, config=LOW_RANK)
 CASES["3-learned-bf16"] = Case(stage=3, dtype="bf16", config={"low_rank": {"k": 4, "learned": True}})
 CASES["1-low-rank-bf16"] = Case(stage=1, dtype="bf16", config={"low_rank": {"k": 4, "shift": False}})
+# Saved between the freeze, at step 5, and the start of the branches.
+CASES["2-low-rank-later"] = Case(stage=2, clip=0.1, config={"low_rank": {"k": 4, "shift": False, "start": 0.7}})
 CASES["0-low-rank-conv1d"] = Case(stage=0, model="gpt2", config=LOW_RANK)
 CASES["2-ragged-hutchinson"] = Case(stage=2, config={"exclude": ["*.k_proj.weight"], "importance": "hutchinson"})
 CASES["3-hutchinson-weights"] = Case(stage=3, config={"importance": "hutchinson", "curvature": {"per_token": False}})
