@@ -222,9 +222,13 @@ class SparseForge:
         mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
 
         Raises:
-            ValueError: no step was made yet, and `start` comes before the first: W would be saved with the mask in it.
+            ValueError: `start` was called, and no step made yet: W waits outside the optimizer's state.
         """
-        self._refuse_begun(self.step_count, "a checkpoint now")
+        if self._starts and self.ready and not self.step_count and self.config.max_steps:
+            raise ValueError(
+                "a checkpoint between forge.start and the first step would not hold the weights that the starting mask "
+                "removes, or a shift takes: save after a step, or before forge.start"
+            )
         if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
             self._layout.push()
         run = RunState.of(self.config, self.weights, self.step_count, self.refreshes)
@@ -252,7 +256,6 @@ class SparseForge:
                 "start a fresh run in another output_dir"
             )
         assert isinstance(state, dict)
-        self._refuse_begun(state["step"], where)
         try:
             self._mean.check(state)
         except ValueError as error:
@@ -264,19 +267,11 @@ class SparseForge:
         """Whether `start` changes what the network sees, before the first step."""
         return self._method.starts or self.config.shifts
 
-    def _refuse_begun(self, step: int, where: str) -> None:
-        """W waits outside the optimizer's state until the first step, and is in no checkpoint from before it."""
-        if self._starts and not step and self.config.max_steps:
-            raise ValueError(
-                f"{where} is from before the first step, when there is nothing to save: weights that the starting "
-                "mask removes, or a shift takes, are not in it; save after a step, or start a fresh run"
-            )
-
     def _masks_of(self, state: dict[str, Any]) -> Masks:
         """How far masks were when a state was saved."""
-        if state["step"] >= self.config.release_step:
-            return "frozen"
-        return "moving" if state["step"] else "none"
+        if not state["step"]:
+            return "none"
+        return "frozen" if state["step"] >= self.config.release_step else "moving"
 
     def _continue(self, state: dict[str, Any]) -> None:
         self._sharded.step, self._sharded.refreshes = state["step"], state["refreshes"]
@@ -284,7 +279,7 @@ class SparseForge:
         self._hooks.steps_begun = 0
         self.ready = self.step_count > 0 or not self._starts
         self._state.frozen = 0 < self.step_count >= self.schedule.freeze_step
-        if self.step_count and self._masks_of(state) == "frozen":
+        if self._masks_of(state) == "frozen":
             self._state.read_kept()
             self._sharded.check_frozen()
         self._health.forget_targets()
