@@ -72,7 +72,8 @@ class SparseForge:
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious)
         hook_gradients(on.state, on.shards)
-        self.ready = not (self._method.starts or self.config.shifts)
+        engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
+        self.ready = not self._starts
         """Whether the first step may be made; if not, `start` comes before it."""
         self._method.resume()
         self._skipped = engine.skipped_steps
@@ -222,7 +223,15 @@ class SparseForge:
 
         What has one number a weight is optimizer state already; row and column sums are here, as text. Of a frozen
         mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
+
+        Raises:
+            ValueError: `start` was called, and no step made yet: W waits outside the optimizer's state.
         """
+        if self._starts and self.ready and not self.step_count and self.config.max_steps:
+            raise ValueError(
+                "a checkpoint between forge.start and the first step would not hold the weights that the starting mask "
+                "removes, or a shift takes: save after a step, or before forge.start"
+            )
         if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
             self._layout.push()
         run = RunState.of(self.config, self.weights, self.step_count, self.refreshes)
@@ -256,18 +265,24 @@ class SparseForge:
             raise ValueError(f"{where}: {error}") from None
         return state
 
+    @property
+    def _starts(self) -> bool:
+        """Whether `start` changes what the network sees, before the first step."""
+        return self._method.starts or self.config.shifts
+
     def _masks_of(self, state: dict[str, Any]) -> Masks:
         """How far masks were when a state was saved."""
-        if state["step"] >= self.config.release_step:
-            return "frozen"
-        return "moving" if state["step"] else "none"
+        if not state["step"]:
+            return "none"
+        return "frozen" if state["step"] >= self.config.release_step else "moving"
 
     def _continue(self, state: dict[str, Any]) -> None:
         self._sharded.step, self._sharded.refreshes = state["step"], state["refreshes"]
         self._mean.load_state_dict(state)
         self._hooks.steps_begun = 0
-        self.ready = self.step_count > 0 or not (self._method.starts or self.config.shifts)
-        if self.step_count and self._masks_of(state) == "frozen":
+        self.ready = self.step_count > 0 or not self._starts
+        self._state.frozen = 0 < self.step_count >= self.schedule.freeze_step
+        if self._masks_of(state) == "frozen":
             self._state.read_kept()
             self._sharded.check_frozen()
         self._health.forget_targets()
@@ -290,6 +305,7 @@ class SparseForge:
 
     def _release_if_due(self) -> None:
         """When masks are frozen for good: keep one bit a weight, and let the optimizer train the masters."""
+        self._state.frozen = self.step_count >= self.schedule.freeze_step
         if self.step_count == self.config.release_step:
             self._state.release()
             self._health.forget_targets()

@@ -114,12 +114,12 @@ class SparseForgeConfig:
                 'pattern, or "shift": false',
             )
         if self.low_rank is not None and self.low_rank.start is not None and self.soft is not None:
-            schedule = self.soft.schedule(self.max_steps)
+            first = self.soft.schedule(self.max_steps).update_every
             self._require(
-                self.branch_step >= min(schedule.update_every, schedule.hardening_start + 1),
+                self.branch_step >= first,
                 "low_rank.start",
-                f"at step {self.branch_step} of {self.max_steps} no mask has removed anything yet; use null, a later "
-                "start, or more steps",
+                f"at step {self.branch_step} of {self.max_steps} no mask has removed anything yet, the first update "
+                f"being at step {first}; use null, a later start, or more steps",
             )
 
     def _require(self, condition: bool, key: str, cure: str) -> None:

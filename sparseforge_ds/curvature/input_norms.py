@@ -36,13 +36,12 @@ class InputNorms(Estimator):
         on, layout = self.on, self.on.layout
         # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
         sums: dict[str, Tensor] = {}
-        for name in on.load.rows:  # an expert in a list may not be called
-            size = len(on.load.rows[name]), on.shards[name].shape[-2 if name in on.input_first else -1] + 1
+        for name, shard in on.shards.items():  # not every layer is called on every rank
+            size = len(on.load.rows.get(name, (0,))), shard.shape[-2 if name in on.input_first else -1] + 1
             sums[name] = torch.zeros(size, device=layout.device)
 
         def on_inputs(name: str, input_TI: Tensor) -> None:
-            squares = F.pad(input_TI.float().square().sum(dim=0), (0, 1), value=input_TI.shape[0])[None]
-            sums[name] = sums[name] + squares if name in sums else squares
+            sums[name] += F.pad(input_TI.float().square().sum(dim=0), (0, 1), value=input_TI.shape[0])
 
         def on_experts(
             layer: str, parameter: str, _g: Tensor | None, input_SI: Tensor, stop_E: Tensor, _tokens: int
@@ -60,14 +59,14 @@ class InputNorms(Estimator):
             for probe in range(probes):
                 for closure in batches.passes(probe):
                     on.probe.loss(closure)
-        if unseen := sorted(set(on.modules) - set(sums)):
-            raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
         vector = torch.cat([sums[name].view(-1) for name in on.shards])
         layout.all_reduce(vector)
         reduced = {
             name: part.view_as(sums[name])
             for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)
         }
+        if unseen := sorted(name for name in set(on.modules) - set(on.load.rows) if not reduced[name][0, -1]):
+            raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
         on.load.take({name: reduced[name][:, -1] for name in on.load.rows})
         for name, shard in on.shards.items():
             column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)

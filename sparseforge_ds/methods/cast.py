@@ -79,6 +79,7 @@ class Cast(RefreshedMask):
             dense = on.dense(shard)
             dense.mul_(scale[output].to(dense.device))
             layer.enabled = False
+        self.ranking.mean.probe.forget_gradients()  # else that of s would stay in the norm
 
     def _whole(self, name: str, layer: Scaled) -> Tensor:
         """(out,) the factors of a layer from all ranks, which are set to 1 here. Collective."""

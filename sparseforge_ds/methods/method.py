@@ -45,7 +45,7 @@ class MaskMethod:
     @property
     def remembers(self) -> bool:
         """Whether publishing the step that begins needs W as it is now."""
-        return False
+        return self.on.state.frozen and not self.on.state.released
 
     def start(self, probe: Closure | ProbeBatches | None) -> None:
         """Before the first step of a fresh run. Collective."""
@@ -69,8 +69,12 @@ class MaskMethod:
             out.copy_(dense.view(out.shape))  # what is pruned is +0.0 in it
             return
         mask = state.partition(index)["mask"].view(-1)
+        dense = dense.view(-1)
         for chunk in chunks(mask):
-            publish(dense.view(-1)[chunk], values_of(mask[chunk]), out.view(-1)[chunk])
+            effective = values_of(mask[chunk])
+            if before is not None:  # what a frozen mask removes stands still: a branch is going to start from it
+                dense[chunk] = torch.where(effective != 0, dense[chunk], before.view(-1)[chunk])
+            publish(dense[chunk], effective, out.view(-1)[chunk])
 
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
         """`publish` as it would be if masks were frozen now."""

@@ -31,8 +31,9 @@ class SoftMask(MaskMethod):
     @property
     @override
     def remembers(self) -> bool:
-        """A frozen mask leaves nothing to decide by the weights that it removed."""
-        return not self.part.straight_through and self._formed and self.on.step < self.schedule.freeze_step
+        """While masks move, plain gradient descent needs it."""
+        follows = not self.part.straight_through and self._formed and self.on.step < self.schedule.freeze_step
+        return follows or super().remembers
 
     @property
     @override

@@ -8,6 +8,7 @@ a time is whole, and the X^T X of one block exist at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
+from sparseforge_ds.zero.restore import together
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -45,11 +47,10 @@ class SparseGPT:
             self._require_finite(gram)
             ranks = on.layout.world_size
             for first in range(0, len(names), ranks):
-                together = names[first : first + ranks]
-                whole = {owner: self._gather(name, gram.pop(name), owner) for owner, name in enumerate(together)}
-                mine = whole.get(on.layout.rank)
-                solved = None if mine is None else self._solve(together[on.layout.rank], *mine)
-                for owner, name in enumerate(together):
+                each = names[first : first + ranks]
+                whole = {name: self._gather(name, gram.pop(name), owner) for owner, name in enumerate(each)}
+                solved = together(on.layout, partial(self._solve, whole))
+                for owner, name in enumerate(each):
                     self._hand_back(name, solved if owner == on.layout.rank else None, owner)
             write_masters()
             on.layout.push()
@@ -102,14 +103,23 @@ class SparseGPT:
                 on.layout.receive(whole[start:stop], holder)
         return whole, gram_II
 
-    def _solve(self, name: str, flat: Tensor, gram_II: Tensor) -> Tensor:
-        """(2, numel) fp32: weights and mask."""
-        weight = self.on.weights[name]
+    def _solve(self, whole: dict[str, tuple[Tensor, Tensor] | None]) -> Tensor | None:
+        """(2, numel) fp32: weights and mask of the one that this rank has, if any."""
+        name, found = next(((name, found) for name, found in whole.items() if found is not None), ("", None))
+        if found is None:
+            return None
+        flat, gram_II = found
+        weight, part = self.on.weights[name], self.part
         transposed = weight.input_axis == -2
         weight_OI = flat.view(weight.shape).t() if transposed else flat.view(weight.shape)
-        updated_OI, kept_OI = reconstruct(
-            weight_OI.contiguous(), gram_II, self.pattern.n, self.pattern.m, self.part.damping, self.part.block
-        )
+        pattern = self.pattern.n, self.pattern.m
+        try:
+            updated_OI, kept_OI = reconstruct(weight_OI.contiguous(), gram_II, *pattern, part.damping, part.block)
+        except torch.linalg.LinAlgError:
+            raise ValueError(
+                f'importance "sparsegpt": the inputs of {name} do not span its columns, and reconstruction.damping = '
+                f"{part.damping:g} is too little to make up for it; use 0.01, or more calibration text"
+            ) from None
         both = torch.stack([updated_OI, kept_OI.float()])
         return (both.transpose(1, 2) if transposed else both).reshape(2, -1)
 

@@ -44,6 +44,8 @@ class _Listener:
 
 _listeners: dict[Module, _Listener] = {}
 """Modules that are being probed."""
+_before: dict[int, str | None] = {}
+"""What configs of theirs, by id, named before."""
 
 
 def sees_all(module: Module) -> bool:
@@ -70,11 +72,11 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
     assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
     alone = [module for module in modules.values() if sees_all(module)]
     configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if m not in alone}
-    before = {key: config._experts_implementation for key, config in configs.items()}
+    _before.update({key: config._experts_implementation for key, config in configs.items()})
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     for name, module in modules.items():
-        loops = module in alone or before[id(module.config)] == "eager"
+        loops = module in alone or _before[id(module.config)] == "eager"
         _listeners[module] = _Listener(name, hook, loops, gradients)
     try:
         for module in alone:
@@ -89,12 +91,19 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
         for module in alone:
             vars(module).pop("forward", None)
         for key, config in configs.items():
-            config._experts_implementation = before[key]
+            config._experts_implementation = _before.pop(key)
 
 
 def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """In the place of an experts module's forward; modules that share a config with a hooked one come here too."""
-    listener = _listeners.get(module)
+    if module not in _listeners:
+        module.config._experts_implementation = _before[id(module.config)]
+        try:
+            plain: Tensor = type(module).forward(module, hidden_TI, expert_TK, weight_TK)
+        finally:
+            module.config._experts_implementation = _NAME
+        return plain
+    listener = _listeners[module]
     T, K = expert_TK.shape
     expert_S, order_S = expert_TK.reshape(-1).sort(stable=True)
     number_E = torch.arange(module.num_experts, device=expert_S.device, dtype=expert_S.dtype)
@@ -102,15 +111,13 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
 
     def matmul(x_SI: Tensor, parameter: str) -> Tensor:
         weight_E, transposed = getattr(module, parameter), module.is_transposed
-        if listener is None or not listener.loops:
-            y_SO: Tensor = _grouped_linear(x_SI, weight_E, stop_E, is_transposed=transposed)
-        else:
+        if listener.loops:
             runs = zip(x_SI.tensor_split(stop_E[:-1].cpu().long()), weight_E.unbind(0), strict=True)
             y_SO = torch.cat([x @ weight if transposed else F.linear(x, weight) for x, weight in runs])
+        else:
+            y_SO = _grouped_linear(x_SI, weight_E, stop_E, is_transposed=transposed)
         if module.has_bias:
             y_SO = y_SO + getattr(module, f"{parameter}_bias")[expert_S]
-        if listener is None:
-            return y_SO
         return _heard(listener, parameter, y_SO, x_SI, stop_E, T)
 
     gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))

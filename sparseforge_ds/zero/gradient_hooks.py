@@ -30,7 +30,7 @@ def hook_gradients(state: ShardState, names: Iterable[str]) -> None:
         weight: Any = state.layout.low_precision[name]
 
         def keep(gradient: Tensor, weight: Any = weight, name: str = name) -> Tensor | None:
-            if not state.released:
+            if not state.frozen:
                 return None
             assert weight.shape == gradient.shape, f"{name}: its gradient arose when the weight was not gathered"
             return gradient.masked_fill(~is_kept(weight.detach()), 0.0)

@@ -104,7 +104,7 @@ class Probe:
             harvest(index, gradient if share == 1 else gradient * share)
 
         with self._untraced():
-            self._forget_gradients()
+            self.forget_gradients()
             # The engine divides by the accumulation steps, and so does not overflow where training does not; a probe
             # may have another number of passes, so that the mean over them is formed afterwards.
             self._backward(passes)
@@ -116,7 +116,7 @@ class Probe:
             optimizer.zero_grad()
             if optimizer is self.layout.inner:
                 engine.zero_grad()
-            self._forget_gradients()
+            self.forget_gradients()
         return harvested
 
     def activations(self, passes: Sequence[Closure]) -> None:
@@ -145,7 +145,7 @@ class Probe:
             overflowed += (~values.isfinite()).any().to(overflowed.device)
         return bool((self.layout.all_reduce(overflowed) == 0).item())
 
-    def _forget_gradients(self) -> None:
+    def forget_gradients(self) -> None:
         """ZeRO-3 hands a parameter that is unused in a step what this buffer held in the one before."""
         buffer = getattr(self.layout.optimizer, "grad_partitions_flat_buffer", None)
         if isinstance(buffer, Tensor):

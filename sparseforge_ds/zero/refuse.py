@@ -43,6 +43,10 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
         raise ValueError(f"cannot train a mask with this engine: {message}")
     refusals = [  # What a configuration does not show: parts that were made outside it.
         (
+            getattr(engine, "has_sparseforge", False),
+            "a SparseForge is attached to it already, and its hooks stay; make a new engine with deepspeed.initialize",
+        ),
+        (
             engine.sequence_parallel_size > 1 and engine.mesh_device is not None,
             f"sequence_parallel_size = {engine.sequence_parallel_size} by a device mesh, over whose rows alone "
             "gradients are reduced; leave data_parallel_size and mesh_param out, and give deepspeed.initialize the mpu "

@@ -43,6 +43,8 @@ class ShardState:
         self.mask_dtype = mask_dtype
         self.keys = ("dense", "mask", *more)
         """Names of our tensors in the optimizer's state, while masks move."""
+        self.frozen = False
+        """Whether masks move no more; W beyond them stands still until it is released, for a branch to start from."""
         self.released = False
         """Whether masks are frozen and only `kept` is left."""
         self.kept: dict[int, Tensor] = {}
@@ -87,12 +89,29 @@ class ShardState:
         """Begin anew from the present masters: nothing is masked."""
         self._waiting.clear()
         self.kept.clear()
-        self.released = False
+        self.frozen = self.released = False
 
     def join(self, index: int) -> None:
         """Make what waits part of the optimizer's state, after its first step of a partition."""
         if waiting := self._waiting.pop(index, None):
             self.layout.inner.state[self.layout.flats[index]].update(waiting)
+
+    def _of_optimizer(self, index: int) -> dict[str, Tensor]:
+        """The optimizer's own states with one number, or one code, for every element of a partition."""
+        flat = self.layout.flats[index]
+        held = self.layout.inner.state.get(flat, {})
+        found = {key: value for key, value in held.items() if isinstance(value, Tensor) and key not in self.keys}
+        return {key: value for key, value in found.items() if value.numel() == flat.numel()}
+
+    def require_numbers(self, index: int) -> None:
+        """After the optimizer's first step of a partition: raise where it keeps codes of another meaning per element,
+        of which 0 is not the code of 0 and a checkpoint cannot be cut into elements."""
+        for key, value in self._of_optimizer(index).items():
+            if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"optimizer {type(self.layout.inner).__name__} keeps {key} in {value.dtype}, which cannot be "
+                    "masked or resumed; use one with states of 16 or 32 bits, like AdamW"
+                )
 
     def of(self, shard: Shard, key: str) -> Tensor:
         """This rank's elements of one weight in a state, as it is stored, as a view."""
@@ -159,7 +178,6 @@ class ShardState:
         Masters become what trains from here on. Beside masters of 16 bits W stays, in fp32, with zeros where it is
         pruned. Masks must be projected: 0 or 1.
         """
-        state = self.layout.inner.state
         for index in self.flats:
             flat, held = self.layout.flats[index], self.partition(index)
             dense, mask = held["dense"], held["mask"].view(-1)
@@ -170,9 +188,8 @@ class ShardState:
             for key in self.keys:
                 if key != "dense" or flat.dtype == dense.dtype:
                     del held[key]
-            for value in state.get(flat, {}).values():
-                if isinstance(value, Tensor) and value.numel() == flat.numel() and value is not dense:
-                    self.mask_in_place(index, value)
+            for value in self._of_optimizer(index).values():
+                self.mask_in_place(index, value)
         self._waiting = {index: held for index, held in self._waiting.items() if held}
         self.released = True
         self.mark_zeros()

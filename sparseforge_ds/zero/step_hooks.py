@@ -123,6 +123,8 @@ class StepHooks:
                 hold_back(flat.data, before, flat.grad)
             if index not in prunable:
                 continue
+            if self.method.next_step == 1:
+                self.state.require_numbers(index)
             self.state.join(index)
             self.method.after_step(index, group)
             if self.state.released and not self._by_element:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_tokens
 from tests.distributed import run_distributed
-from tests.tiny_models import BUILDERS, token_batch
+from tests.tiny_models import BUILDERS, tiny_mixture, token_batch
 from tests.zero.case import Case, build, gathered, probe_of, train_step
 
 FAMILIES = ("deepseek", "mixtral", "qwen3_moe")
@@ -143,6 +143,21 @@ def test_the_implementation_is_put_back_after_an_error() -> None:
     assert model.config._experts_implementation == "eager"
     with expert_tokens(experts_of(model), lambda *_: None):
         pass
+
+
+def test_experts_that_nobody_listens_to_are_computed_as_before() -> None:
+    """By single products, which have no demands on sizes: 18 numbers of 16 bits are no multiple of 16 bytes."""
+    model = tiny_mixture(Qwen3MoeConfig, moe_intermediate_size=18, mlp_only_layers=[]).to(torch.bfloat16)
+    model.set_experts_implementation("eager")
+    heard, left = experts_of(model)
+    calls = []
+    plain = model(**token_batch(1, 8)).logits
+    with expert_tokens({heard: model.get_submodule(heard)}, lambda *call: calls.append(call[0])):
+        output = model(**token_batch(1, 8))
+        assert left not in calls and torch.equal(output.logits, plain)
+        output.loss.backward()
+    assert calls == [heard] * 2
+    assert model.config._experts_implementation == "eager"
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import sparseforge_ds as sf
 from sparseforge_ds.model.branch import branches
@@ -97,11 +98,17 @@ def misuses() -> dict[str, str]:
 
     engine, forge = build(case)
     said["finish early"] = message_of(forge.finish)
+    said["twice"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
     accumulating = Case(stage=2, gas=2)
     engine, forge = build(accumulating)
     engine.backward(engine(**my_part(batch_at(0))).loss)
     engine.step()
     said["accumulating"] = str((forge.step(None), forge.step_count))
+
+    engine = build_engine(case)
+    engine.basic_optimizer.register_step_post_hook(in_bytes)
+    forge = sf.SparseForge(engine, case.sparseforge)
+    said["8 bits"] = message_of(lambda: train_step(engine, case, 0))
 
     model = MODELS["llama"]()
     everything = [{"params": list(model.parameters())}]
@@ -121,6 +128,12 @@ def misuses() -> dict[str, str]:
     return said
 
 
+def in_bytes(optimizer: Any, *_: Any) -> None:
+    """States in codes of 8 bits."""
+    for state in optimizer.state.values():
+        state["codes"] = torch.zeros_like(state.pop("exp_avg"), dtype=torch.uint8)
+
+
 def test_misuse_is_named() -> None:
     said = run_distributed(misuses, 1)[0]
     assert (
@@ -129,7 +142,9 @@ def test_misuse_is_named() -> None:
     assert said["start without probe"].startswith("ValueError") and "probe" in said["start without probe"]
     assert said["never started"].startswith("ForgeError") and "forge.start(probe)" in said["never started"]
     assert "never refreshed" in said["finish early"] and "layers.0.self_attn.q_proj.weight" in said["finish early"]
+    assert said["twice"].startswith("ValueError") and "make a new engine" in said["twice"]
     assert said["accumulating"] == "(False, 0)"
+    assert said["8 bits"].startswith("ValueError: optimizer AdamW keeps codes in torch.uint8"), said["8 bits"]
     for key in ("one group", "unmarked", "left out"):
         assert said[key].startswith("ValueError") and "param_groups(model, config)" in said[key], said[key]
 
@@ -176,14 +191,38 @@ UNUSED = [
 ]
 
 
-def unused_all() -> list[str]:
-    return [unused_layer(*arguments) for arguments in UNUSED]
+def uncalled(ranks: set[int]) -> str:
+    """On some ranks no layer of an mlp is called in the passes that choose the mask."""
+    case = Case(stage=1, config={"importance": "wanda", "method": "naive_retrain"})
+    engine, forge = build(case)
+    if dist.get_rank() in ranks:
+        engine.module.model.layers[0].mlp.forward = torch.zeros_like
+    return message_of(lambda: forge.start(probe_of(engine, case, 0)))
+
+
+def singular(stage: int) -> str:
+    """Two tokens a rank, and next to no damping."""
+    by = {"importance": "sparsegpt", "reconstruction": {"damping": 1e-30}, "method": "naive_retrain"}
+    case = Case(stage=stage, config=by)
+    engine, forge = build(case)
+    batch = {key: value[:1, :2] for key, value in my_part(batch_at(0)).items()}
+    return message_of(lambda: forge.start(lambda: engine(**batch).loss))
+
+
+def unused_all() -> tuple[list[str], list[str], list[str]]:
+    said = [unused_layer(*arguments) for arguments in UNUSED]
+    return said, [uncalled({1}), uncalled({0, 1})], [singular(0), singular(3)]
 
 
 def test_a_layer_without_curvature_stops_the_run() -> None:
-    for (case, in_training), said in zip(UNUSED, run_distributed(unused_all, 2)[0], strict=True):
-        where = (case.stage, case.sparseforge.importance, in_training, said)
-        assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
+    for unused, (called_on_one, called_on_none), singular in run_distributed(unused_all, 2):
+        for (case, in_training), said in zip(UNUSED, unused, strict=True):
+            where = (case.stage, case.sparseforge.importance, in_training, said)
+            assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
+        assert called_on_one == "no error"
+        assert called_on_none.startswith("ValueError: model.layers.0.mlp.down_proj.weight: its layer was not called")
+        for said in singular:
+            assert said.startswith("ValueError") and "_proj.weight" in said and "reconstruction.damping" in said, said
 
 
 COMPILED = [

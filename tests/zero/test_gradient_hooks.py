@@ -14,6 +14,8 @@ from tests.zero.case import MODELS, Case, batch_at, build, gathered, probe_of, p
 from tests.zero.test_resume import BF16_MASTERS
 
 FIXED = {"method": "naive_retrain"}
+LATER = {"low_rank": {"k": 4, "shift": False, "start": 1.0}}
+"""W is kept beyond frozen masks until the last step, for branches to start from."""
 OFFLOAD = {
     "zero": {"offload_optimizer": {"device": "cpu"}},
     "more": {"zero_force_ds_cpu_optimizer": False},
@@ -32,6 +34,9 @@ CASES: dict[str, Case] = {
     "3-accumulated": Case(stage=3, clip=CLIP, gas=2, config=FIXED),
     "3-mixture": Case(stage=3, clip=CLIP, model="qwen3_moe", config={**FIXED, "importance": "magnitude"}),
     "2-default": Case(stage=2, clip=CLIP),
+    "3-default-later": Case(stage=3, clip=CLIP, config=LATER),
+    "1-later": Case(stage=1, clip=CLIP, config={**FIXED, **LATER}),
+    "2-later-bf16-masters": Case(stage=2, clip=CLIP, dtype="bf16", config={**FIXED, **LATER}, more=BF16_MASTERS),
 }
 
 
@@ -63,12 +68,12 @@ def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
             seen.extend(grad.double().square().sum().item() for grad in grads)
 
         engine.basic_optimizer.register_step_pre_hook(see)
-        last = 8 if name == "2-default" else 2
+        last = 8 if "default" in name else 2
         for step in range(last):
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))
-        assert forge._state.released
-        weights, masks = published(engine), gathered(forge, "mask")
+        assert forge._state.released == ("later" not in name)
+        weights, masks, dense = published(engine), gathered(forge, "mask"), gathered(forge, "dense")
         seen.clear()
         train_step(engine, case, last)
         squares = torch.tensor(sum(seen), dtype=torch.float64)
@@ -81,6 +86,8 @@ def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
             "all": expected_norm(weights, None, case, last),
         }
         forge.step(probe_of(engine, case, last))
+        moved = gathered(forge, "dense")
+        found[name]["pruned moved"] = [n for n in dense if ((moved[n] != dense[n]) & (masks[n] == 0)).any()]
     return found
 
 
@@ -88,6 +95,7 @@ def test_only_kept_weights_count_in_the_norm() -> None:
     for rank in run_distributed(norms, 2, CASES):
         for name, found in rank.items():
             rough = 2e-2 if CASES[name].dtype != "fp32" else 1e-4
+            assert found["pruned moved"] == [], name
             assert found["all"] > 1.05 * found["kept"] > 10 * CLIP, (name, found)
             if name != "0-fp32":  # where DeepSpeed logs none
                 assert float(found["logged"]) == pytest.approx(found["kept"], rel=rough), (name, found)

@@ -349,6 +349,9 @@ def test_a_rank_reads_its_share_once(runs: Any) -> None:
 BEFORE = {
     "stage 2, 1:4 at once": Case(stage=2, config={**RAGGED, "method": {"hardening": [0.0, 0.0]}}),
     "stage 0, bf16": Case(stage=0, dtype="bf16"),
+    "stage 2, bf16 masters, fixed": Case(
+        stage=2, dtype="bf16", more=BF16_MASTERS, config={"method": "naive_retrain", "importance": "magnitude"}
+    ),
     "stage 3": Case(stage=3, client=True),
 }
 

@@ -27,6 +27,8 @@ CASES["2-fp16"] = Case(stage=2, dtype="fp16")
 CASES["3-low-rank"] = Case(stage=3, config=LOW_RANK)
 CASES["3-learned-bf16"] = Case(stage=3, dtype="bf16", config={"low_rank": {"k": 4, "learned": True}})
 CASES["1-low-rank-bf16"] = Case(stage=1, dtype="bf16", config={"low_rank": {"k": 4, "shift": False}})
+# Saved between the freeze, at step 5, and the start of the branches.
+CASES["2-low-rank-later"] = Case(stage=2, clip=0.1, config={"low_rank": {"k": 4, "shift": False, "start": 0.7}})
 CASES["0-low-rank-conv1d"] = Case(stage=0, model="gpt2", config=LOW_RANK)
 CASES["2-ragged-hutchinson"] = Case(stage=2, config={"exclude": ["*.k_proj.weight"], "importance": "hutchinson"})
 CASES["3-hutchinson-weights"] = Case(stage=3, config={"importance": "hutchinson", "curvature": {"per_token": False}})
@@ -152,6 +154,11 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
         assert Path(path) == Path(folder, tag) and client_state["mine"] == [3]
         return "accepted"
 
+    begun = replace(case, config={"method": "sr_ste"})
+    engine, forge = build(begun)
+    forge.start(probe_of(engine, begun, 0))
+    with pytest.raises(ValueError) as at_start:
+        engine.save_checkpoint(folder, tag="start")
     monitored = Case(stage=stage, config={"monitor": {"gap_every": 3}})
     engine, forge = build(case)
     _, client_state = engine.load_checkpoint(folder, tag="ours")
@@ -165,6 +172,7 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
         "pattern": refusal(Case(stage=stage, config={"pattern": "1:4"}), "ours"),
         "schedule": refusal(Case(stage=stage, config={"method": {"mask_rate": 0.5}}), "ours"),
         "max_steps": refusal(Case(stage=stage, config={"max_steps": 20}), "ours"),
+        "at the start": str(at_start.value),
         "weights": refusal(case, "weights"),
         "version": refusal(case, "version"),
         "magnitude": refusal(case, "magnitude"),
@@ -186,6 +194,7 @@ def test_what_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> Non
     # At stage 0 the list says what lies in the flats as well, and is missed before the runs are compared.
     missed = "the groups in its client state" if stage == 0 else "was null, is"
     assert "weights" in said["weights"] and missed in said["weights"]
+    assert said["at the start"].endswith("save after a step, or before forge.start")
     assert "version 0" in said["version"]
     assert 'sparseforge.importance was "magnitude"' in said["magnitude"]
     assert "holds no" in said["plain"] and "dense, mask" in said["plain"]

@@ -289,8 +289,11 @@ def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
     assert SparseForgeConfig.from_dict({"max_steps": 100}).branch_step == -1
     fixed = {**block, "method": {"hardening": [0.0, 0.0]}}
     assert SparseForgeConfig.from_dict(fixed).branch_step == 0
-    with pytest.raises(ValueError, match="no mask has removed anything yet"):
-        SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "start": 0.0}})
+    soon = {"method": {"update_every": 10, "hardening": [0.0, 0.6]}}  # masks stay 1 until their first update
+    assert SparseForgeConfig.from_dict({**block, **soon, "low_rank": {"k": 4, "start": 0.1}}).branch_step == 10
+    for start in (0.0, 0.05):
+        with pytest.raises(ValueError, match="no mask has removed anything yet"):
+            SparseForgeConfig.from_dict({**block, **soon, "low_rank": {"k": 4, "start": start}})
     with pytest.raises(ValueError, match="low_rank.start.*the branch is there from the first step"):
         SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "shift": True, "start": 0.5}})
 
