@@ -198,7 +198,9 @@ class BareLayout(Layout):
         return None
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The shards of every rank, which is all that is ever asked for."""
+        """The shards of every rank, or that no rank has met with an error: all that is ever asked for."""
+        if value is None:
+            return [None] * self.engine.partitions.rank.world
         partitions, everyone = self.engine.partitions, []
         for number in range(partitions.rank.world):
             held = {shard.name: (shard.start, shard.stop) for shard in partitions.shards(number)}

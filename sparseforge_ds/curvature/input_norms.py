@@ -65,7 +65,9 @@ class InputNorms(Estimator):
             name: part.view_as(sums[name])
             for name, part in zip(on.shards, vector.split([sums[name].numel() for name in on.shards]), strict=True)
         }
-        if unseen := sorted(name for name in set(on.modules) - set(on.load.rows) if not reduced[name][0, -1]):
+        called = sorted(set(on.modules) - set(on.load.rows))
+        counts = torch.stack([reduced[name][0, -1] for name in called]).tolist() if called else []
+        if unseen := [name for name, count in zip(called, counts, strict=True) if not count]:
             raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
         on.load.take({name: reduced[name][:, -1] for name in on.load.rows})
         for name, shard in on.shards.items():

@@ -195,7 +195,7 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
             "8",
             "--stride",
             "0",
-        ): "--stride 0: use 1 to",
+        ): "--stride 0: use an integer >= 1",
         (stories, "--text", good, "--one_shot", "4:2"): "needs 0 < n < m",
         (stories, "--text", good, "--one_shot", "5:7"): "not a multiple of 7",
         (stories, "--text", good, "--limit", "0"): "--limit 0",
