@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -35,16 +35,25 @@ class StepText:
     """The micro-batches of a step; the same for every batch of a probe, since a trainer has no others at hand.
 
     Args:
-        inputs: of this rank, on its device.
+        given: this rank's inputs, as its data loader gave them.
+        prepare: puts such inputs where the model is; called for a probe alone.
         objective: forms the task loss; None where nothing probes.
     """
 
-    def __init__(self, inputs: Sequence[dict[str, Any]], objective: Objective | None) -> None:
-        self.inputs = inputs
+    def __init__(
+        self, given: Sequence[dict[str, Any]], prepare: Callable[[Any], dict[str, Any]], objective: Objective | None
+    ) -> None:
+        self.given = given
+        self.prepare = prepare
         self.objective = objective
 
+    @cached_property
+    def inputs(self) -> list[dict[str, Any]]:
+        """The given ones, prepared."""
+        return [self.prepare(each) for each in self.given]
+
     def passes(self, batch: int) -> list[Closure]:
-        """Each the sum over its tokens, divided by `divisor`. Collective."""
+        """Each the sum over its tokens, divided by `divisor`."""
         assert self.objective is not None
         return [partial(self._loss, inputs) for inputs in self.inputs]
 

@@ -242,8 +242,7 @@ class SparseForgeMixin(_Trainer):
         return max(1, int(trained)) / self.get_sp_size()
 
     def _step_text(self) -> StepText:
-        inputs = [self._prepare_inputs(each) for each in self._step_inputs] if self._task is not None else []
-        return StepText(inputs, self._task)
+        return StepText(self._step_inputs, self._prepare_inputs, self._task)
 
     # -- what is saved and logged, and which checkpoint is the best ----------------------------------------------------
 
