@@ -12,6 +12,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.distill import same_vocabulary
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.train.pretrained import in_one_basis
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
 _ADAPTER = (
@@ -110,12 +111,19 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
     """Whether the model can be compared with a teacher, of which no weight is loaded yet.
 
     Raises:
-        ValueError: there is no such teacher, or it has another vocabulary, or other states where these are compared.
+        ValueError: there is no such teacher, or it has another vocabulary, or other states, or in another order, where
+            these are compared.
     """
     of_teacher = teacher.config if isinstance(teacher, PreTrainedModel) else load_config(teacher, f"teacher {teacher}")
     same_vocabulary(*(each.get_text_config().vocab_size for each in (model.config, of_teacher)))
     if config.distillation is not None and config.distillation.hidden is not None:
         same_states(model.config, of_teacher)
+        mine, other = (Path(each.name_or_path) for each in (model.config, of_teacher))
+        if not in_one_basis(mine, other):
+            raise ValueError(
+                f"teacher {other} has its channels in another order or basis than the model of {mine}, and "
+                'distillation.hidden compares them one by one; give another teacher, or set "hidden" to null'
+            )
 
 
 def share_sequences(teacher: Any, student: Any) -> None:

@@ -28,10 +28,12 @@ from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import bare_model
 from sparseforge_ds.planning.model_config import require_causal
 from sparseforge_ds.planning.sequence_parallel import check_divided
 from sparseforge_ds.ranks import AgreedError
+from sparseforge_ds.rotation.record import rotation_of
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -105,6 +107,12 @@ def find_model(name: str, flag: str) -> Pretrained:
     except ValueError as error:
         raise ValueError(f"{flag} {name}: {error}; copy or download it again") from None
     return Pretrained(name, folder, config)
+
+
+def in_one_basis(folder: Path, other: Path) -> bool:
+    """Whether two models have their channels in one order and basis, so that hidden states can be compared."""
+    orders = [(order := Permutation.load(each)) and order.sha256 for each in (folder, other)]
+    return orders[0] == orders[1] and rotation_of(folder) == rotation_of(other)
 
 
 def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:

@@ -84,8 +84,7 @@ def check_folder(spec: RunSpec) -> None:
     """
     try:
         spec.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=spec.folder):
-            pass  # writable, on every rank
+        tempfile.TemporaryFile(dir=spec.folder).close()  # on every rank
     except OSError as error:
         raise ValueError(
             f"--output_dir {spec.folder}: cannot be written ({error.strerror}); give another folder"
@@ -200,10 +199,10 @@ def _write_model(spec: RunSpec, folder: Path) -> None:
     """All of the model but its weights."""
     spec.model.config.save_pretrained(folder)
     spec.model.tokenizer.save_pretrained(folder)
-    if (spec.model.folder / "tokenizer.model").is_file():  # transformers does not save it, other engines read it
-        shutil.copyfile(spec.model.folder / "tokenizer.model", folder / "tokenizer.model")
-    for licence in sorted(spec.model.folder.glob("LICENSE*")):
-        shutil.copyfile(licence, folder / licence.name)
+    # What transformers does not save: other engines read the one, people the other.
+    for file in (spec.model.folder / "tokenizer.model", *spec.model.folder.glob("LICENSE*")):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
     keep_rotation(spec.model.folder, folder)
     if (spec.model.folder / "generation_config.json").is_file():
         GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)

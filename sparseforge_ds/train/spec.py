@@ -33,11 +33,9 @@ from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.find import check_pattern
-from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
-from sparseforge_ds.rotation.record import rotation_of
 from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.pretrained import (
@@ -47,6 +45,7 @@ from sparseforge_ds.train.pretrained import (
     check_teacher_vocabulary,
     empty_model,
     find_model,
+    in_one_basis,
 )
 from sparseforge_ds.train.schedule import LearningRate
 from sparseforge_ds.train.tracking import check_trackers
@@ -290,8 +289,7 @@ def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrain
             f"--teacher {teacher.name}: permute puts the channels of --model {model.name} into another order, and "
             "distillation.hidden compares them one by one; leave --teacher out, or set one of the two to null"
         )
-    orders = [(order := Permutation.load(each.folder)) and order.sha256 for each in (model, teacher)]
-    if orders[0] != orders[1] or rotation_of(model.folder) != rotation_of(teacher.folder):
+    if not in_one_basis(model.folder, teacher.folder):
         raise ValueError(
             f"--teacher {teacher.name} has its channels in another order or basis than --model {model.name}, and "
             'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'

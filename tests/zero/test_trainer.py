@@ -218,7 +218,8 @@ def test_its_checkpoints_are_exported_as_they_are(
     assert not (tmp_path / "out" / "trainer_state.json").exists()
     record = json.loads((tmp_path / "out" / "sparsity.json").read_text())
     assert record["step"] == STEPS and record["config"]["method"]["hardening"] == [0.25, 0.75]
-    assert record["permutation"] == Permutation.load(trained[0] / "model").sha256  # type: ignore[union-attr]
+    order = Permutation.load(trained[0] / "model")
+    assert order is not None and record["permutation"] == order.sha256
 
 
 def test_an_unfinished_checkpoint_is_exported_with_its_mask(
@@ -379,6 +380,10 @@ def refusals(place: Path, trained: Any) -> Any:
     yield "vocabulary", said(lambda: trainer_of(place, config, 2, small))
     student = tiny_llama(vocab_size=BYTE_VOCABULARY)
     again = partial(TrainingArguments, str(place), deepspeed=config, use_cpu=True, report_to="none")
+    turned = write_model(place / "turned", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    (turned / "rotation.json").write_text(json.dumps({"format": 1, "sha256": "another"}))
+    hidden = deepspeed_json(2, distillation={"hidden": {}})
+    yield "basis", said(lambda: trainer_of(place, hidden, 2, str(turned)))
     yield "itself", said(lambda: SparseForgeTrainer(model=student, args=again(), teacher=student))
     yield "file", said(lambda: SparseForgeTrainer(model=student, args=again(), sparseforge="block.json"))
     yield "sequences", said(lambda: trainer_of(place, deepspeed_json(2, curvature={"sequences": 8}), 2))
@@ -413,6 +418,7 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=0)
     refused = found["refused"]
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
+    assert "has its channels in another order or basis" in refused["basis"]
     assert "teacher is the model that is trained" in refused["itself"]
     assert "give the block itself" in refused["file"]
     assert "curvature.sequences = 8: under a trainer" in refused["sequences"]

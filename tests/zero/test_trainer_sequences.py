@@ -14,7 +14,7 @@ from sparseforge_ds.integrations.trainer_settings import share_sequences
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, write_model
 from tests.tiny_models import tiny_llama
-from tests.zero.test_trainer import STEPS, deepspeed_json, losses_of, weights_of
+from tests.zero.test_trainer import STEPS, deepspeed_json, losses_of, said, weights_of
 
 LENGTH = 16
 
@@ -27,7 +27,7 @@ def even(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": position_ids}
 
 
-def trainer_of(out: str, stage: int, teacher: str | None = None, **block: Any) -> Any:
+def trainer_of(out: str, stage: int, teacher: str | None = None, clip: float = 0.0, **block: Any) -> Any:
     """A trainer of 12 sequences a step, which all ranks share."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -48,7 +48,7 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, **block: Any) -
         max_steps=STEPS,
         learning_rate=3e-3,
         logging_steps=1,
-        max_grad_norm=0.0,
+        max_grad_norm=clip,
         save_strategy="steps",
         save_steps=STEPS,
         parallelism_config=shared,
@@ -65,11 +65,12 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, **block: Any) -
     )
 
 
-def trained(out: str, block: dict[str, Any], teacher: str | None) -> list[float]:
+def trained(out: str, block: dict[str, Any], teacher: str | None) -> tuple[list[float], str]:
+    """The losses, and what is said of clipping at stage 2."""
     trainer = trainer_of(out, 3, teacher, **block)
     trainer.model_accepts_loss_kwargs = False  # the mean over a micro-batch, as where ranks share sequences
     trainer.train()
-    return losses_of(trainer)
+    return losses_of(trainer), said(lambda: trainer_of(out, 2, clip=1.0))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -87,7 +88,8 @@ def test_a_trainer_whose_ranks_share_sequences(tmp_path: Path, case: str) -> Non
     model = tiny_llama(seed=1, vocab_size=BYTE_VOCABULARY)
     teacher = str(write_model(tmp_path / "teacher", model)) if taught else None
     whole, parts = (run_distributed(trained, ranks, str(tmp_path / str(ranks)), block, teacher)[0] for ranks in (1, 2))
-    assert parts == pytest.approx(whole, abs=1e-5)
+    assert parts[0] == pytest.approx(whole[0], abs=1e-5)
+    assert whole[1] == "accepted" and "max_grad_norm = 1 would clip 2 times as hard" in parts[1]
     one, two = (weights_of(tmp_path / str(ranks) / f"checkpoint-{STEPS}") for ranks in (1, 2))
     for name, value in one.items():
         assert ((two[name] == 0) == (value == 0)).all(), name

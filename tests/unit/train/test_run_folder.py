@@ -76,6 +76,7 @@ def test_a_sentencepiece_model_and_the_licence_travel_with_the_run(spec, tmp_pat
     first = spec()
     (tmp_path / "model" / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "model" / "LICENSE.txt").write_text("yours")
+    (tmp_path / "model" / "LICENSES").mkdir()
     write_folder(first)
     assert (tmp_path / "run" / "model" / "tokenizer.model").read_bytes() == b"pieces"
     assert (tmp_path / "run" / "model" / "LICENSE.txt").read_text() == "yours"
