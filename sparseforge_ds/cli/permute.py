@@ -74,6 +74,12 @@ def run(args: argparse.Namespace) -> int:
     settings = PermuteConfig(dimensions=args.dimensions, sequences=sequences, rows=args.rows)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed, permute=settings)
     dense = DenseFolder(args.model)
+    dense.require_channels()
+    if dense.unused:
+        print(
+            f"{args.model}: {len(dense.unused)} tensors that transformers does not load are left out, the first of "
+            f"them {dense.unused[0]}"
+        )
     with unfinished_folder(args.out) as folder:
         found = _find(args, config, dense)
         dense.write(found, folder, args.max_shard_size, args.workers)

@@ -70,6 +70,7 @@ class SparseForgeConfig:
 
     def __post_init__(self) -> None:
         self._require(0 <= self.max_steps < 2**63, "max_steps", "use an integer >= 0")
+        self._require(0 <= self.seed < 2**32, "seed", "use 0 <= seed < 2^32")
         if not isinstance(self.method, MethodConfig):
             raise ValueError(
                 f"SparseForgeConfig(method={self.method!r}) names a method without its settings: write "
@@ -102,8 +103,8 @@ class SparseForgeConfig:
         )
         if self.permute is not None and not isinstance(self.parsed_pattern, NM):
             raise ValueError(
-                f"sparseforge.permute: channels share groups in n:m patterns only, not in {self.pattern}; set permute "
-                "to null"
+                f"sparseforge.permute: channels share groups in n:m patterns only, not in {self.pattern}; use one of "
+                "these, or do not permute"
             )
         if self.low_rank is not None and self.shifts:
             pattern = self.parsed_pattern

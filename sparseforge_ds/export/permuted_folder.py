@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from sparseforge_ds.export.source import read_model_config
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
 from sparseforge_ds.model.registration import load_config
-from sparseforge_ds.permutation.channels import check_family
+from sparseforge_ds.permutation.channels import check_family, dimensions
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
+from sparseforge_ds.planning.architecture import bare_model
 
 
 class DenseFolder:
@@ -33,30 +35,42 @@ class DenseFolder:
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
         check_family(self.model_type)
-        self.config = load_config(self.folder, str(folder)).get_text_config()
+        self._whole = load_config(self.folder, str(folder))
+        self.config = self._whole.get_text_config()
         self.tensors = TensorFolder(self.folder)
+        layers = self.config.num_hidden_layers
+        self.specs = {name: spec for name, spec in self.tensors.specs.items() if _layer(name) < layers}
+        """Of the tensors that the model has; not of layers for the prediction of several tokens, which lie behind its
+        own in some folders, and which transformers does not load."""
 
-    def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]] | None) -> list[PrunableWeight]:
-        """Those that will be in the pattern, under their names in the files.
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that the model has."""
+        return {name: spec.shape for name, spec in self.specs.items()}
 
-        `shapes` are of the model in memory, whose names the globs mean; None where files and memory agree.
-        """
-        names = {name: part.of for name, part in published_tensors(self.model_type, shapes or {}).items()}
+    @property
+    def unused(self) -> list[str]:
+        """Names of the tensors that are not written again, since transformers does not load them."""
+        return [name for name in self.tensors.specs if name not in self.specs]
+
+    def require_channels(self) -> None:
+        """Raise ValueError for a tensor whose channels are not known, before a search."""
+        dimensions(self.model_type, self.config, self.shapes, "all")
+
+    def weights(self, config: SparseForgeConfig) -> list[PrunableWeight]:
+        """Those that will be in the pattern, under their names in the files; globs mean the names in memory."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in bare_model(self._whole).named_parameters()}
+        names = {name: part.of for name, part in published_tensors(self.model_type, shapes).items()}
         names |= {name.partition(".")[2]: of for name, of in names.items()}
-        held = {name: of for name, of in names.items() if name in self.tensors.specs and name != of}
-        return prunable_names(self.model_type, self.tensors.shapes, config, held)
+        held = {name: of for name, of in names.items() if name in self.specs and name != of}
+        return prunable_names(self.model_type, self.shapes, config, held)
 
-    def find(
-        self,
-        config: SparseForgeConfig,
-        shapes: dict[str, tuple[int, ...]] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Permutation:
-        """The permutation by magnitude; arguments as of `weights` and `find_permutation`."""
+    def find(self, config: SparseForgeConfig, device: torch.device | str = "cpu") -> Permutation:
+        """The permutation by magnitude; arguments as of `find_permutation`."""
         return find_permutation(
             self.tensors.read,
-            self.tensors.shapes,
-            self.weights(config, shapes),
+            self.shapes,
+            self.weights(config),
             self.model_type,
             self.config,
             config,
@@ -71,7 +85,7 @@ class DenseFolder:
         workers: int | None = None,
     ) -> None:
         """Write the model with its channels in their new order, and the permutation beside it, one tensor at a time."""
-        reorder = Reordering(permutation, self.model_type, self.config, self.tensors.shapes)
+        reorder = Reordering(permutation, self.model_type, self.config, self.shapes)
 
         def make(name: str) -> dict[str, Tensor]:
             return {name: reorder(name, self.tensors.read(name))}
@@ -79,7 +93,7 @@ class DenseFolder:
         write_tensors(
             folder,
             "model",
-            self.tensors.specs,
+            self.specs,
             make,
             max_shard_bytes=parse_size(max_shard_size),
             workers=workers,
@@ -87,3 +101,9 @@ class DenseFolder:
         copy_other_files(self.folder, folder)
         shutil.copyfile(self.folder / "config.json", folder / "config.json")
         permutation.save(folder)
+
+
+def _layer(name: str) -> int:
+    """The number of the decoder layer that a tensor belongs to; -1 where it is in none."""
+    found = re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])

@@ -101,6 +101,7 @@ class Uncovered:
 
 
 def _routes(name: str) -> bool:
-    """Whether a layer is a router or a part of one, or a gate over whole outputs: those are small and delicate."""
+    """Whether a layer is a router or a part of one, or a gate over whole outputs: those are small and delicate. An
+    indexer, which chooses the tokens that attention sees, has no gradient besides."""
     *above, layer, _ = name.split(".")
-    return layer.endswith("_gate") or not {"gate", "router"}.isdisjoint((*above, layer))
+    return layer.endswith("_gate") or not {"gate", "router", "indexer"}.isdisjoint((*above, layer))

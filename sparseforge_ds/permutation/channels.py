@@ -71,8 +71,9 @@ def check_family(model_type: str) -> None:
     """Raise ValueError where the table does not know a family."""
     if model_type not in CHANNELS:
         raise ValueError(
-            f"permute: the channels of a {model_type!r} model are not known, only those of {', '.join(CHANNELS)}; add "
-            f'a line "{model_type}" to CHANNELS in sparseforge_ds/permutation/channel_table.py, or set permute to null'
+            f"the channels of a {model_type!r} model are not known, so that it is neither permuted nor rotated; known "
+            f'are {", ".join(CHANNELS)}. Add a line "{model_type}" to CHANNELS in '
+            "sparseforge_ds/permutation/channel_table.py, or train the model as it is"
         )
 
 
@@ -91,9 +92,9 @@ def dimensions(model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...
         places = [place for row in family.rows for place in _places(row, name)]
         if not places and not any(_regex(glob).fullmatch(name) for glob in family.others):
             raise ValueError(
-                f"permute: {name} of shape {shape} has no line in the row {model_type!r} of "
-                "sparseforge_ds/permutation/channel_table.py, so that its channels are not known; add it there, or set "
-                "permute to null"
+                f"{name} of shape {shape} has no line in the row {model_type!r} of "
+                "sparseforge_ds/permutation/channel_table.py, so that its channels are not known and the model is "
+                "neither permuted nor rotated; add it there, or train the model as it is"
             )
         for dimension, part, along, block in places:
             if part not in PARTS[which]:
@@ -105,7 +106,7 @@ def dimensions(model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...
             held = found.setdefault(dimension, Dimension(dimension, part, blocks, channels))
             if (held.blocks, held.channels) != (blocks, channels):
                 raise ValueError(
-                    f"permute: {name} has {blocks or 1} x {channels} channels of {dimension}, others have "
+                    f"{name} has {blocks or 1} x {channels} channels of {dimension}, others have "
                     f"{held.blocks or 1} x {held.channels}: config.json and weights do not belong together"
                 )
             held.axes.append(Axis(name, tuple(shape), along.axis, positions, block))

@@ -44,7 +44,13 @@ def rotate(model: PreTrainedModel, batches: Sequence[Tensor], config: SparseForg
     before_SV = _next_tokens(model, batches[0])
     untied = untie(model)
     stream = find_stream(model, batches[0])
-    scored = measure(model, stream, prunable_weights(model, config), batches, config.seed)
+    weights = prunable_weights(model, config)
+    if not any(list(stream.axes(weight.name)) for weight in weights):
+        raise ValueError(
+            f"rotate: none of the {len(weights)} weights that the pattern prunes, such as {weights[0].name}, has an "
+            "axis that is rotated; exclude fewer, or permute instead"
+        )
+    scored = measure(model, stream, weights, batches, config.seed)
     parameters = dict(model.named_parameters())
     found = Search(lambda name: parameters[name].detach(), stream, scored, pattern, config.seed).run(steps)
     rotate_model(model, stream, found.rotations)

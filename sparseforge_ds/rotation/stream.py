@@ -52,7 +52,8 @@ def find_stream(model: PreTrainedModel, tokens_BS: Tensor) -> Stream:
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     found = dimensions(model.config.model_type, model.config.get_text_config(), shapes, "all")
-    values = {name: held for name, held in found.items() if name.endswith(".values")}
+    clamped = getattr(model.config, "clip_qkv", None) is not None  # number by number, which no rotation commutes with
+    values = {name: held for name, held in found.items() if name.endswith(".values") and not clamped}
     residual = found[RESIDUAL]
     norms, readers = _norms_and_readers(model, residual)
     given = _given(model, norms, tokens_BS)

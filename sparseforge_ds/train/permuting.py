@@ -82,9 +82,7 @@ def _saved(spec: RunSpec) -> Permutation:
 def _found(spec: RunSpec, settings: PermuteConfig, batches: Batches) -> Permutation:
     device = torch.device(get_accelerator().current_device_name())
     if settings.score == "magnitude":
-        empty = empty_model(spec.model)
-        shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-        found = DenseFolder(spec.model.folder).find(spec.config, shapes, device)
+        found = DenseFolder(spec.model.folder).find(spec.config, device)
     else:
         check_room(spec, device)
         windows = (batches.window(i)[None] for i in range(settings.sequences))

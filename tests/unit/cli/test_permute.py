@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -83,7 +84,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = write_model(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "bloom"}))
-    assert 'add a line "bloom" to CHANNELS' in error(str(other), str(tmp_path / "twice"))
+    assert 'Add a line "bloom" to CHANNELS' in error(str(other), str(tmp_path / "twice"))
 
 
 @pytest.mark.parametrize("command", ["permute", "rotate"])
@@ -105,3 +106,37 @@ def test_what_can_be_seen_before_the_search(command: str, tmp_path: Path, capsys
     assert main([command, str(dense), str(out), "--text", str(text), *steps]) == 0, (
         "the default is no longer than it can read"
     )
+
+
+def test_a_layer_that_predicts_several_tokens_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = randomized(BUILDERS["glm4_moe"](vocab_size=BYTE_VOCABULARY))
+    folder, out = write_model(tmp_path / "dense", model), tmp_path / "out"
+    tensors = load_file(folder / "model.safetensors")
+    last = model.config.num_hidden_layers
+    behind = {name: value for name, value in tensors.items() if f"layers.{last - 1}." in name}
+    behind = {name.replace(f"layers.{last - 1}.", f"layers.{last}."): value.clone() for name, value in behind.items()}
+    behind[f"model.layers.{last}.eh_proj.weight"] = torch.randn(32, 64)
+    save_file({**tensors, **behind}, folder / "model.safetensors", {"format": "pt"})
+    assert main(["permute", str(folder), str(out)]) == 0
+    assert f"{len(behind)} tensors that transformers does not load are left out" in capsys.readouterr().out
+    assert load_file(out / "model.safetensors").keys() == tensors.keys()
+    torch.testing.assert_close(logits(out), logits(folder), rtol=1e-4, atol=2e-5)
+
+
+def test_an_unknown_tensor_ends_it_before_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "dense")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.scale"] = torch.ones(3)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    text = write_text(tmp_path / "text.jsonl")
+    assert main(["permute", str(folder), str(tmp_path / "out"), "--text", str(text)]) == 2
+    said = capsys.readouterr()
+    assert "model.layers.0.mlp.scale of shape (3,) has no line" in said.err and "sequences" not in said.out
+
+
+def test_excluded_names_are_those_in_memory_with_and_without_text(tmp_path: Path) -> None:
+    model = randomized(BUILDERS["qwen3_moe"](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
+    folder, text = write_model(tmp_path / "dense", model), write_text(tmp_path / "text.jsonl")
+    exclude = ["--exclude", "*mlp.experts.gate_up_proj"]
+    assert main(["permute", str(folder), str(tmp_path / "a"), *exclude]) == 0
+    assert main(["permute", str(folder), str(tmp_path / "b"), *exclude, "--text", str(text)]) == 0

@@ -81,6 +81,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_steps": "400"}, ["sparseforge.max_steps", "'400'", "int"]),
     ({"max_steps": 1000.0}, ["sparseforge.max_steps", "1000.0", "an integer"]),
     ({"max_steps": 10**400}, ["sparseforge.max_steps = 100000000", "...: expected an integer of 64 bits"]),
+    ({"seed": -1}, ["sparseforge.seed", "-1", "2^32"]),
+    ({"seed": 2**32}, ["sparseforge.seed", "2^32"]),
     ({"method": {"temperature": 10**400}}, ["sparseforge.method.temperature = 1000", "expected a number of 64 bits"]),
     ({"curvature": {"source": "training", "sequences": 8}}, ["curvature.sequences = 8", 'or use source "probe"']),
     ({"seed": None}, ["sparseforge.seed", "None", "int"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import HunYuanMoEV1Config, PreTrainedConfig, ZayaConfig
+from transformers import DeepseekV32Config, HunYuanMoEV1Config, PreTrainedConfig, ZayaConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.any_family import any_family, pasteable
@@ -59,3 +59,10 @@ def test_what_the_user_has_decided_stays() -> None:
     assert config.exclude == without.exclude and config.allow_dense == without.allow_dense
     names = [weight.name for weight in prunable_weights(model, config)]
     assert len(names) == 10 and not [name for name in names if "q_proj" in name or "k_proj" in name]
+
+
+def test_indexers_of_sparse_attention_stay_dense() -> None:
+    model = bare_model(DeepseekV32Config(num_hidden_layers=1, first_k_dense_replace=1))
+    weights = {weight.name for weight in prunable_weights(model, any_family(model, BLANK))}
+    assert weights and not [name for name in weights if ".indexer." in name]
+    assert "model.layers.0.self_attn.indexer.wk.weight" in dict(model.named_parameters())

@@ -128,7 +128,7 @@ def test_heads_have_orders_of_their_own() -> None:
 
 
 def test_a_family_without_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'qwen3_next'.*add a line \"qwen3_next\" to CHANNELS"):
+    with pytest.raises(ValueError, match=r"'qwen3_next'.*Add a line \"qwen3_next\" to CHANNELS"):
         dimensions("qwen3_next", None, {}, "mlp")
 
 

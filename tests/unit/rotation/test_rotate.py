@@ -59,3 +59,9 @@ def test_whether_a_norm_subtracts_the_mean_depends_on_no_gain_and_no_rounding(dt
         norm.weight.data.fill_(gain)
         assert _subtracts_mean(norm, residual) == subtracts
         assert norm.weight.dtype == dtype and norm.weight[0] == torch.tensor(gain, dtype=dtype)
+
+
+def test_weights_of_which_nothing_turns_are_refused_before_they_are_measured() -> None:
+    config = SparseForgeConfig(exclude=("*mlp*", "*o_proj*", "*kv*", "*q_a*"))
+    with pytest.raises(ValueError, match=r"none of the 2 weights .*layers\.0\.self_attn\.q_b_proj.* has an axis"):
+        rotate(built("deepseek_v2"), [token_batch()["input_ids"]], config, steps=1)

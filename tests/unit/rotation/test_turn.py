@@ -68,3 +68,13 @@ def test_a_bias_behind_a_gain_of_zero_is_refused() -> None:
         model.transformer.ln_f.weight[3] = 0
     with pytest.raises(ValueError, match=r"rotate: transformer\.ln_f has gains of 0"):
         find_stream(model, token_batch()["input_ids"])
+
+
+def test_values_of_heads_that_are_clamped_stay() -> None:
+    model = built("olmoe", clip_qkv=0.05)
+    before = logits(model)
+    untie(model)
+    stream = find_stream(model, token_batch()["input_ids"])
+    assert list(stream.rotated) == [RESIDUAL]
+    rotate_model(model, stream, random_rotations(stream))
+    torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
