@@ -95,8 +95,13 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
     import torch
 
     if args.text is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return dense.find(config, device=device)
+        with large_imports():
+            from sparseforge_ds.model.registration import load_config
+            from sparseforge_ds.planning.architecture import bare_model
+
+        empty = bare_model(load_config(dense.folder, args.model))
+        shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+        return dense.find(config, shapes, "cuda" if torch.cuda.is_available() else "cpu")
 
     with large_imports():
         from sparseforge_ds.evaluate.calibration import calibration

@@ -21,7 +21,6 @@ from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.channels import check_family, dimensions
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
-from sparseforge_ds.planning.architecture import bare_model
 
 
 class DenseFolder:
@@ -35,8 +34,7 @@ class DenseFolder:
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
         check_family(self.model_type)
-        self._whole = load_config(self.folder, str(folder))
-        self.config = self._whole.get_text_config()
+        self.config = load_config(self.folder, str(folder)).get_text_config()
         self.tensors = TensorFolder(self.folder)
         layers = self.config.num_hidden_layers
         self.specs = {name: spec for name, spec in self.tensors.specs.items() if _layer(name) < layers}
@@ -57,20 +55,24 @@ class DenseFolder:
         """Raise ValueError for a tensor whose channels are not known, before a search."""
         dimensions(self.model_type, self.config, self.shapes, "all")
 
-    def weights(self, config: SparseForgeConfig) -> list[PrunableWeight]:
-        """Those that will be in the pattern, under their names in the files; globs mean the names in memory."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in bare_model(self._whole).named_parameters()}
+    def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]]) -> list[PrunableWeight]:
+        """Those that will be in the pattern, under their names in the files.
+
+        `shapes` are of the model in memory, whose names the globs mean.
+        """
         names = {name: part.of for name, part in published_tensors(self.model_type, shapes).items()}
         names |= {name.partition(".")[2]: of for name, of in names.items()}
         held = {name: of for name, of in names.items() if name in self.specs and name != of}
         return prunable_names(self.model_type, self.shapes, config, held)
 
-    def find(self, config: SparseForgeConfig, device: torch.device | str = "cpu") -> Permutation:
-        """The permutation by magnitude; arguments as of `find_permutation`."""
+    def find(
+        self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]], device: torch.device | str = "cpu"
+    ) -> Permutation:
+        """The permutation by magnitude; arguments as of `weights` and `find_permutation`."""
         return find_permutation(
             self.tensors.read,
             self.shapes,
-            self.weights(config),
+            self.weights(config, shapes),
             self.model_type,
             self.config,
             config,

@@ -82,7 +82,9 @@ def _saved(spec: RunSpec) -> Permutation:
 def _found(spec: RunSpec, settings: PermuteConfig, batches: Batches) -> Permutation:
     device = torch.device(get_accelerator().current_device_name())
     if settings.score == "magnitude":
-        found = DenseFolder(spec.model.folder).find(spec.config, device)
+        empty = empty_model(spec.model)
+        shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+        found = DenseFolder(spec.model.folder).find(spec.config, shapes, device)
     else:
         check_room(spec, device)
         windows = (batches.window(i)[None] for i in range(settings.sequences))

@@ -84,7 +84,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.evaluate": {"evaluate", "ranks"},
     "cli.generate": {"transformers", "evaluate"},
     "cli.inspect": {"model.coverage"},
-    "cli.permute": {"evaluate", "permutation"},
+    "cli.permute": {"evaluate", "permutation", "model.registration", "planning.architecture"},
     "cli.rotate": {"evaluate", "rotation"},
     "cli.train": {"train.run"},
     "cli.plan": {"transformers", "planning", "train"},
