@@ -47,6 +47,7 @@ def register(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or hub id of a Hugging Face model")
     add("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
+    add("--any_family", action="store_true", help="let --one_shot prune a family without rows, as training does")
     add(
         "--adapter",
         metavar="FOLDER",
@@ -120,13 +121,17 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """What is asked for, of a model that is loaded once, printed for people on the first rank."""
     with large_imports():
+        from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate import perplexity, zero_shot
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
         from sparseforge_ds.evaluate.text import as_one, read_text
         from sparseforge_ds.mask.pattern import parse_pattern
+        from sparseforge_ds.model.any_family import any_family
 
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
+    if args.any_family and pattern is None:
+        raise ValueError("--any_family: it says what --one_shot prunes; give that too, or leave it out")
     adapter = adapter_of(args.model, args.adapter)
 
     def load() -> Any:
@@ -136,7 +141,8 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
         model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
-            prune_by_magnitude(model, pattern)
+            config = SparseForgeConfig(pattern=str(pattern))
+            prune_by_magnitude(model, pattern, any_family(model, config) if args.any_family else config)
         return documents, tokenizers, tasks, model
 
     documents, tokenizers, tasks, model = ranks.all_or_raise(load)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.compare.settings import CompareConfig, Protocol
 from sparseforge_ds.compare.texts import Texts
-from sparseforge_ds.evaluate.perplexity import measure
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.evaluate.perplexity import NotFiniteError, measure
 from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
@@ -21,11 +22,12 @@ from sparseforge_ds.export.open import open_source
 class Evaluator:
     """Measures models, all in the same way; several threads may use it."""
 
-    def __init__(self, config: CompareConfig, texts: Texts) -> None:
+    def __init__(self, config: CompareConfig, texts: Texts, pruned: SparseForgeConfig) -> None:
+        """`pruned` says which weights of the dense model the magnitude baseline prunes, and into which pattern."""
         self.config = config
         self.texts = texts
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
-        self.pruned = config.pruned
+        self.pruned = pruned
         self._dtype = "auto"
         self._loading = threading.Lock()  # transformers sets what is global while it loads
 
@@ -41,7 +43,10 @@ class Evaluator:
         if not known:
             model = load_model(self.config.model, "auto")
             known = {"dtype": str(model.dtype).removeprefix("torch.")}
-            known |= {f"dense_{which}": self._perplexity(model, which) for which in ("validation", "test")}
+            try:
+                known |= {f"dense_{which}": self._perplexity(model, which) for which in ("validation", "test")}
+            except NotFiniteError as error:
+                raise ValueError(f"model {self.config.model}: {error}") from None
             prune_by_magnitude(model, self.pruned.parsed_pattern, self.pruned)
             known |= {f"magnitude_{which}": self._perplexity(model, which) for which in ("validation", "test")}
         self._dtype = known["dtype"]

@@ -50,7 +50,7 @@ class Run:
             "dataset": config.train_text,
             "text_field": config.text_field,
             "seq_length": config.seq_length,
-            "learning_rate": f"{self.learning_rate:g}",
+            "learning_rate": repr(self.learning_rate),
             "seed": self.seed,
             **(config.flags or {}),
             **self.method.flags,

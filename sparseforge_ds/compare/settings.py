@@ -13,11 +13,12 @@ from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 from sparseforge_ds.config.block import method_name
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.strict import build, merge
+from sparseforge_ds.evaluate.text import as_one
 
 Protocol = Literal["documents", "windows"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
 _OURS = (
-    *("deepspeed", "model", "dataset", "text_field", "max_steps", "seq_length", "output_dir", "allow_dense"),
+    *("deepspeed", "model", "dataset", "text_field", "max_steps", "epochs", "seq_length", "output_dir", "allow_dense"),
     *("learning_rate", "save_every", "keep_checkpoints", "seed", "resume", "global_batch"),
     *NOT_OF_A_RUN,
 )
@@ -37,11 +38,9 @@ class HeldOut:
     path: str
     documents: tuple[int, int | None] = (0, None)
     """First document, and the one before which it ends; null: to the end."""
-
-    @property
-    def protocol(self) -> Protocol:
-        """How perplexity is measured on it (`evaluate.perplexity`)."""
-        return "documents" if self.path.endswith(".jsonl") else "windows"
+    protocol: Protocol | None = None
+    """How perplexity is measured on it, "documents" or "windows" (`evaluate.perplexity`); null: windows where documents
+    belong together, as in a .txt file."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,8 @@ def _located(config: CompareConfig, folder: Path) -> CompareConfig:
 
     def held_out(where: str) -> HeldOut:
         text: HeldOut = getattr(config, where)
-        return replace(text, path=_place(text.path, where, folder))
+        path = _place(text.path, where, folder)
+        return replace(text, path=path, protocol=text.protocol or ("windows" if as_one(path) else "documents"))
 
     return replace(
         config,
@@ -218,8 +218,8 @@ def _check(config: CompareConfig) -> None:
     for name, values in lists.items():
         if not values:
             raise ValueError(f"{name} = []: give a list of at least one value")
-        if len(set(values)) != len(values):
-            raise ValueError(f"{name} = {list(values)}: one value stands there twice")
+        if len({f"{value:g}" for value in values}) != len(values):  # names of runs have so many digits
+            raise ValueError(f"{name} = {list(values)}: one value stands there twice, to six digits")
         if name.endswith("learning_rates") and min(values) <= 0:
             raise ValueError(f"{name} = {list(values)}: {min(values):g} is no learning rate; use numbers > 0")
     for name in ("validation_text", "test_text"):
@@ -238,6 +238,8 @@ def _check(config: CompareConfig) -> None:
         *(("methods", method, steps) for method in config.methods.values() for steps in config.budgets),
         *(("one_shot", method, 0) for method in config.one_shot.values()),
     ):
+        if "max_steps" in method.block:
+            raise ValueError(f"{where}.{method.name}.max_steps: budgets decide it; remove it")
         if (where == "one_shot") != ((name := method_name(method.block)) == "oneshot"):
             raise ValueError(f'{where}.{method.name}: method "{name}": "oneshot" stands in one_shot, others in methods')
         try:

@@ -40,6 +40,7 @@ from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.compare.texts import read_texts
 from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trainer
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.evaluate.perplexity import NotFiniteError
 
 _BASELINES = "baselines"
 
@@ -55,14 +56,14 @@ class Study:
         self.out = out
         self.text = text
         divided = max(1, (os.cpu_count() or 1) // (config.workers * config.ranks))
-        threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", divided))
+        threads = config.threads or _threads() or divided
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that are started
         torch.set_num_threads(threads)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.texts = read_texts(config)
-        check_methods(config)
-        self.evaluator = Evaluator(config, self.texts)
+        self.checked = check_methods(config)
+        self.evaluator = Evaluator(config, self.texts, self.checked[config.compared_with].config)
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
@@ -93,8 +94,9 @@ class Study:
 
     def _baselines(self) -> dict[str, Any]:
         pruned = self.evaluator.pruned
+        files = self.checked[self.config.compared_with].files["model_files"]
         wanted = {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude}
-        wanted = {"model": self.config.model, **wanted, **self.evaluator.conditions}
+        wanted = {"model": self.config.model, "model_files": files, **wanted, **self.evaluator.conditions}
         record = self.records.open(_BASELINES, wanted)
         found = self.evaluator.baselines(record.get("found", {}))
         self.records.write(_BASELINES, {**record, "found": found})
@@ -144,9 +146,13 @@ class Study:
             news.append("diverged" if "diverged" in record else f"validation {record['validation_perplexity']:.4g}")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if untested and "diverged" not in record:
-            record["test_perplexity"] = self.evaluator.perplexity(model, "test")
+            try:
+                record["test_perplexity"] = self.evaluator.perplexity(model, "test")
+                news.append(f"test {record['test_perplexity']:.4g}")
+            except NotFiniteError as error:
+                record["diverged"] = f"test text: {error}"
+                news.append("diverged")
             self.records.write(run.name, record)
-            news.append(f"test {record['test_perplexity']:.4g}")
         if counts and not self.config.keep_models:
             shutil.rmtree(model, ignore_errors=True)
         return f"{run.name}: {', '.join(news)}" if news else ""
@@ -158,8 +164,13 @@ class Study:
             return {"diverged": str(error)}
         if not resumed:  # of an earlier run of this name, whose record was removed
             shutil.rmtree(model, ignore_errors=True)
-        found = {"sparsity": self.evaluator.export(folder, model), "seconds": result.get("seconds"), "resumed": resumed}
-        return found | {"validation_perplexity": self.evaluator.perplexity(model, "validation")}
+        # The trainer knows the seconds of its last start alone.
+        seconds = None if resumed else result.get("seconds")
+        found = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}
+        try:
+            return found | {"validation_perplexity": self.evaluator.perplexity(model, "validation")}
+        except NotFiniteError as error:
+            return found | {"diverged": f"validation text: {error}"}
 
     def _wanted(self, run: Run) -> dict[str, Any]:
         config = self.config
@@ -167,10 +178,20 @@ class Study:
         json_of_run = run.deepspeed(config)
         # What the block means, too: defaults may change between two releases that go on with one study.
         meant = json.loads(json.dumps(SparseForgeConfig.from_dict(json_of_run["sparseforge"]).comparable()))
-        return {**run.flags(config), "json": json_of_run, "meant": meant, "ranks": config.ranks, "measured": measured}
+        files = self.checked[run.method.name].files
+        of_run = {**run.flags(config), **files, "json": json_of_run, "meant": meant, "ranks": config.ranks}
+        return {**of_run, "measured": measured}
 
     def _write_rows(self) -> list[dict[str, Any]]:
         return write_rows(self.out, self.config, self.baselines, self.records, self.chosen)
+
+
+def _threads() -> int | None:
+    """Those that OMP_NUM_THREADS asks for."""
+    given = os.environ.get("OMP_NUM_THREADS") or None
+    if given is not None and not (given.isdecimal() and int(given)):
+        raise ValueError(f"OMP_NUM_THREADS={given}: use an integer >= 1, or unset it")
+    return None if given is None else int(given)
 
 
 @contextmanager

@@ -175,6 +175,8 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
         "values of 16 bits and the places of what is kept; products with zeros are skipped.",
     ]
+    if "windows" in (config.validation_text.protocol, config.test_text.protocol):
+        legend.append("Texts are cut into windows, where other studies score every document by itself.")
     if len(config.patterns) > 1:
         legend.append(f"One-shot magnitude has the pattern of {config.compared_with}, {config.pruned.pattern}.")
     if lines[["at_the_edge", "decay_at_the_edge"]].any(axis=None):

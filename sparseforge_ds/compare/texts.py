@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparseforge_ds.compare.settings import CompareConfig, HeldOut
+from sparseforge_ds.config.arguments import EMBEDDED_TEXT
 from sparseforge_ds.data.formats import is_readable
 from sparseforge_ds.evaluate.text import STDLIB, read_documents, records
 
@@ -53,11 +54,12 @@ def _documents(config: CompareConfig, where: str) -> list[str]:
 
 def _also_in_training(config: CompareConfig, held_out: dict[str, list[str]]) -> list[str]:
     """A sentence for each text whose documents are also trained on, letter by letter."""
-    file = Path(config.train_text)
-    if config.train_text not in STDLIB and not (file.is_file() and is_readable(file.name)):
+    text = "stdlib:train" if config.train_text == EMBEDDED_TEXT else config.train_text
+    file = Path(text)
+    if text not in STDLIB and not (file.is_file() and is_readable(file.name)):
         return [f"Whether held-out documents stand in {config.train_text} too was not checked."]
     wanted = {document for documents in held_out.values() for document in documents}
-    training = wanted.intersection(x for x in records(config.train_text, config.text_field) if isinstance(x, str))
+    training = wanted.intersection(x for x in records(text, config.text_field) if isinstance(x, str))
     shared = {name: sum(document in training for document in documents) for name, documents in held_out.items()}
     return [
         f"{count} of {len(held_out[name])} documents of the {name} text stand in the training text too."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import fcntl
 import json
 import multiprocessing
@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ import torch
 
 _PRELOADED = ["sparseforge_ds.train.run"]
 """What the fork server has imported before it starts a rank, which spares every run some seconds."""
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 _GRACE = 120.0
 """Seconds that ranks get to save and end after SIGTERM."""
 _STOPPED = 143
@@ -53,6 +51,7 @@ class Trainer:
         self._context: Any = multiprocessing.get_context(kind)
         if kind == "forkserver":
             self._context.set_forkserver_preload(_PRELOADED)
+        self._seen_by_ranks, self._held = self._context.Pipe(duplex=False)
 
     def stop(self) -> None:
         """End all trainings; they save."""
@@ -95,7 +94,7 @@ class Trainer:
         processes: list[BaseProcess] = []
         for rank in range(self.ranks):
             environment = {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.ranks)}
-            work = (environment, str(log), self.threads, arguments)
+            work = (environment, str(log), self.threads, arguments, self._seen_by_ranks)
             processes.append(self._context.Process(target=train_rank, args=work))
             processes[-1].start()
         return processes
@@ -122,11 +121,12 @@ class Trainer:
         raise ValueError(f"the run {log.stem} failed: {what}; its log is {log}")
 
 
-def train_rank(environment: dict[str, str], log: str, threads: int, arguments: list[str]) -> None:
+def train_rank(
+    environment: dict[str, str], log: str, threads: int, arguments: list[str], comparison: Connection
+) -> None:
     """The trainer's own `main` as one rank of a run, in the launcher's environment; ends the process with its exit
-    code."""
-    # SIGTERM saves: when the comparison is killed its runs stop, and go on from there the next time.
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+    code, or saves and stops when the comparison, which holds the other end of a pipe, is gone."""
+    threading.Thread(target=_stop_after, args=(comparison,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
@@ -136,6 +136,13 @@ def train_rank(environment: dict[str, str], log: str, threads: int, arguments: l
     from sparseforge_ds.train.run import main
 
     sys.exit(main(arguments))
+
+
+def _stop_after(comparison: Connection) -> None:
+    # The parent of a rank is the fork server, which lives on while a rank does: it tells nothing of the comparison.
+    with contextlib.suppress(EOFError):
+        comparison.recv()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _result_of(folder: Path) -> dict[str, Any]:
@@ -153,7 +160,11 @@ def _wait_for(lock: Path) -> None:
     """Until no process of an earlier start, which may be saving still, holds the lock of a run folder."""
     if lock.exists():
         with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{lock.parent}: an earlier start of this run is saving still; waiting for its end", flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _end(processes: list[BaseProcess]) -> None:

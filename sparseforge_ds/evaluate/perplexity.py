@@ -62,6 +62,10 @@ class Passage:
     """Tokens at the beginning that are context only (at least the first)."""
 
 
+class NotFiniteError(ValueError):
+    """A model computes no finite loss on a text."""
+
+
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -74,7 +78,7 @@ def measure(
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
-    Raises ValueError for a length that the model or the text does not allow, and a loss that is not finite.
+    Raises ValueError for a length that the model or the text does not allow, and NotFiniteError.
 
     Args:
         seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
@@ -102,7 +106,9 @@ def measure(
     scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch) for batch in mine])))
     nll, tokens = math.fsum(score for score, _ in scores), sum(count for _, count in scores)
     if not math.isfinite(nll):
-        raise ValueError(f"the loss is {nll}: the model's weights or activations are not finite; try --dtype float32")
+        raise NotFiniteError(
+            f"the loss is {nll}: the model's weights or activations are not finite; try --dtype float32"
+        )
     mean = nll / tokens
     perplexity = math.exp(mean) if mean < 700 else math.inf
     return Perplexity(perplexity, mean, tokens, total - tokens, protocol, seq_length, len(documents))

@@ -107,6 +107,8 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     assert (out / "runs" / f"{done}.log").stat().st_mtime_ns == before[0], "a finished run is not made again"
     assert after["validation_perplexity"] == json.loads(before[1])["validation_perplexity"]
     assert records(out)[unfinished]["resumed"], "an unfinished one goes on"
+    log = (out / "runs" / f"{unfinished}.log").read_text()
+    assert "stopped by SIGTERM" in log, "it saved and stopped when the comparison was gone"
 
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     check_rows(rows)

@@ -4,14 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MixtralConfig
+from transformers import BloomConfig, MixtralConfig
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.compare.assessment import Evaluator
 from sparseforge_ds.compare.check import check_methods
 from sparseforge_ds.compare.settings import read_config
+from sparseforge_ds.compare.texts import Texts
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import tiny_mixture
 from tests.unit.compare.test_settings import write
+from tests.unit.model.test_uncovered import tiny
 
 OURS: dict[str, Any] = {"method": {"update_every": 2}}
 
@@ -26,7 +29,37 @@ def content(tmp_path: Path) -> dict[str, Any]:
 
 def test_what_can_run_passes(tmp_path: Path, content: dict[str, Any]) -> None:
     cast = {"method": {"name": "cast", "scaling": False}, "decays": [0.01, 0.1]}
-    check_methods(read_config(write(tmp_path, **content, methods={"ours": OURS, "cast": cast})))
+    path = write(tmp_path, **content, methods={"ours": OURS, "cast": cast})
+    before = check_methods(read_config(path))
+    assert before.keys() == {"ours", "cast", "pruned"} and before == check_methods(read_config(path))
+    write_text(tmp_path / "train.jsonl", 41)  # under the same name
+    after = check_methods(read_config(path))["ours"].files
+    assert {key for key, value in after.items() if value != before["ours"].files[key]} == {"dataset_files"}
+    write_model(tmp_path / "model", tiny_mixture(MixtralConfig, seed=1, vocab_size=BYTE_VOCABULARY))
+    later = check_methods(read_config(path))["ours"].files
+    assert {key for key, value in after.items() if value != later[key]} == {"model_files", "teacher_files"}
+
+
+def test_a_family_without_rows(tmp_path: Path, content: dict[str, Any]) -> None:
+    """The baseline prunes what the runs do."""
+    bloom = write_model(tmp_path / "bloom", tiny(BloomConfig, n_layer=2, n_head=4, vocab_size=BYTE_VOCABULARY)())
+    changes = {**content, "model": str(bloom), "flags": {"any_family": True}, "methods": {"ours": OURS}}
+    config = read_config(write(tmp_path, **changes, one_shot={}))
+    checked = check_methods(config)["ours"].config
+    assert checked.include
+    texts = Texts(["a b c"] * 3, ["d e f"] * 3, [])
+    assert Evaluator(config, texts, checked).baselines({}).keys() >= {"dense_test", "magnitude_test"}
+
+
+def test_peft_is_missed_before_hours_of_training(
+    tmp_path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = {**content, "model": str(write_model(tmp_path / "dense"))}
+    config = read_config(write(tmp_path, **dense, methods={"branch": {**OURS, "low_rank": {"k": 4}}}, one_shot={}))
+    assert check_methods(config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"methods\.branch: peft is missing"):
+        check_methods(config)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_what_needs_no_training_measures_the_same_again(assets: Path, monkeypatc
     monkeypatch.chdir(ROOT)
     config, rows, _ = read(RESULTS / "stories")
     texts = read_texts(config)
-    found = Evaluator(config, replace(texts, test=texts.test[:1])).baselines({})  # the validation text is enough
+    found = Evaluator(config, replace(texts, test=texts.test[:1]), config.pruned).baselines({})  # that is enough
     for kind, dense in (("dense", found["dense_validation"]), ("one_shot", found["magnitude_validation"])):
         published = next(row for row in rows if row["kind"] == kind and row["run"] is None)
         assert dense == pytest.approx(published["validation_perplexity"], rel=1e-4)

@@ -36,7 +36,7 @@ def test_what_a_config_means(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     assert (config.budgets, config.seeds, config.learning_rates) == ((40, 80), (3, 0), (1e-3, 2e-3))
     assert config.validation_text == HeldOut(
-        str(tmp_path / "heldout.jsonl"), (0, 4)
+        str(tmp_path / "heldout.jsonl"), (0, 4), "documents"
     ) and config.test_text.documents == (4, None)
     assert config.compared_with == "ours" and config.test_text.protocol == "documents"
     ours = config.methods["ours"]
@@ -109,6 +109,10 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
             {"methods": {"a": {"flags": {"warm_up": 0}}}},
             "a.flags.warm_up: unknown key; did you mean methods.a.flags.warmup",
         ),
+        ({"flags": {"epochs": 2}}, "flags.epochs: the grid or its base decides it"),
+        ({"methods": {"a": {"max_steps": 5}}}, "methods.a.max_steps: budgets decide it"),
+        ({"learning_rates": [0.0012345671, 0.0012345674]}, "one value stands there twice, to six digits"),
+        ({"validation_text": {"path": "a.jsonl", "protocol": "words"}}, "validation_text.protocol = 'words'"),
         ({"flags": {"dry_run": True}}, "flags.dry_run: the grid or its base decides it"),
         ({"flags": {"warmup": "much"}}, "flags.warmup = 'much': expected a number"),
         ({"flags": {"warmup": 2}}, "--warmup 2.0 is not valid"),
@@ -148,3 +152,18 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ):
         assert main(["compare", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "protocol"),
+    [
+        ({"path": "a.jsonl"}, "documents"),
+        ({"path": "a.jsonl.gz"}, "documents"),
+        ({"path": "a.parquet"}, "documents"),
+        ({"path": "a.txt"}, "windows"),
+        ({"path": "stdlib:heldout"}, "windows"),
+        ({"path": "a.jsonl.gz", "protocol": "windows"}, "windows"),
+    ],
+)
+def test_a_text_is_measured_as_evaluate_does(tmp_path: Path, text: dict[str, Any], protocol: str) -> None:
+    assert read_config(write(tmp_path, test_text=text)).test_text.protocol == protocol

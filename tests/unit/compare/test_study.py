@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from sparseforge_ds.compare.records import settled
 from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.compare.study import Study
+from sparseforge_ds.compare.study import Study, _threads
+from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from tests.unit.compare.test_settings import write
 
 
@@ -24,5 +26,27 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, resumed))
     study.evaluator = SimpleNamespace(export=lambda _, out: seen.append(out.exists()), perplexity=lambda *_: 3.0)
     run = SimpleNamespace(arguments=lambda *_: [])
-    assert study._train(run, tmp_path / "run", model, 0)["validation_perplexity"] == 3.0
-    assert seen == [resumed]
+    record = study._train(run, tmp_path / "run", model, 0)
+    assert record["validation_perplexity"] == 3.0 and seen == [resumed]
+    assert record["seconds"] == (None if resumed else 1.0), "those of a last start alone are no training time"
+
+
+def test_a_model_without_a_finite_loss_has_diverged(tmp_path: Path) -> None:
+    def perplexity(*_: Any) -> float:
+        raise NotFiniteError("the loss is nan")
+
+    study: Any = object.__new__(Study)
+    study.config = read_config(write(tmp_path))
+    study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, False))
+    study.evaluator = SimpleNamespace(export=lambda *_: {"zeros": 0.5}, perplexity=perplexity)
+    record = study._train(SimpleNamespace(arguments=lambda *_: []), tmp_path / "run", tmp_path / "model", 0)
+    assert record["diverged"] == "validation text: the loss is nan" and settled(record)
+
+
+def test_threads_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, threads in (("", None), ("3", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert _threads() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS=many: use an integer >= 1"):
+        _threads()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.compare.settings import CompareConfig, read_config
-from sparseforge_ds.compare.texts import read_texts
+from sparseforge_ds.compare.texts import _also_in_training, read_texts
+from sparseforge_ds.evaluate.text import read_documents
 from tests.unit.compare.test_settings import write
 
 
@@ -62,3 +63,11 @@ def test_a_training_text_may_have_conversations(tmp_path: Path) -> None:
     turns = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "story 2"}]}
     (tmp_path / "train.jsonl").write_text(json.dumps(turns) + "\n")
     assert read_texts(config).notes == []
+
+
+def test_the_embedded_training_text_is_compared_too(tmp_path: Path) -> None:
+    held_out = {"path": "stdlib:train", "documents": [0, 2]}
+    config = read_config(write(tmp_path, train_text="stdlib", validation_text=held_out))
+    assert _also_in_training(config, {"validation": read_documents("stdlib:train", "text", 2)}) == [
+        "2 of 2 documents of the validation text stand in the training text too."
+    ]

@@ -32,7 +32,7 @@ def test_the_result_of_a_run(tmp_path: Path) -> None:
     assert _result_of(tmp_path) == {"seconds": 3}
 
 
-def test_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
+def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = tmp_path / ".lock"
     _wait_for(lock)  # no such file: nobody works there
     with lock.open("w") as held:
@@ -46,3 +46,4 @@ def test_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
         threading.Timer(0.3, release).start()
         _wait_for(lock)
         assert released.is_set()
+    assert "an earlier start of this run is saving still" in capsys.readouterr().out

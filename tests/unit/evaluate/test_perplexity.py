@@ -19,7 +19,9 @@ from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
 from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
+from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.unit.model.test_uncovered import tiny
 
 DOCUMENTS = ["Once upon a time there was a cat.", "The cat sat. It was happy!", "One day a big dog came."]
 
@@ -129,6 +131,14 @@ def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
     assert dense["protocol"] == "documents" and dense["documents"] == 40
     assert 3.4 < dense["perplexity"] < 4.0
     assert 80 < pruned["perplexity"] < 150
+
+
+def test_a_family_without_rows_is_pruned_by_one_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny(BloomConfig, n_layer=2, n_head=4, vocab_size=BYTE_VOCABULARY)()
+    bloom, text = write_model(tmp_path / "bloom", model), write_text(tmp_path / "text.jsonl")
+    command = ["evaluate", str(bloom), "--text", str(text), "--any_family"]
+    assert main(command) == 2 and "it says what --one_shot prunes" in capsys.readouterr().err
+    assert main([*command, "--one_shot", "2:4"]) == 0
 
 
 def test_output_ends_with_json(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
