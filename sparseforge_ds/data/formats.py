@@ -123,14 +123,18 @@ def _documents_of(file: str, text_field: str, sample_by: SampleBy) -> Iterator[D
 def _rows(builder: str, file: str, **options: Any) -> Any:
     """The rows of a file as dicts, by a builder of `datasets`."""
     import fsspec
-    import pyarrow
 
-    if "zstd" not in fsspec.available_compressions():  # known to fsspec with another package only
-        fsspec.compression.register_compression(
-            "zstd", lambda content, mode="rb": pyarrow.input_stream(content, compression="zstd"), "zst"
-        )
+    # Also where fsspec has one: that of the package zstandard reads a file that breaks off without an error.
+    fsspec.compression.register_compression("zstd", _zstd, "zst", force=True)
     name = file if "://" in file else glob.escape(file)
     return load_rows(builder, data_files={"train": [name]}, split="train", streaming=True, **options)
+
+
+def _zstd(content: Any, mode: str = "rb") -> Any:
+    import pyarrow
+
+    stream = pyarrow.input_stream if "r" in mode else pyarrow.output_stream
+    return stream(content, compression="zstd")
 
 
 def _text(file: str, **options: Any) -> Iterator[str]:

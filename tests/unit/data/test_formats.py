@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import locale
 import lzma
 
 import datasets
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -148,6 +150,19 @@ def test_a_compressed_file_that_breaks_off_says_so(tmp_path, end):
     (tmp_path / f"a.jsonl{end}").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=f"a.jsonl{end}(, after .* documents)?: not readable.*repair"):
         read(tmp_path / f"a.jsonl{end}")
+
+
+def test_zstd_is_read_by_ours_also_where_fsspec_has_another(tmp_path, monkeypatch):
+    """That of the package zstandard takes a file that breaks off, and the first of several frames, for a whole one."""
+    monkeypatch.setitem(fsspec.compression.compr, "zstd", lambda content, mode="rb": io.BytesIO(b'{"text": "x"}\n'))
+    monkeypatch.setitem(fsspec.utils.compressions, "zst", "zstd")
+    test_a_compressed_file_that_breaks_off_says_so(tmp_path, ".zst")
+    (tmp_path / "b.jsonl.zst").write_bytes(zstd(b'{"text": "a"}\n') + zstd(b'{"text": "b"}\n'))
+    assert read(tmp_path / "b.jsonl.zst") == ["a", "b"]
+    with fsspec.open(tmp_path / "c.zst", "wb", compression="zstd") as file:
+        file.write(b"others may still write it")
+    with fsspec.open(tmp_path / "c.zst", "rb", compression="zstd") as file:
+        assert file.read() == b"others may still write it"
 
 
 def test_an_environment_that_would_read_text_as_something_else_is_refused(tmp_path, monkeypatch):
