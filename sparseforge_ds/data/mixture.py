@@ -69,7 +69,7 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixtur
 def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
     """One source of `--dataset`: a path, stream: and a path, a hub id, or stdlib.
 
-    Looks, but reads nothing except the first record of a file, whose field must exist.
+    Looks, but reads nothing except the first record of a file, whose field must exist, or its first lines.
 
     Raises:
         ValueError: no such file, a folder without usable files or that split, an unknown kind of file, a field that is
@@ -85,8 +85,9 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
     path = Path(dataset.removeprefix(STREAM))
     if path.exists():
         source = LocalText(dataset, find_files(path, options.split), options, dataset.startswith(STREAM))
+        lines = replace(source, options=replace(options, sample_by="line"))  # of a .txt file the first one will do
         for number in range(len(source.files.paths)):
-            next(source.read({"file": number}), None)
+            next(lines.read({"file": number}), None)
         return source
     is_hub_id = dataset.partition(":")[0].count("/") == 1 and not is_readable(dataset)
     if not is_hub_id or dataset.startswith((".", "/", "~", STREAM)):

@@ -71,12 +71,20 @@ def test_a_json_file_may_be_one_array(tmp_path, head):
     path = tmp_path / "a.json"
     path.write_text(head + ARRAY, encoding="utf-8")
     assert read(path) == TEXTS
+    long = [{"text": "a" * 2**19}, {"text": "b"}]  # the first record is longer than what is read at a time
+    path.write_text(head + json.dumps(long), encoding="utf-8")
+    assert read(path) == [record["text"] for record in long]
+    path.write_text(f"{head} [ ] ", encoding="utf-8")
+    assert read(path) == []
     path.write_text(head + json.dumps([{"text": "a"}, 3]), encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.json, record 2: not an object"):
         read(path)
     path.write_text(head + ARRAY[:-20], encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.json: not a JSON array"):
         read(path)
+    path.write_text(head + ARRAY[:3], encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.json: not a JSON array"):
+        find_source(str(path))
     path.write_text(head + '{\n"text": "x"\n}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line .*: not JSON .*one object a line, or in a .json file one array"):
         read(path)
@@ -185,6 +193,8 @@ def test_a_file_of_any_name_is_read(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(CONTENTS[".jsonl"])
     assert read(tmp_path / name) == TEXTS
+    (array := (tmp_path / name).with_suffix(".json")).write_text(ARRAY)
+    assert read(array) == TEXTS
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
