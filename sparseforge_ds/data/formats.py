@@ -77,6 +77,8 @@ def documents_of(
     import pyarrow
     from huggingface_hub import errors
 
+    if "::" in file:
+        raise ValueError(f"{file}: fsspec takes what stands behind :: for another file; rename it, or leave it out")
     gone = (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError, errors.EntryNotFoundError)
     done, failures = 0, 0
     while True:
@@ -225,9 +227,14 @@ def document_of(record: object, text_field: str, where: str) -> Document:
         prompt = len(values[0]) if len(values) > 1 else None
         messages = itertools.chain.from_iterable(values)
         return Conversation(tuple(_with_text(message, where) for message in messages), where, prompt)
-    wrong = next((i for i, value in enumerate(values) if not isinstance(value, str) and not _is_conversation(value)), 0)
-    what = f"is {type(values[wrong]).__name__}, not text nor a list of messages with a role and content"
-    raise ValueError(f"{where}: field {fields[wrong]!r} {what}; use --text_field")
+    for name, value in zip(fields, values, strict=True):
+        if not isinstance(value, str) and not _is_conversation(value):
+            what = f"is {type(value).__name__}, not text nor a list of messages with a role and content"
+            raise ValueError(f"{where}: field {name!r} {what}; use --text_field")
+    raise ValueError(
+        f"{where}: of prompt and completion one is text and the other a list of messages; make both text, or both "
+        "messages"
+    )
 
 
 def _is_plain(document: Document) -> bool:

@@ -197,6 +197,14 @@ def test_a_file_of_any_name_is_read(tmp_path, name):
     assert read(array) == TEXTS
 
 
+@pytest.mark.parametrize("name", ["a::b.txt", "a::b/c.jsonl", "a::b.json", "a::b.parquet"])
+def test_a_name_that_fsspec_takes_for_two_says_so(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=f"{name}: fsspec takes what stands behind :: for another file; rename it"):
+        find_source(str(tmp_path / name))
+
+
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 
@@ -232,7 +240,9 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
         ({"messages": "hi"}, None),
         ({"messages": [{"content": "hi"}]}, "field 'messages' is list, not text nor a list of messages with a role"),
         ({"messages": ["hi"]}, "field 'messages' is list"),
-        ({"prompt": CHAT, "completion": "x"}, "field 'completion' is str|field 'prompt' is list"),
+        ({"prompt": CHAT, "completion": "x"}, "of prompt and completion one is text and .*make both text, or both"),
+        ({"prompt": "x", "completion": CHAT}, "of prompt and completion one is text and .*make both text, or both"),
+        ({"prompt": CHAT, "completion": 3}, "field 'completion' is int, not text nor"),
         ({"prompt": "x"}, "no field 'text', nor messages, nor prompt and completion"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is list of more than text; remove what is"),
         ({"messages": [{"role": "user", "content": 4}]}, "is int of more than text"),
