@@ -8,11 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
-from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable
+from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable, kind_of
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
-from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions
+from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions, check_size
 from sparseforge_ds.data.turns import whole_parts
 
 STREAM = "stream:"
@@ -73,7 +73,7 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
 
     Raises:
         ValueError: no such file, a folder without usable files or that split, an unknown kind of file, a field that is
-            missing, or plain text where the loss is on the completion.
+            missing, plain text where the loss is on the completion, or too much of it for one document.
     """
     if dataset == EMBEDDED_TEXT:
         if "train" not in options.split.split("+"):
@@ -86,7 +86,9 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
     if path.exists():
         source = LocalText(dataset, find_files(path, options.split), options, dataset.startswith(STREAM))
         lines = replace(source, options=replace(options, sample_by="line"))  # of a .txt file the first one will do
-        for number in range(len(source.files.paths)):
+        for number, file in enumerate(source.files.paths):
+            if options.sample_by == "document" and kind_of(file.name) == (".txt", ""):  # else known when it is read
+                check_size(str(file), file.stat().st_size)
             next(lines.read({"file": number}), None)
         return source
     is_hub_id = dataset.partition(":")[0].count("/") == 1 and not is_readable(dataset)

@@ -82,6 +82,23 @@ def test_dividing_needs_plain_text(folder):
             find_text([dataset], TextOptions(sample_by="line"))
 
 
+@pytest.mark.parametrize("prefix", ["", "stream:"])
+def test_a_text_that_is_too_large_for_one_document_is_refused_at_once(folder, prefix):
+    for size, name in ((2**24, "fits.txt"), (2**24 + 1, "large.txt")):
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+    (source,) = find_text([f"{prefix}fits.txt"]).sources
+    assert [len(document) for document in source.read()] == [2**24]
+    message = "large.txt: is one document of 16,777,217 bytes, .*--sample_by paragraph .*files of at most 16,777,216"
+    with pytest.raises(ValueError, match=message):
+        find_text([f"{prefix}large.txt"])
+    find_text([f"{prefix}large.txt"], TextOptions(sample_by="paragraph"))
+    (folder / "large.txt.gz").write_bytes(gzip.compress((folder / "large.txt").read_bytes(), 1))
+    (source,) = find_text([f"{prefix}large.txt.gz"]).sources
+    with pytest.raises(ValueError, match=message.replace("txt", "txt.gz")):
+        list(source.read())
+
+
 LINE = "a word and another one " * 20
 
 
