@@ -1,7 +1,7 @@
 """The token cache of a stream: a folder of chunks that grows while the run goes on, and stays.
 
-    chunk_000003.bin    tokens as in `packed`: a whole number of windows, and behind them what the next begins with
-    chunk_000003.json   its record, which appears last: how many ids these are, and where the reader of the text stood
+    chunk_000003.bin    tokens as in `packed`: a whole number of windows
+    chunk_000003.json   its record, which appears last: from where in the text the next chunk goes on
 
 The first chunks are small, so that training starts soon, and each is twice its predecessor up to the largest size.
 """
@@ -22,12 +22,13 @@ from sparseforge_ds.data.packed import open_tokens, remove_leftovers
 Record = dict[str, Any]
 """What is known of a chunk, as JSON types.
 
-reader   where the next document is, in the reader's own terms
-epoch    how often the last document has been passed
-skipped  documents without text so far, in all epochs
-left     ids behind the windows
+reader   where the documents that were tokenised last begin, in the reader's own terms
+epoch    how often the last document of the text has been passed by then
+skipped  documents without text until then, in all epochs
+used     how many of the tokens from there on the chunks have
 sha256   of the chunks so far
 """
+_FIELDS = ("reader", "epoch", "skipped", "used", "sha256")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class Chunks:
         there = {int(path.stem.removeprefix("chunk_")) for path in self.folder.glob("chunk_*.json")}
         return next(chunk for chunk in range(len(there) + 1) if chunk not in there)
 
-    def open(self, chunk: int, left: int = 0) -> np.memmap:
-        """(tokens + left,) of a chunk that exists; errors as `open_tokens`."""
-        return open_tokens(self._path(chunk, "bin"), self.dtype, self.tokens(chunk) + left)
+    def open(self, chunk: int) -> np.memmap:
+        """(tokens,) of a chunk that exists; errors as `open_tokens`."""
+        return open_tokens(self._path(chunk, "bin"), self.dtype, self.tokens(chunk))
 
     def record(self, chunk: int) -> Record | None:
         """What is known of a chunk; None where there is none.
@@ -93,7 +94,7 @@ class Chunks:
         path = self._path(chunk, "json")
         try:
             content = json.loads(path.read_text())
-            return {name: content[name] for name in ("reader", "epoch", "skipped", "left", "sha256")}
+            return {name: content[name] for name in _FIELDS}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
@@ -110,15 +111,14 @@ class Chunks:
         if record is None or self._digest(chunk, content) != record["sha256"]:
             raise self._damaged(path, "its hash is another")
 
-    def write(self, chunk: int, token: np.ndarray, reader: dict[str, Any], epoch: int, skipped: int) -> None:
-        """Write a chunk, the first that is not there yet: its tokens with those behind its windows, then its record.
+    def write(self, chunk: int, token: np.ndarray, record: Record) -> None:
+        """Write a chunk, the first that is not there yet: the tokens of its windows, then its record, without a hash.
 
         Raises:
             OSError: the disk is full.
         """
         content = token.tobytes()
-        record = {"reader": reader, "epoch": epoch, "skipped": skipped, "left": len(token) - self.tokens(chunk)}
-        record["sha256"] = self._digest(chunk, content)
+        record = {**record, "sha256": self._digest(chunk, content)}
         for suffix, part in (("bin", content), ("json", json.dumps(record).encode())):
             with whole_file(self._path(chunk, suffix)) as file:
                 file.write(part)

@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What the expressions of a chat template raise, as code of Python would: 1 / 0, or text.index of what is not there."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -88,7 +90,12 @@ class Conversation:
         texts, spans = render_jinja_template(
             [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
         )
-        assert texts == [text]
+        if texts != [text]:
+            raise ValueError(
+                f"{self.where}: the chat template of {tokenizer.name_or_path} makes another text of the conversation "
+                "each time (does it print the time?), so that --loss_on completion cannot tell its turns apart; put a "
+                "constant in the place of that (chat_template.jinja), or give records with prompt and completion"
+            )
         return [(int(start), int(stop)) for start, stop in spans[0]]
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, messages: tuple[dict[str, Any], ...], **how: bool) -> str:
@@ -99,11 +106,18 @@ class Conversation:
                 f"{self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
                 "model's folder (chat_template.jinja), or name a field with text by --text_field"
             )
+        if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+            raise ValueError(
+                f"{self.where}: is a conversation, and of the tokenizer's chat templates "
+                f"({', '.join(tokenizer.chat_template)}) none is the default; put one into the model's folder "
+                "(chat_template.jinja)"
+            )
         try:
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
-        except (TemplateError, TypeError) as error:  # the latter where it adds text to a number
+        except (TemplateError, *_FAILURES) as error:
             raise ValueError(
-                f"{self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or remove it"
+                f"{self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or remove it, "
+                "or repair the template (chat_template.jinja)"
             ) from None
 
 

@@ -13,6 +13,7 @@ import json
 import locale
 import logging
 import lzma
+import re
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,9 @@ _COLUMNS = (".parquet", ".arrow")
 _SUFFIXES = (*_COLUMNS, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
 KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.join(_COLUMNS)}"
 """The files that can be read, for people."""
+_PIECE = 2**18
+"""Characters that are read at a time, few because of each file of a folder the first record is looked at."""
+_ARRAY = re.compile(r"\s*\[\s*")
 _BYTE_ORDER_MARK = "\ufeff"
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt at a file of the hub, after the attempts that huggingface_hub makes by itself."""
@@ -73,6 +77,8 @@ def documents_of(
     import pyarrow
     from huggingface_hub import errors
 
+    if "::" in file:
+        raise ValueError(f"{file}: fsspec takes what stands behind :: for another file; rename it, or leave it out")
     gone = (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError, errors.EntryNotFoundError)
     done, failures = 0, 0
     while True:
@@ -122,43 +128,49 @@ def _documents_of(file: str, text_field: str, sample_by: SampleBy) -> Iterator[D
 
 def _rows(builder: str, file: str, **options: Any) -> Any:
     """The rows of a file as dicts, by a builder of `datasets`."""
-    import fsspec
-    import pyarrow
-
-    if "zstd" not in fsspec.available_compressions():  # known to fsspec with another package only
-        fsspec.compression.register_compression(
-            "zstd", lambda content, mode="rb": pyarrow.input_stream(content, compression="zstd"), "zst"
-        )
+    _register_zstd()
     name = file if "://" in file else glob.escape(file)
     return load_rows(builder, data_files={"train": [name]}, split="train", streaming=True, **options)
+
+
+def _register_zstd() -> None:
+    """Also where fsspec has one: that of the package zstandard reads a file that breaks off without an error."""
+    import fsspec
+
+    fsspec.compression.register_compression("zstd", _zstd, "zst", force=True)
+
+
+def _zstd(content: Any, mode: str = "rb") -> Any:
+    import pyarrow
+
+    stream = pyarrow.input_stream if "r" in mode else pyarrow.output_stream
+    return stream(content, compression="zstd")
 
 
 def _text(file: str, **options: Any) -> Iterator[str]:
     encoding = locale.getpreferredencoding(False)
     if encoding.lower().replace("-", "") != "utf8":  # `datasets` opens compressed and remote files in the locale's own
         raise ValueError(f"{file}: text would be read as {encoding}; set PYTHONUTF8=1 in the environment")
-    # Little at a time, because of each file of a folder the first record is looked at.
-    rows = _rows("text", file, encoding="utf-8", chunksize=2**18, **options)
+    rows = _rows("text", file, encoding="utf-8", chunksize=_PIECE, **options)
     for number, row in enumerate(rows):
         yield row["text"] if number else row["text"].removeprefix(_BYTE_ORDER_MARK)
 
 
 def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
     """A .json file is one array of objects, or has one object a line, as C4 and Dolmino have it."""
-    lines = ((number, line) for number, line in enumerate(_text(file, sample_by="line"), start=1) if line.strip())
-    first = next(lines, None)
-    if first is None:
-        return
-    if kind == ".json" and first[1].lstrip().startswith("["):
+    if kind == ".json" and (head := _head_of_array(file)) is not None:
+        for number, record in enumerate(head, start=1):
+            yield document_of(record, text_field, f"{file}, record {number}")
         whole = next(_text(file, sample_by="document"))
         try:
             records = json.loads(whole)
         except ValueError as error:
             raise ValueError(f"{file}: not a JSON array ({error}); repair or remove it") from None
-        for number, record in enumerate(records, start=1):
+        for number, record in enumerate(records[len(head) :], start=len(head) + 1):
             yield document_of(record, text_field, f"{file}, record {number}")
         return
-    for number, line in itertools.chain([first], lines):
+    lines = ((number, line) for number, line in enumerate(_text(file, sample_by="line"), start=1) if line.strip())
+    for number, line in lines:
         try:
             record = json.loads(line)
         except ValueError as error:
@@ -167,6 +179,29 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
                 "line, or in a .json file one array of objects)"
             ) from None
         yield document_of(record, text_field, f"{file}, line {number}")
+
+
+def _head_of_array(file: str) -> list[Any] | None:
+    """The first record of an array, in a list, which is empty where there is none; None of what is no array.
+
+    Reads no more of the file than that takes: an array is often one long line.
+    """
+    import fsspec
+
+    _register_zstd()
+    text = ""
+    with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as content:
+        while piece := content.read(max(_PIECE, len(text))):
+            text += piece
+            if (start := _ARRAY.match(text)) is None:
+                if text.strip():
+                    return None
+                continue
+            try:
+                return [json.JSONDecoder().raw_decode(text, start.end())[0]]
+            except ValueError:  # it goes on behind the piece, or there is none
+                continue
+    return [] if text.strip() else None
 
 
 def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
@@ -192,9 +227,14 @@ def document_of(record: object, text_field: str, where: str) -> Document:
         prompt = len(values[0]) if len(values) > 1 else None
         messages = itertools.chain.from_iterable(values)
         return Conversation(tuple(_with_text(message, where) for message in messages), where, prompt)
-    wrong = next((i for i, value in enumerate(values) if not isinstance(value, str) and not _is_conversation(value)), 0)
-    what = f"is {type(values[wrong]).__name__}, not text nor a list of messages with a role and content"
-    raise ValueError(f"{where}: field {fields[wrong]!r} {what}; use --text_field")
+    for name, value in zip(fields, values, strict=True):
+        if not isinstance(value, str) and not _is_conversation(value):
+            what = f"is {type(value).__name__}, not text nor a list of messages with a role and content"
+            raise ValueError(f"{where}: field {name!r} {what}; use --text_field")
+    raise ValueError(
+        f"{where}: of prompt and completion one is text and the other a list of messages; make both text, or both "
+        "messages"
+    )
 
 
 def _is_plain(document: Document) -> bool:

@@ -8,11 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
-from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable
+from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable, kind_of
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
-from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions
+from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions, check_size
 from sparseforge_ds.data.turns import whole_parts
 
 STREAM = "stream:"
@@ -69,11 +69,11 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixtur
 def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
     """One source of `--dataset`: a path, stream: and a path, a hub id, or stdlib.
 
-    Looks, but reads nothing except the first record of a file, whose field must exist.
+    Looks, but reads nothing except the first record of a file, whose field must exist, or its first lines.
 
     Raises:
         ValueError: no such file, a folder without usable files or that split, an unknown kind of file, a field that is
-            missing, or plain text where the loss is on the completion.
+            missing, plain text where the loss is on the completion, or too much of it for one document.
     """
     if dataset == EMBEDDED_TEXT:
         if "train" not in options.split.split("+"):
@@ -85,8 +85,11 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
     path = Path(dataset.removeprefix(STREAM))
     if path.exists():
         source = LocalText(dataset, find_files(path, options.split), options, dataset.startswith(STREAM))
-        for number in range(len(source.files.paths)):
-            next(source.read({"file": number}), None)
+        lines = replace(source, options=replace(options, sample_by="line"))  # of a .txt file the first one will do
+        for number, file in enumerate(source.files.paths):
+            if options.sample_by == "document" and kind_of(file.name) == (".txt", ""):  # else known when it is read
+                check_size(str(file), file.stat().st_size)
+            next(lines.read({"file": number}), None)
         return source
     is_hub_id = dataset.partition(":")[0].count("/") == 1 and not is_readable(dataset)
     if not is_hub_id or dataset.startswith((".", "/", "~", STREAM)):

@@ -7,7 +7,6 @@ however that ends, and whatever moment it ends at, the chunks are whole and the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -62,7 +61,8 @@ class Job:
 class Maker:
     """Makes chunks in their order, from where the folder ends: an endless row of tokens, cut into chunks.
 
-    After the last document comes the first again.
+    After the last document comes the first again. The tokens behind a chunk are on no disk: the next maker tokenises
+    the documents once more that they are of.
 
     Raises:
         ValueError: the text cannot be read.
@@ -74,16 +74,15 @@ class Maker:
         self.chunks = job.chunks
         self.chunks.prepare()
         self.finished = self.chunks.finished()
-        last = self.finished - 1
-        record = self.chunks.record(last) if self.finished else None
+        record = self.chunks.record(self.finished - 1) if self.finished else None
         if record is None:
-            record = {"reader": {"revision": job.revision}, "epoch": 0, "skipped": 0, "left": 0}
-            self._left = np.empty(0, dtype=self.chunks.dtype)
-        else:
-            self._left = np.array(self.chunks.open(last, record["left"])[self.chunks.tokens(last) :])
+            record = {"reader": {"revision": job.revision}, "epoch": 0, "skipped": 0, "used": 0}
         self._epoch, self._skipped = record["epoch"], record["skipped"]
         self._reader = job.source.read(record["reader"])
         self._batches = self._tokenise()
+        self._left = np.empty(0, dtype=self.chunks.dtype)
+        self._used = record["used"]
+        """Tokens that chunks have of those that are made next."""
 
     def make(self) -> None:
         """Make the next chunk.
@@ -94,32 +93,36 @@ class Maker:
         """
         wanted, parts, had = self.chunks.tokens(self.finished), [self._left], len(self._left)
         while had < wanted:
-            batch = self._next_batch()
-            self._skipped += batch.skipped
-            parts.append(batch.token)
-            had += len(batch.token)
+            token = self._next_tokens()
+            parts.append(token[self._used :])
+            self._used = max(0, self._used - len(token))
+            had += len(parts[-1])
         token = np.concatenate(parts)
         largest = int(ids_of(token).max())
         if largest >= self._job.vocabulary:
             raise unsuitable(largest, self._job.vocabulary)
-        self.chunks.write(self.finished, token, self._reader.state(), self._epoch, self._skipped)
         self._left = token[wanted:]
+        self.chunks.write(self.finished, token[:wanted], {**self._newest, "used": self._length - len(self._left)})
         self.finished += 1
 
     def _tokenise(self) -> Iterator[Batch]:
         return tokenise(self._reader, self._job.tokenizer, self._job.frame, *self._job.source.marks)
 
-    def _next_batch(self) -> Batch:
-        """Documents with text, with those without text before them; the first ones again after the last."""
+    def _next_tokens(self) -> np.ndarray:
+        """Of some documents, and remember where they begin; the first ones again after the last."""
         skipped = ends = 0
         while ends < 2:
-            for batch in self._batches:
-                skipped += batch.skipped
-                if len(batch.token):
-                    return dataclasses.replace(batch, skipped=skipped)
-            self._reader.rewind()
-            self._batches = self._tokenise()
-            self._epoch, ends = self._epoch + 1, ends + 1
+            begin = {"reader": self._reader.state(), "epoch": self._epoch, "skipped": self._skipped}
+            batch = next(self._batches, None)
+            if batch is None:
+                self._reader.rewind()
+                self._batches = self._tokenise()
+                self._epoch, ends = self._epoch + 1, ends + 1
+                continue
+            skipped, self._skipped = skipped + batch.skipped, self._skipped + batch.skipped
+            if len(batch.token):
+                self._newest, self._length = begin, len(batch.token)
+                return batch.token
         raise without_text(self._job.source.name, skipped)
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sparseforge_ds.config.arguments import LossOn, RunArguments, SampleBy
 from sparseforge_ds.data.documents import Document
-from sparseforge_ds.data.formats import documents_of
+from sparseforge_ds.data.formats import documents_of, is_plain_text
 from sparseforge_ds.data.splits import Files
 
 
@@ -35,6 +35,21 @@ class TextOptions:
 
 
 DEFAULTS = TextOptions()
+LARGEST_DOCUMENT = 2**24
+"""Bytes of a .txt file that is one document. It is tokenised at once, with up to 160 times as much memory: 2.6 GB."""
+
+
+def check_size(file: str, size: int) -> None:
+    """Whether a .txt file is small enough to be one document.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if size > LARGEST_DOCUMENT:
+        raise ValueError(
+            f"{file}: is one document of {size:,} bytes, which would be tokenised at once, with over 100 times as much "
+            f"memory; give --sample_by paragraph (or line), or files of at most {LARGEST_DOCUMENT:,} bytes"
+        )
 
 
 class Reader:
@@ -49,6 +64,7 @@ class Reader:
     def __init__(self, files: Sequence[str], options: TextOptions, state: Mapping[str, Any]) -> None:
         self._files = files
         self._how = options.text_field, options.sample_by, options.loss_on
+        self._is_whole = options.sample_by == "document"
         self._pinned = {name: value for name, value in state.items() if name not in ("file", "record")}
         self._go_to(state.get("file", 0), state.get("record", 0))
 
@@ -59,6 +75,8 @@ class Reader:
         while self._file < len(self._files):
             document = next(self._documents, None)
             if document is not None:
+                if self._is_whole and is_plain_text(self._files[self._file]):
+                    check_size(self._files[self._file], len(str(document).encode()))
                 self._record += 1
                 return document
             self._go_to(self._file + 1, 0)

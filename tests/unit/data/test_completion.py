@@ -104,6 +104,10 @@ def test_what_says_nothing_of_its_turns_is_refused():
         encode_trained([conversation], tokenizer)
     with pytest.raises(ValueError, match="line 3: is a conversation, and the tokenizer has no chat template"):
         encode_trained([conversation], tokenizer_with())
+    tokenizer = tokenizer_with("{{ strftime_now('%f') }}" + MARKED)
+    tokenizer.name_or_path = "tiny"
+    with pytest.raises(ValueError, match="line 3: the chat template of tiny makes another text .*time.*constant"):
+        encode_trained([conversation], tokenizer)
     with pytest.raises(ValueError, match=r"\(ByT5Tokenizer\) is a slow one.*tokenizer.json"):
         encode_trained([document_of(PAIR, "text", "x")], ByT5Tokenizer())
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import locale
 import lzma
 
 import datasets
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -69,12 +71,20 @@ def test_a_json_file_may_be_one_array(tmp_path, head):
     path = tmp_path / "a.json"
     path.write_text(head + ARRAY, encoding="utf-8")
     assert read(path) == TEXTS
+    long = [{"text": "a" * 2**19}, {"text": "b"}]  # the first record is longer than what is read at a time
+    path.write_text(head + json.dumps(long), encoding="utf-8")
+    assert read(path) == [record["text"] for record in long]
+    path.write_text(f"{head} [ ] ", encoding="utf-8")
+    assert read(path) == []
     path.write_text(head + json.dumps([{"text": "a"}, 3]), encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.json, record 2: not an object"):
         read(path)
     path.write_text(head + ARRAY[:-20], encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.json: not a JSON array"):
         read(path)
+    path.write_text(head + ARRAY[:3], encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.json: not a JSON array"):
+        find_source(str(path))
     path.write_text(head + '{\n"text": "x"\n}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line .*: not JSON .*one object a line, or in a .json file one array"):
         read(path)
@@ -150,6 +160,19 @@ def test_a_compressed_file_that_breaks_off_says_so(tmp_path, end):
         read(tmp_path / f"a.jsonl{end}")
 
 
+def test_zstd_is_read_by_ours_also_where_fsspec_has_another(tmp_path, monkeypatch):
+    """That of the package zstandard takes a file that breaks off, and the first of several frames, for a whole one."""
+    monkeypatch.setitem(fsspec.compression.compr, "zstd", lambda content, mode="rb": io.BytesIO(b'{"text": "x"}\n'))
+    monkeypatch.setitem(fsspec.utils.compressions, "zst", "zstd")
+    test_a_compressed_file_that_breaks_off_says_so(tmp_path, ".zst")
+    (tmp_path / "b.jsonl.zst").write_bytes(zstd(b'{"text": "a"}\n') + zstd(b'{"text": "b"}\n'))
+    assert read(tmp_path / "b.jsonl.zst") == ["a", "b"]
+    with fsspec.open(tmp_path / "c.zst", "wb", compression="zstd") as file:
+        file.write(b"others may still write it")
+    with fsspec.open(tmp_path / "c.zst", "rb", compression="zstd") as file:
+        assert file.read() == b"others may still write it"
+
+
 def test_an_environment_that_would_read_text_as_something_else_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(CONTENTS[".jsonl"])
     monkeypatch.setattr(locale, "getpreferredencoding", lambda *_: "ISO-8859-1")
@@ -170,6 +193,16 @@ def test_a_file_of_any_name_is_read(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(CONTENTS[".jsonl"])
     assert read(tmp_path / name) == TEXTS
+    (array := (tmp_path / name).with_suffix(".json")).write_text(ARRAY)
+    assert read(array) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a::b.txt", "a::b/c.jsonl", "a::b.json", "a::b.parquet"])
+def test_a_name_that_fsspec_takes_for_two_says_so(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=f"{name}: fsspec takes what stands behind :: for another file; rename it"):
+        find_source(str(tmp_path / name))
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -207,7 +240,9 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
         ({"messages": "hi"}, None),
         ({"messages": [{"content": "hi"}]}, "field 'messages' is list, not text nor a list of messages with a role"),
         ({"messages": ["hi"]}, "field 'messages' is list"),
-        ({"prompt": CHAT, "completion": "x"}, "field 'completion' is str|field 'prompt' is list"),
+        ({"prompt": CHAT, "completion": "x"}, "of prompt and completion one is text and .*make both text, or both"),
+        ({"prompt": "x", "completion": CHAT}, "of prompt and completion one is text and .*make both text, or both"),
+        ({"prompt": CHAT, "completion": 3}, "field 'completion' is int, not text nor"),
         ({"prompt": "x"}, "no field 'text', nor messages, nor prompt and completion"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is list of more than text; remove what is"),
         ({"messages": [{"role": "user", "content": 4}]}, "is int of more than text"),

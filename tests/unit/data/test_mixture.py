@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import tracemalloc
 from fractions import Fraction
 
 import pytest
 
 from sparseforge_ds.data.hub import HubText
-from sparseforge_ds.data.mixture import file_lines, find_text
+from sparseforge_ds.data.mixture import file_lines, find_source, find_text
 from sparseforge_ds.data.text_files import LocalText, TextOptions
 from sparseforge_ds.data.turns import whole_parts
 
@@ -77,6 +80,50 @@ def test_dividing_needs_plain_text(folder):
     for dataset in ("a.jsonl", "stdlib"):
         with pytest.raises(ValueError, match=f"--sample_by line: it divides .txt files, and --dataset {dataset} has"):
             find_text([dataset], TextOptions(sample_by="line"))
+
+
+@pytest.mark.parametrize("prefix", ["", "stream:"])
+def test_a_text_that_is_too_large_for_one_document_is_refused_at_once(folder, prefix):
+    for size, name in ((2**24, "fits.txt"), (2**24 + 1, "large.txt")):
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+    (source,) = find_text([f"{prefix}fits.txt"]).sources
+    assert [len(document) for document in source.read()] == [2**24]
+    message = "large.txt: is one document of 16,777,217 bytes, .*--sample_by paragraph .*files of at most 16,777,216"
+    with pytest.raises(ValueError, match=message):
+        find_text([f"{prefix}large.txt"])
+    find_text([f"{prefix}large.txt"], TextOptions(sample_by="paragraph"))
+    (folder / "large.txt.gz").write_bytes(gzip.compress((folder / "large.txt").read_bytes(), 1))
+    (source,) = find_text([f"{prefix}large.txt.gz"]).sources
+    with pytest.raises(ValueError, match=message.replace("txt", "txt.gz")):
+        list(source.read())
+
+
+LINE = "a word and another one " * 20
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "between"),
+    [
+        ("long.txt", LINE, "\n"),
+        ("long.json", json.dumps({"text": LINE}), ", "),
+        ("lines.json", json.dumps({"text": LINE}), ",\n"),
+        ("long.json.gz", json.dumps({"text": LINE}), ", "),
+        ("long.jsonl", json.dumps({"text": LINE}), "\n"),
+    ],
+)
+def test_nothing_is_read_but_the_beginning(folder, name, line, between):
+    """Of an array too, which is often one long line: every rank looks."""
+    content = between.join([line] * 2**15)
+    content = f"[{content}]" if ".json" in name and "," in between else content
+    (folder / name).write_bytes(gzip.compress(content.encode(), 1) if name.endswith(".gz") else content.encode())
+    find_source("a.jsonl")  # what it imports is no text
+    tracemalloc.start()
+    source = find_source(name)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(content) / 3
+    assert sum(map(len, source.read())) == len(LINE) * 2**15 + (2**15 - 1) * (name == "long.txt")
 
 
 @pytest.mark.parametrize(

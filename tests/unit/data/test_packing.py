@@ -11,7 +11,7 @@ import pytest
 
 from sparseforge_ds.data.documents import Conversation
 from sparseforge_ds.data.packed import pack
-from sparseforge_ds.data.packing import cache_key, token_dtype
+from sparseforge_ds.data.packing import cache_key, encode, token_dtype
 from sparseforge_ds.data.text_files import Source
 from tests.tiny_folders import byte_tokenizer
 
@@ -220,6 +220,13 @@ def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
     number = Conversation(({"role": "user", "content": "hi", "level": 3},), "a.jsonl, line 4")
     with pytest.raises(ValueError, match="line 4: the tokenizer's chat template refuses the conversation .can only"):
         pack(documents([number], "number"), tokenizer, tmp_path)
+    for failing in ("1 / 0", "messages[0].content.index('x')", "'%c' % -1"):
+        tokenizer.chat_template = "{{" + failing + "}}"
+        with pytest.raises(ValueError, match=r"line 3: the tokenizer's chat template refuses .*repair the template"):
+            encode([chat("user")], tokenizer)
+    tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
+    with pytest.raises(ValueError, match=r"line 3: .* templates \(rag, tool_use\) none is the default; put one into"):
+        encode([chat("user")], tokenizer)
     tokenizer.chat_template = TEMPLATE.upper()
     assert cache_key(documents(), tokenizer)[0] != packed.key, "another template is another text"
 

@@ -111,6 +111,15 @@ def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
     assert set(sizes) == {1, 20}
 
 
+def test_a_long_document_lies_once_on_the_disk(tmp_path):
+    some_job = job(write_stream(tmp_path / "text", ["x" * 5000]), tmp_path / "data")
+    for finished in range(30):
+        make(some_job, finished + 1)
+    tokens = sum(SIZES.windows(chunk) for chunk in range(30)) * SIZES.seq_length
+    assert sum(path.stat().st_size for path in (tmp_path / "data").glob("*.bin")) == 2 * tokens
+    assert [token for chunk in range(30) for token in some_job.chunks.open(chunk)] == row_of(["x" * 5000], tokens)
+
+
 def test_a_stream_without_text_is_refused(tmp_path):
     for name, documents in (("blank", ["", " ", "\n"]), ("none", [])):
         some_job = job(write_stream(tmp_path / name, documents), tmp_path / f"{name} data")
@@ -131,7 +140,7 @@ def test_a_damaged_chunk_is_refused(tmp_path):
 
 def test_the_process_makes_what_is_wanted_and_a_bit_ahead(tmp_path):
     with producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
-        assert producer.wait(3)["left"] >= 0
+        assert producer.wait(3)["used"] >= 0
         until((tmp_path / "data" / f"chunk_{3 + AHEAD:06d}.json").exists)
         time.sleep(0.3)
         assert not (tmp_path / "data" / f"chunk_{3 + AHEAD + 1:06d}.json").exists()
