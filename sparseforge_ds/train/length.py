@@ -39,7 +39,7 @@ def laid_out_over(spec: RunSpec) -> int | None:
     Only a run with a frozen mask can become longer: the schedule of the mask, in fractions of `max_steps`, is over.
 
     Raises:
-        ValueError: its learning rate has come down to 0.
+        ValueError: it is beyond `spec`'s steps already, or its learning rate has come down to 0.
     """
     saved, record = list_checkpoints(spec.folder / "checkpoints"), spec.folder / "sparseforge.json"
     if not spec.arguments.resume or not saved or not record.is_file():
@@ -48,11 +48,17 @@ def laid_out_over(spec: RunSpec) -> int | None:
         before = RunState.parse({"step": 0, "refreshes": 0, **read_json(record)}, str(record)).config
     except ValueError:
         return None  # `check_beginning` says what is wrong
-    if not before.max_steps < spec.config.max_steps or step_of(saved[-1]) < before.release_step:
+    steps, reached = spec.config.max_steps, step_of(saved[-1])
+    if before.max_steps <= steps < reached:
+        raise ValueError(
+            f"--max_steps {steps}: the run in {spec.folder} is already at step {reached}; give more to go on, or "
+            "move its newer checkpoints away to go back"
+        )
+    if not before.max_steps < steps or reached < before.release_step:
         return None
     if spec.arguments.min_lr_ratio == 0:
         raise ValueError(
-            f"--max_steps {spec.config.max_steps}: the learning rate of the run in {spec.folder} ends at 0 at step "
+            f"--max_steps {steps}: the learning rate of the run in {spec.folder} ends at 0 at step "
             f"{before.max_steps}, so that more steps would change nothing; give --min_lr_ratio, like 0.1"
         )
     return before.max_steps
