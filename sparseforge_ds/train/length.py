@@ -17,7 +17,7 @@ def steps_of_epochs(spec: RunSpec) -> int:
 
     Raises:
         ValueError: the text has no end that is known now, several sources with an end each, or cannot be read; or the
-            folder holds another run.
+            folder holds another run, or none to resume.
         OSError: the disk is full.
     """
     epochs, sources = spec.arguments.epochs, spec.text.sources
@@ -26,7 +26,8 @@ def steps_of_epochs(spec: RunSpec) -> int:
         names = " ".join(source.name for source in sources)
         why = "sources of a mixture end at different times" if len(sources) > 1 else "the length of a stream is unknown"
         raise ValueError(f"--epochs {epochs:g}: {why} (--dataset {names}); give --max_steps")
-    if not spec.arguments.resume:
+    recorded = (spec.folder / "sparseforge.json").exists()
+    if not spec.arguments.resume or (spec.arguments.resume != "auto" and not recorded):
         check_beginning(spec)
     packed = pack(sources[0], spec.model.tokenizer, spec.folder / "data", spec.arguments.document_frame)
     windows = packed.tokens // spec.arguments.seq_length

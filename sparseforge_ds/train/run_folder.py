@@ -83,13 +83,13 @@ def check_folder(spec: RunSpec) -> None:
             written, or the disk is too full.
     """
     try:
+        check_beginning(spec)  # before a folder is made whose name was mistyped
         spec.folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=spec.folder).close()  # on every rank
     except OSError as error:
         raise ValueError(
             f"--output_dir {spec.folder}: cannot be written ({error.strerror}); give another folder"
         ) from None
-    check_beginning(spec)
     # A start sweeps up what an interrupted save left, before it writes anything.
     swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
     check_room(spec, shutil.disk_usage(spec.folder).free + swept)

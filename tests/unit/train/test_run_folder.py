@@ -19,6 +19,7 @@ from sparseforge_ds.export.run_source import _run_of
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.run_folder import (
     begins_anew,
@@ -132,6 +133,9 @@ def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mi
     assert begins_anew(spec(resume=True)) is None
     with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
         check_folder(spec(resume=True))  # a mistyped folder
+    with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
+        steps_of_epochs(spec(resume=True, epochs=1.0))
+    assert not (tmp_path / "run").exists(), "and it is not made"
     assert "there is no run in" in str(begins_anew(spec(resume="auto")))
     check_folder(spec())
     write_folder(spec())
