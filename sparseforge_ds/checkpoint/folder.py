@@ -47,14 +47,15 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_of_trainer(folder: Path) -> Path | None:
-    """Of the output folder of transformers' Trainer the newest `checkpoint-N` that is whole; None where there is none.
-
-    It is, once the trainer's own record is there, which is written when DeepSpeed has saved.
-    """
+    """Of the output folder of transformers' Trainer the newest `checkpoint-N` that is whole, if any is."""
     children = folder.iterdir() if folder.is_dir() else ()
     found = {child: int(match[1]) for child in children if (match := _OF_TRAINER.fullmatch(child.name))}
-    whole = (child for child in found if all((child / name).is_file() for name in ("latest", "trainer_state.json")))
-    return max(whole, key=lambda child: found[child], default=None)
+    return max(filter(is_whole_of_trainer, found), key=lambda child: found[child], default=None)
+
+
+def is_whole_of_trainer(folder: Path) -> bool:
+    """Whether all of a `checkpoint-N` is there: the trainer's own record is written when DeepSpeed has saved."""
+    return all((folder / name).is_file() for name in ("latest", "trainer_state.json"))
 
 
 def _named_by(file: Path) -> Path:

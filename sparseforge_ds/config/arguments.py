@@ -245,7 +245,7 @@ class RunArguments:
             (
                 "keep_best",
                 not self.keep_best or self.eval_dataset is not None,
-                "the best is that of --eval_dataset; name one",
+                "it needs --eval_dataset, by whose perplexity the best is chosen",
             ),
             ("log_every", self.log_every >= 1, "use an integer >= 1"),
             ("seed", 0 <= self.seed < 2**32, "use 0 <= seed < 2^32"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from sparseforge_ds.mask.pattern import Pattern
 
 STATE_VERSION = 1
 """Of what a checkpoint's client state holds under `sparseforge`."""
+_FEW = 5
+"""Differences that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +114,9 @@ def differences(before: Any, now: Any, where: str) -> list[str]:
         keys = sorted(set(before) | set(now))
         return [line for key in keys for line in differences(before.get(key), now.get(key), f"{where}.{key}")]
     return [] if before == now else [f"{where} was {json.dumps(before):.80}, is {json.dumps(now):.80}"]
+
+
+def few(lines: Sequence[str]) -> str:
+    """The first of many lines as one, and how many more there are."""
+    more = len(lines) - _FEW
+    return "; ".join(lines[:_FEW]) + (f"; and {more:,} more" if more > 0 else "")

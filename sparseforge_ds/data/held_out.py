@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.config.arguments import HELD_OUT_TEXT, RunArguments
+from sparseforge_ds.config.arguments import EMBEDDED_TEXT, HELD_OUT_TEXT, RunArguments
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.packing import tokenise, unsuitable, without_text
 from sparseforge_ds.data.splits import find_files
@@ -93,4 +93,6 @@ def _naming_our_flags() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(re.sub(r"--(dataset|split)\b", r"--eval_\1", str(error))) from None
+        said = re.sub(r"--(dataset|split)\b", r"--eval_\1", str(error))
+        said = said.replace(f"or {EMBEDDED_TEXT}; in a mixture with =WEIGHT", f"or {HELD_OUT_TEXT}")
+        raise ValueError(said) from None

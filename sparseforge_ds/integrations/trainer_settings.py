@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from sparseforge_ds.checkpoint.folder import is_whole_of_trainer, newest_of_trainer
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.distill import same_vocabulary
 from sparseforge_ds.model.hidden import same_states
@@ -87,6 +88,24 @@ def refuse_settings(trainer: Any, teacher: str | Path | PreTrainedModel | None) 
         raise ValueError(
             f"{named} is another loss than the teacher's, and only one can be trained on; leave it out, or teacher"
         )
+
+
+def refuse_checkpoint(given: str | Path | bool | None, output: str | Path) -> None:
+    """Stop before a trainer goes on from a checkpoint that it cannot load.
+
+    Args:
+        given: `resume_from_checkpoint`; True and None are the trainer's own affair.
+        output: its output folder.
+
+    Raises:
+        ValueError: there is no whole checkpoint.
+    """
+    if given is None or isinstance(given, bool) or is_whole_of_trainer(Path(given)):
+        return
+    why = "is not whole, or no checkpoint of a Trainer" if Path(given).is_dir() else "no such folder"
+    newest = next(filter(None, map(newest_of_trainer, (Path(given), Path(given).parent, Path(output)))), None)
+    cure = f"the newest that is whole is {newest}" if newest else f"there is none that is whole in {output} either"
+    raise ValueError(f"resume_from_checkpoint {given}: {why}; {cure}")
 
 
 def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:

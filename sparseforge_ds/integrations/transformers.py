@@ -30,6 +30,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     block_of,
     check_teacher,
     refuse_arguments,
+    refuse_checkpoint,
     refuse_length,
     refuse_settings,
     share_sequences,
@@ -100,11 +101,11 @@ class SparseForgeMixin(_Trainer):
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The trainer's own, once.
 
         Raises:
-            ValueError: it was called before.
+            ValueError: it was called before, or there is no such checkpoint.
             ForgeError: all steps are made, and masks are not frozen.
         """
         if self.forge is not None:
@@ -112,7 +113,8 @@ class SparseForgeMixin(_Trainer):
                 "train() was called before, and masks have moved since: make a new trainer, and give "
                 "resume_from_checkpoint to go on where this one is"
             )
-        result = super().train(*args, **kwargs)
+        refuse_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
         assert self.forge is not None
         if self.state.global_step >= self.state.max_steps:
             self.forge.finish()

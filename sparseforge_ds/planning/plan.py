@@ -41,28 +41,30 @@ class Plan:
         return self.memory.peak <= self.machine.device
 
     def memory_lines(self) -> Iterator[tuple[str, str]]:
-        """A GPU for people, kind by kind and phase by phase."""
+        """A GPU for people, kind by kind and phase by phase, in MiB where the run itself takes less than a GiB."""
         plan, device = self.memory, self.machine.device
-        yield "memory of a GPU", "GiB"
+        name, unit = _unit(max(plan.peak - plan.reserve, plan.host_total))
+        yield "memory of a GPU", name
         if (parts := self.settings.sequence_parallel) > 1:
             each = f"{self.settings.seq_length // parts:,} of {self.settings.seq_length:,} tokens"
             yield "  each sequence", f"{'on ' + str(parts) + ' GPUs':>8}, {each} and 1/{parts} of the heads a GPU"
-        for name, size in plan.resident.items():
-            yield f"  {name}", _gib(size)
+        for kind, size in plan.resident.items():
+            yield f"  {kind}", _in(unit, size)
         for phase, kinds in plan.phases.items():
-            yield f"  + {phase}", f"{_gib(sum(kinds.values()))}  {_parts(kinds)}"
-        yield "  reserve (assumed)", _gib(plan.reserve)
+            yield f"  + {phase}", f"{_in(unit, sum(kinds.values()))}  {_parts(unit, kinds)}"
+        yield "  reserve (assumed)", _in(unit, plan.reserve)
         moving = "" if plan.peak == plan.frozen_peak else " while masks move"
-        yield "  peak", f"{_gib(plan.peak)}  of {device / GIB:.0f}, in {plan.worst}{moving}"
+        yield "  peak", f"{_in(unit, plan.peak)}  of {device / unit:.0f}, in {plan.worst}{moving}"
         if moving:
-            yield "  peak once frozen", _gib(plan.frozen_peak)
+            yield "  peak once frozen", _in(unit, plan.frozen_peak)
         if plan.host:
-            yield "  on the host", f"{_gib(plan.host_total)}  for each GPU: {_parts(plan.host)}"
+            yield "  on the host", f"{_in(unit, plan.host_total)}  for each GPU: {_parts(unit, plan.host)}"
 
     def other_lines(self) -> Iterator[tuple[str, str]]:
         """Disk, time and the verdict, for people."""
-        frozen = f"{self.frozen_checkpoint / GIB:.2f} once masks are frozen"
-        yield "checkpoint", f"{_gib(self.checkpoint)}  GiB on disk, {frozen}"
+        name, unit = _unit(self.checkpoint)
+        frozen = f"{self.frozen_checkpoint / unit:.2f} once masks are frozen"
+        yield "checkpoint", f"{_in(unit, self.checkpoint)}  {name} on disk, {frozen}"
         machine, hours = self.machine, self.seconds_per_step * self.steps / 3600
         of_steps = (
             f"{self.steps:,} steps of {self.settings.tokens_per_step:,} tokens; {self.seconds_per_step:.2f} s each"
@@ -74,7 +76,7 @@ class Plan:
             return
         yield "verdict", f"does not fit: {peak:.1f} GiB where there are {room:.0f}; one on top of the other:"
         for change, size in self.ladder:
-            yield f"  + {change}", f"{_gib(size)}{'  fits' if size <= machine.device else ''}"
+            yield f"  + {change}", f"{_in(GIB, size)}{'  fits' if size <= machine.device else ''}"
         if not self.ladder or self.ladder[-1][1] > machine.device:
             yield "", "take more GPUs, or larger ones"
 
@@ -169,9 +171,14 @@ def ladder(settings: Settings, peak: Callable[[Settings], int], device: int) -> 
     return found
 
 
-def _parts(kinds: Kinds) -> str:
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds.items())
+def _unit(largest: int) -> tuple[str, int]:
+    """The unit of a column of sizes, by its name and in bytes."""
+    return ("MiB", 2**20) if largest < GIB else ("GiB", GIB)
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:8.2f}"
+def _parts(unit: int, kinds: Kinds) -> str:
+    return ", ".join(f"{name} {size / unit:.2f}" for name, size in kinds.items())
+
+
+def _in(unit: int, size: float) -> str:
+    return f"{size / unit:8.2f}"

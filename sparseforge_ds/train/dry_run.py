@@ -84,6 +84,9 @@ def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Itera
         yield source.name, "\n".join([f"{share * read:,.0f} tokens, {share:.1%}", *file_lines(source)])
         if isinstance(source, HubText):
             unchecked.append(f"--dataset {source.name}: it is read from the hub, field {arguments.text_field!r}")
+    if isinstance(spec.held_out, HubText):
+        unchecked.append(f"--eval_dataset {spec.held_out.name}: it is read from the hub")
+    unchecked.append("the text beyond the first record of each file, and whether there is enough of it")
 
 
 def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Row]:

@@ -17,7 +17,7 @@ def steps_of_epochs(spec: RunSpec) -> int:
 
     Raises:
         ValueError: the text has no end that is known now, several sources with an end each, or cannot be read; or the
-            folder holds another run.
+            folder holds another run, or none to resume.
         OSError: the disk is full.
     """
     epochs, sources = spec.arguments.epochs, spec.text.sources
@@ -26,7 +26,8 @@ def steps_of_epochs(spec: RunSpec) -> int:
         names = " ".join(source.name for source in sources)
         why = "sources of a mixture end at different times" if len(sources) > 1 else "the length of a stream is unknown"
         raise ValueError(f"--epochs {epochs:g}: {why} (--dataset {names}); give --max_steps")
-    if not spec.arguments.resume:
+    recorded = (spec.folder / "sparseforge.json").exists()
+    if not spec.arguments.resume or (spec.arguments.resume != "auto" and not recorded):
         check_beginning(spec)
     packed = pack(sources[0], spec.model.tokenizer, spec.folder / "data", spec.arguments.document_frame)
     windows = packed.tokens // spec.arguments.seq_length
@@ -39,7 +40,7 @@ def laid_out_over(spec: RunSpec) -> int | None:
     Only a run with a frozen mask can become longer: the schedule of the mask, in fractions of `max_steps`, is over.
 
     Raises:
-        ValueError: its learning rate has come down to 0.
+        ValueError: it is beyond `spec`'s steps already, or its learning rate has come down to 0.
     """
     saved, record = list_checkpoints(spec.folder / "checkpoints"), spec.folder / "sparseforge.json"
     if not spec.arguments.resume or not saved or not record.is_file():
@@ -48,11 +49,17 @@ def laid_out_over(spec: RunSpec) -> int | None:
         before = RunState.parse({"step": 0, "refreshes": 0, **read_json(record)}, str(record)).config
     except ValueError:
         return None  # `check_beginning` says what is wrong
-    if not before.max_steps < spec.config.max_steps or step_of(saved[-1]) < before.release_step:
+    steps, reached = spec.config.max_steps, step_of(saved[-1])
+    if before.max_steps <= steps < reached:
+        raise ValueError(
+            f"--max_steps {steps}: the run in {spec.folder} is already at step {reached}; give more to go on, or "
+            "move its newer checkpoints away to go back"
+        )
+    if not before.max_steps < steps or reached < before.release_step:
         return None
     if spec.arguments.min_lr_ratio == 0:
         raise ValueError(
-            f"--max_steps {spec.config.max_steps}: the learning rate of the run in {spec.folder} ends at 0 at step "
+            f"--max_steps {steps}: the learning rate of the run in {spec.folder} ends at 0 at step "
             f"{before.max_steps}, so that more steps would change nothing; give --min_lr_ratio, like 0.1"
         )
     return before.max_steps

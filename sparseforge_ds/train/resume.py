@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 
+from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.config.run_state import RunState
+from sparseforge_ds.config.arguments import flags
+from sparseforge_ds.config.run_state import RunState, differences, few
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.checkpoints import Checkpoints
@@ -20,7 +23,6 @@ from sparseforge_ds.train.random_state import (
     seed_anew,
     set_random_state,
 )
-from sparseforge_ds.train.run_folder import changed_flags
 from sparseforge_ds.train.spec import RunSpec
 
 _LOG = logging.getLogger(__name__)
@@ -102,6 +104,26 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
         raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
     if unlike := saved.changes(RunState.of(spec.config, spec.weights)):
         raise ValueError(
-            f"--resume: {folder} is of a run with other settings: {'; '.join(unlike[:8])}; use a checkpoint of this run"
+            f"--resume: {folder} is of a run with other settings: {few(unlike)}; use a checkpoint of this run"
         )
     return checkpoint
+
+
+def changed_flags(spec: RunSpec) -> list[str]:
+    """Run flags and DeepSpeed keys that a resumed run has otherwise than before, as lines for the log."""
+    run, engine = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
+    found = []
+    for name, before, after in (
+        ("run", run.get("run", {}), flags(spec.arguments)),
+        ("deepspeed", engine, spec.deepspeed),
+    ):
+        if not isinstance(before, dict):
+            raise ValueError(
+                f"--resume: {spec.folder / 'sparseforge.json'} is damaged: `run` is no object; bring it back"
+            )
+        now = json.loads(json.dumps(after))
+        for either in (before, now):
+            either.pop("resume", None)
+            either.pop("sparseforge", None)  # no change, or the run would have been refused
+        found += differences(before, now, name)
+    return found

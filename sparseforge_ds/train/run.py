@@ -53,6 +53,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     unlink_shared_buffers()
     ranks = Ranks()
     spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    held_out = open_held_out(spec, ranks)  # a mistake there is seen before all of the text to train on is read
     if arguments.epochs is not None:
         steps = ranks.on_first(lambda: steps_of_epochs(spec))
         _LOG.info(f"--epochs {arguments.epochs:g}: {steps} steps")
@@ -70,15 +71,16 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     ranks.on_first(lambda: lock_folder(spec.folder))
     ranks.on_first(checkpoints.recover)
     found = find_resumption(spec, ranks, checkpoints) if spec.arguments.resume else None
-    begun = 0 if found is None else found.manifest.step
-    logs = ranks.first and (found is None or begun < spec.steps)
-    trackers = ranks.all_or_raise(  # early, because one may want a login
-        lambda: Trackers(arguments.report_to, spec.folder, arguments.project, begun) if logs else None
-    )
-    batches, held_out = open_text(spec, ranks), open_held_out(spec, ranks)
+    batches = open_text(spec, ranks)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))
     batches.prepare_step()
+    begun = 0 if found is None else found.manifest.step
+    logs = ranks.first and (found is None or begun < spec.steps)
+    # Once the text is there, so that none is left of a run without; and before the model, because one may want a login.
+    trackers = ranks.all_or_raise(
+        lambda: Trackers(arguments.report_to, spec.folder, arguments.project, begun) if logs else None
+    )
     described = banner(spec, batches.summary(spec.steps))
     _LOG.info(described)
 

@@ -39,7 +39,7 @@ from sparseforge_ds.checkpoint.disk import whole_folder, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
-from sparseforge_ds.config.run_state import RunState, differences
+from sparseforge_ds.config.run_state import RunState, differences, few
 from sparseforge_ds.data.mixture import source_and_weight
 from sparseforge_ds.export.source import config_sha256, published_name
 from sparseforge_ds.permutation.record import FOLDER, Permutation
@@ -83,13 +83,13 @@ def check_folder(spec: RunSpec) -> None:
             written, or the disk is too full.
     """
     try:
+        check_beginning(spec)  # before a folder is made whose name was mistyped
         spec.folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=spec.folder).close()  # on every rank
     except OSError as error:
         raise ValueError(
             f"--output_dir {spec.folder}: cannot be written ({error.strerror}); give another folder"
         ) from None
-    check_beginning(spec)
     # A start sweeps up what an interrupted save left, before it writes anything.
     swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
     check_room(spec, shutil.disk_usage(spec.folder).free + swept)
@@ -234,15 +234,17 @@ def _check_same_run(spec: RunSpec) -> None:
     if saved.config.max_steps != spec.config.max_steps:
         raise ValueError(_other_length(spec, saved.config.max_steps))
     if unlike := saved.changes(now):
+        if saved.weights != now.weights:
+            unlike = [*_other_name(record, spec), *unlike]
         raise ValueError(
-            f"--resume: the run in {spec.folder} was started with other settings: {'; '.join(unlike[:8])}; "
+            f"--resume: the run in {spec.folder} was started with other settings: {few(unlike)}; "
             "resume with the same JSON, --model and --max_steps, or start in a new --output_dir"
         )
     before, own = read_json(spec.folder / "model" / "config.json"), json.loads(spec.model.config.to_json_string())
     if unlike := differences(_architecture(before), _architecture(own), "config"):
         raise ValueError(
             f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
-            f"{'; '.join(unlike[:3])}; resume with the unchanged model"
+            f"{few(unlike)}; resume with the unchanged model"
         )
     if spec.model.folder.is_dir():  # a dry run may know its config only
         order = Permutation.load(spec.model.folder)
@@ -265,6 +267,13 @@ def _check_same_run(spec: RunSpec) -> None:
         )
 
 
+def _other_name(record: dict[str, Any], spec: RunSpec) -> list[str]:
+    """That `--model` was another, as a line, where the record of the run says so."""
+    run, now = record.get("run"), spec.arguments.model
+    before = run.get("model", now) if isinstance(run, dict) else now
+    return [] if before == now else [f"--model was {before}, is {now}"]
+
+
 def _other_length(spec: RunSpec, steps: int) -> str:
     """Why a run cannot become a longer one, and what can be done instead."""
     now = spec.config.max_steps
@@ -284,23 +293,3 @@ def _architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Without what depends on who wrote it."""
     odd = ("transformers_version", "transformers_weights", "dtype", "torch_dtype")
     return {key: value for key, value in config.items() if key not in odd}
-
-
-def changed_flags(spec: RunSpec) -> list[str]:
-    """Run flags and DeepSpeed keys that a resumed run has otherwise than before, as lines for the log."""
-    run, engine = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
-    found = []
-    for name, before, after in (
-        ("run", run.get("run", {}), flags(spec.arguments)),
-        ("deepspeed", engine, spec.deepspeed),
-    ):
-        if not isinstance(before, dict):
-            raise ValueError(
-                f"--resume: {spec.folder / 'sparseforge.json'} is damaged: `run` is no object; bring it back"
-            )
-        now = json.loads(json.dumps(after))
-        for either in (before, now):
-            either.pop("resume", None)
-            either.pop("sparseforge", None)  # no change, or the run would have been refused
-        found += differences(before, now, name)
-    return found

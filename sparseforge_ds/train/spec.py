@@ -21,10 +21,9 @@ from sparseforge_ds.config.deepspeed_config import (
     training_dtype,
     zero_stage,
 )
-from sparseforge_ds.data.held_out import find_held_out
-from sparseforge_ds.data.mixture import Mixture, find_text
-from sparseforge_ds.data.packing import check_trained, frame_tokens
-from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
+from sparseforge_ds.data.mixture import Mixture
+from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.methods.sparsegpt import weights_of_blocks
 from sparseforge_ds.model.any_family import any_family
@@ -37,6 +36,7 @@ from sparseforge_ds.planning.architecture import Architecture, describe
 from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.document_attention import check_document_attention
+from sparseforge_ds.train.find_text import find_texts
 from sparseforge_ds.train.output_place import check_output_place
 from sparseforge_ds.train.pretrained import (
     Pretrained,
@@ -229,6 +229,7 @@ def make_spec(
     check_probe_batch(filled, config.curvature.sequences, world_size // parts, parts)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     leaves = leaf_suffixes(filled)
+    text, held_out = find_texts(arguments, config, model)
     return RunSpec(
         arguments=arguments,
         config=config,
@@ -239,8 +240,8 @@ def make_spec(
         coverage=coverage(empty, weights),
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
-        text=_find_text(arguments, config, model),
-        held_out=find_held_out(arguments),
+        text=text,
+        held_out=held_out,
         steps=config.max_steps,
         sizes=describe(empty, weights, leaves),
         teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
@@ -255,21 +256,6 @@ def _check_channels(empty: PreTrainedModel, config: SparseForgeConfig) -> None:
     model_type, sizes = empty.config.model_type, empty.config.get_text_config()
     found = dimensions(model_type, sizes, shapes, config.permute.dimensions)
     check_pattern(config.parsed_pattern, found, prunable_weights(empty, config))
-
-
-def _find_text(arguments: RunArguments, config: SparseForgeConfig, model: Pretrained) -> Mixture:
-    text = find_text(arguments.dataset, TextOptions.of(arguments))
-    if arguments.loss_on == "completion":
-        if config.importance == "gauss_newton":
-            raise ValueError(
-                "--loss_on completion: sparseforge.importance gauss_newton draws a label for every token, those of "
-                "prompts too; use fisher, or leave the flag out"
-            )
-        if model.folder.is_dir():  # else a dry run of a model on the hub
-            for source in text.sources:
-                if isinstance(source, LocalText):
-                    check_trained(source, model.tokenizer, arguments.document_frame)
-    return text
 
 
 def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:

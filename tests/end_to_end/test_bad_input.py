@@ -167,6 +167,24 @@ def test_too_little_text(inputs, content, message):
     inputs.text.write_text(content)
     assert message in inputs.refused()
     assert len(list((inputs.run / "data").iterdir())) == (0 if "null" in content else 2)
+    assert not (inputs.run / "tensorboard").exists(), "TensorBoard would list it as a run"
+
+
+@pytest.mark.parametrize(
+    ("switches", "content", "message"),
+    [
+        ([], '{"text": "short"}\n', "held_out.jsonl: has 6 tokens, less than one window of --seq_length 32"),
+        (["--epochs=1"], '{"text": null}\n', "--eval_dataset .*: there is no text in it"),
+    ],
+)
+def test_a_held_out_text_that_cannot_be_scored_is_said_before_the_other_is_tokenised(
+    inputs, switches, content, message
+):
+    held_out = inputs.folder / "held_out.jsonl"
+    held_out.write_text(content)
+    inputs.flags["eval_dataset"] = str(held_out)
+    assert re.search(message, inputs.refused(*switches))
+    assert not inputs.run.exists()
 
 
 def test_a_missing_json(inputs):

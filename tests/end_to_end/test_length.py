@@ -13,13 +13,13 @@ from tests.end_to_end.test_train import _main, differences, flags_of, states, tr
 from tests.tiny_folders import deepspeed_json, write_text
 
 
-def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capsys):
+def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capfd):
     """8 steps, then 12; the second part whole, and interrupted, on the ranks and stage of the first and on others."""
     flags = flags_of(tmp_path, deepspeed_json(2), save_every=2, keep_checkpoints=0)
     train(*flags)
     checkpoints = tmp_path / "run" / "checkpoints"
     train(*flags, "--resume", "--max_steps=12")
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert "laid out over 8 steps; the finetune goes on to 12 at the rate of step 8" in said and "step 12/12" in said
     straight = states(checkpoints / "step_000012")
     shutil.rmtree(checkpoints / "step_000012")
@@ -34,12 +34,18 @@ def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capsys):
     assert moved == len(saved[0].prunable), "and the weights were trained"
     assert Checkpoint(checkpoints / "step_000012").client_state["sparseforge"]["config"]["max_steps"] == 8
     assert main(["inspect", str(tmp_path / "run"), "--quick"]) == 0
-    assert "12 of 12, finished" in capsys.readouterr().out
+    assert "12 of 12, finished" in capfd.readouterr().out
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 12
 
     train(*flags, "--resume", "--max_steps=12")  # complete
     train(*flags, "--resume", "--max_steps=14", ranks=1)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 14
+    record = (tmp_path / "run" / "sparseforge.json").read_text()
+    for fewer in (10, 8):  # more than it was laid out over, and as many
+        capfd.readouterr()
+        assert run_distributed(_main, 1, [*flags, "--resume", f"--max_steps={fewer}"]) == [1]
+        assert f"--max_steps {fewer}: the run in {tmp_path / 'run'} is already at step 14" in capfd.readouterr().out
+    assert (tmp_path / "run" / "sparseforge.json").read_text() == record
 
 
 def test_what_cannot_become_longer(tmp_path, capfd):

@@ -23,7 +23,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.methods import SrSteConfig
 from sparseforge_ds.export.inspection import inspect
-from sparseforge_ds.integrations.trainer_settings import refuse_length
+from sparseforge_ds.integrations.trainer_settings import refuse_checkpoint, refuse_length
 from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.objective import Objective
@@ -391,6 +391,8 @@ def refusals(place: Path, trained: Any) -> Any:
     halves = SimpleNamespace(args=SimpleNamespace(fp16=True))
     yield "fp16", said(lambda: refuse_length(halves, late))
     yield "key", said(lambda: trainer_of(place, deepspeed_json(2, patern="2:4"), 2))
+    fresh = trainer_of(place / "none", config, 2)
+    yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(place / "none" / "checkpoint-99")))
     del config["sparseforge"]
     yield "block", said(lambda: trainer_of(place, config, 2))
 
@@ -424,6 +426,7 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     assert "curvature.sequences = 8: under a trainer" in refused["sequences"]
     assert "the trainer counts steps that fp16 skips" in refused["fp16"]
     assert "train() was called before" in refused["again"]
+    assert "none/checkpoint-99: no such folder; there is none that is whole in" in refused["checkpoint"]
     assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]
     assert "param group of their own" in refused["optimizers"]
     assert "compute_loss_func is another loss" in refused["two losses"]
@@ -433,6 +436,19 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     assert "patern" in refused["key"]
     assert 'no "sparseforge" block' in refused["block"]
     assert "trains on DeepSpeed" in refused["deepspeed"]
+
+
+def test_a_checkpoint_to_go_on_from_is_there_and_whole(tmp_path: Path) -> None:
+    for name in ("checkpoint-3", "checkpoint-6"):
+        (tmp_path / name).mkdir()
+    for file in ("latest", "trainer_state.json"):
+        (tmp_path / "checkpoint-3" / file).write_text("")
+    for given in (None, True, tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-3")):
+        refuse_checkpoint(given, tmp_path)
+    there = f"; the newest that is whole is {tmp_path / 'checkpoint-3'}$"
+    for name, why in (("checkpoint-99", "no such folder"), ("checkpoint-6", "is not whole"), ("", "is not whole")):
+        with pytest.raises(ValueError, match=f"^resume_from_checkpoint {tmp_path / name}: {why}.*{there}"):
+            refuse_checkpoint(str(tmp_path / name), tmp_path / "elsewhere")
 
 
 def examples(folder: str, commands: dict[str, list[str]]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_without_a_dataset_it_is_the_embedded_one():
 
 
 def test_the_best_checkpoint_needs_a_text_to_be_best_on():
-    with pytest.raises(ValueError, match="--keep_best True is not valid: the best is that of --eval_dataset"):
+    with pytest.raises(ValueError, match="--keep_best True is not valid: it needs --eval_dataset, by whose perplexity"):
         parse_arguments(["--deepspeed", "a.json", "--keep_best"])
 
 

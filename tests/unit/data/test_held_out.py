@@ -50,7 +50,8 @@ def test_completions_alone(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"eval_dataset": "nowhere.jsonl"}, "--eval_dataset nowhere.jsonl: no such file"),
+        ({"eval_dataset": "nowhere.jsonl"}, "--eval_dataset nowhere.jsonl: no such file .*, or stdlib:heldout$"),
+        ({"eval_dataset": "nowhere.jsonl=0.5"}, "nowhere.jsonl=0.5: no such file .*, or stdlib:heldout$"),
         ({"text_field": "body"}, "no field 'body'"),
         ({"vocabulary": 100}, "the tokenizer gives token 256"),
     ],

@@ -97,6 +97,17 @@ def test_one_gpu_takes_the_stage_that_an_offload_needs(
         assert changes == expected and text.count("  fits\n") == 1 and "take more GPUs" not in text, (stage, text)
 
 
+def test_a_small_model_is_told_in_mebibytes(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--gpus", "1", "--seq_length", "128", "--deepspeed", "zero1", "--max_steps", "60", "--model")
+    for model, unit, size in (("stdlib_llama", "MiB", 2**20), (qwen, "GiB", 2**30)):
+        (found,) = plan_json(capsys, *arguments, model)
+        plan(*arguments, model)
+        text = capsys.readouterr().out
+        assert re.search(rf"memory of a GPU +{unit}\n", text) and f" {unit} on disk, " in text
+        for line, told in (("peak", found["memory"]["peak"]), ("checkpoint", found["checkpoint"])):
+            assert re.search(rf"  {line} +{told / size:.2f}  ", text), (line, text)
+
+
 def test_json(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("--model", qwen, "--gpus", "8", "--seq_length", "1024", "--activation_checkpointing")
     (one,) = plan_json(capsys, *shared, "--deepspeed", ZERO3)
@@ -150,9 +161,9 @@ def test_a_gpu_has_the_peak_of_the_dtype_and_its_memory(tmp_path: Path, capsys: 
         plan(*shared, path, "--gpu", gpu)
         text = capsys.readouterr().out
         assert f"ZeRO-3, {dtype}\n" in text and f"at 40% of {peak:g} TFLOPS" in text, gpu
-        assert f" of {memory}, in " in text, gpu
+        assert f" of {memory} GiB to spare" in text, gpu
     assert plan(*shared, ZERO3, "--gpu", "v100", "--gpu_memory", "16") == 0
-    assert " of 16, in " in capsys.readouterr().out
+    assert " of 16 GiB to spare" in capsys.readouterr().out
 
 
 def test_the_help_has_the_memory_of_every_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ def test_it_describes_the_run(dry):
         "text.jsonl, 3,304 bytes",
         "reserve (assumed)",
         "whether the disk of those machines has room",
+        "the text beyond the first record of each file",
     ):
         assert part in text
     hub = text.split("not checked")[1]
@@ -76,6 +77,11 @@ def _no_bos(folder: Path) -> dict[str, object]:
 def _file_in_the_way(folder: Path) -> dict[str, object]:
     (folder / "file").write_text("")
     return {"output_dir": folder / "file" / "run"}
+
+
+def _empty_text(folder: Path) -> dict[str, object]:
+    (folder / "empty.txt").write_text("")
+    return {"dataset": folder / "empty.txt"}
 
 
 def _other_teacher(folder: Path) -> dict[str, object]:
@@ -117,6 +123,7 @@ def test_sparsegpt_on_fused_experts_is_refused(dry, tmp_path):
         (_run_in_the_way, "already holds a run"),
         (_file_in_the_way, "file is a file, not a folder; give a folder"),
         (_no_bos, "--document_frame both: the tokenizer has no BOS token; use eos"),
+        (_empty_text, "--dataset .*: empty.txt, 0 bytes: there is no text in it"),
         (_other_teacher, "--teacher .* has a vocabulary of 300"),
     ],
 )

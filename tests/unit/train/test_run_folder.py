@@ -19,10 +19,11 @@ from sparseforge_ds.export.run_source import _run_of
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.permuting import settle_permutation
+from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
     begins_anew,
-    changed_flags,
     check_folder,
     lock_folder,
     room_for_checkpoints,
@@ -30,6 +31,7 @@ from sparseforge_ds.train.run_folder import (
 )
 from sparseforge_ds.train.spec import make_spec
 from tests import tiny_folders
+from tests.tiny_models import tiny_llama
 
 
 @pytest.fixture
@@ -107,6 +109,22 @@ def test_another_run_is_not_resumed(spec, changes, message):
         check_folder(spec(resume=True, **changes))
 
 
+def test_another_model_is_named_before_its_weights(spec, tmp_path):
+    check_folder(spec())
+    write_folder(spec())
+    vocabulary = tiny_folders.BYTE_VOCABULARY
+    wide = tiny_folders.write_model(tmp_path / "wide", tiny_llama(vocab_size=vocabulary, intermediate_size=96))
+    with pytest.raises(ValueError, match="started with other settings: ") as caught:
+        check_folder(spec(resume=True, model=str(wide)))
+    said = str(caught.value)
+    assert f"settings: --model was {tmp_path / 'model'}, is {wide}; weights.model.layers.0.mlp." in said
+    assert said.count(" was [[") == 4 and "; and 2 more; resume with the same JSON" in said
+    record = tmp_path / "run" / "sparseforge.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "run": []}))
+    with pytest.raises(ValueError, match="other settings: weights.model.layers.0"):
+        check_folder(spec(resume=True, model=str(wide)))
+
+
 def test_all_that_differs_is_named(spec, tmp_path):
     check_folder(spec())
     write_folder(spec())
@@ -132,6 +150,9 @@ def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mi
     assert begins_anew(spec(resume=True)) is None
     with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
         check_folder(spec(resume=True))  # a mistyped folder
+    with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
+        steps_of_epochs(spec(resume=True, epochs=1.0))
+    assert not (tmp_path / "run").exists(), "and it is not made"
     assert "there is no run in" in str(begins_anew(spec(resume="auto")))
     check_folder(spec())
     write_folder(spec())

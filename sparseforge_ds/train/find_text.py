@@ -1,0 +1,41 @@
+"""The texts of a run, found and looked at before any of them is read."""
+
+from __future__ import annotations
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.data.held_out import find_held_out
+from sparseforge_ds.data.mixture import Mixture, find_text
+from sparseforge_ds.data.packing import check_trained
+from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
+from sparseforge_ds.train.pretrained import Pretrained
+
+
+def find_texts(arguments: RunArguments, config: SparseForgeConfig, model: Pretrained) -> tuple[Mixture, Source | None]:
+    """The text to train on, and that of `--eval_dataset`, if any.
+
+    Raises:
+        ValueError: one cannot be found, used or told apart into prompts and completions, or its files are empty.
+    """
+    text, held_out = find_text(arguments.dataset, TextOptions.of(arguments)), find_held_out(arguments)
+    for source in text.sources:
+        _check_not_empty("--dataset", source)
+    if held_out is not None:
+        _check_not_empty("--eval_dataset", held_out)
+    if arguments.loss_on == "completion":
+        if config.importance == "gauss_newton":
+            raise ValueError(
+                "--loss_on completion: sparseforge.importance gauss_newton draws a label for every token, those of "
+                "prompts too; use fisher, or leave the flag out"
+            )
+        if model.folder.is_dir():  # else a dry run of a model on the hub
+            for source in text.sources:
+                if isinstance(source, LocalText):
+                    check_trained(source, model.tokenizer, arguments.document_frame)
+    return text, held_out
+
+
+def _check_not_empty(flag: str, source: Source) -> None:
+    """Whether any file of a text has a byte; one shard of many may be empty."""
+    if isinstance(source, LocalText) and not any(path.stat().st_size for path in source.files.paths):
+        raise ValueError(f"{flag} {source.name}: {source.files.line()}: there is no text in it; give another text")
