@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.export.inspection import Inspection, RunStatus
 
 _EPILOG = """\
-exit code: 0 all in order; 1 the newest checkpoint is incomplete or damaged, or there is none; 2 RUN cannot be read
+exit code: 0 all in order; 1 the newest checkpoint (by --check: any) is incomplete or damaged, or missing; 2 an error
 
 example:
   sparseforge inspect runs/qwen3_14b
@@ -33,7 +33,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("run_folder", metavar="RUN", help="a run folder, its checkpoints, or one checkpoint")
     parser.add_argument("--quick", action="store_true", help="do not read the masks")
-    parser.add_argument("--check", action="store_true", help="read all bytes of the checkpoint and compare checksums")
+    parser.add_argument("--check", action="store_true", help="read all bytes of every checkpoint and compare checksums")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -123,4 +123,5 @@ def _masks(status: RunStatus) -> list[tuple[str, str]]:
 
 def _entry(entry: SavedCheckpoint) -> str:
     step = "?" if entry.step is None else str(entry.step)
-    return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {'complete' if entry.complete else 'INCOMPLETE'}"
+    state = "complete" if entry.complete else "DAMAGED" if entry.damaged else "INCOMPLETE"
+    return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {state}"

@@ -124,6 +124,23 @@ def test_inspect_damaged_runs(damaged: Path, capsys: pytest.CaptureFixture[str],
     ]
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_check_says_of_every_checkpoint_whether_it_is_whole(
+    damaged: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    file = next((damaged / "checkpoints" / f"step_{step:06d}").glob("*model_states.pt"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["inspect", str(damaged), "--check"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    states = {line.split()[1]: line.split()[-1] for line in lines if line.startswith("checkpoint ")}
+    assert states == {f"step_{n:06d}": "DAMAGED" if n == step else "complete" for n in (3, 6)}
+    (problem,) = (line for line in lines if line.startswith("problem"))
+    assert str(file) in problem and lines[-1] == "complete    NO"
+    assert any(line.startswith("step ") for line in lines) == (step == 3)  # where the run stands, by its newest
+
+
 def test_leftovers_are_listed(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (damaged / "checkpoints" / "step_000009.tmp").mkdir()
     assert main(["inspect", str(damaged)]) == 0
