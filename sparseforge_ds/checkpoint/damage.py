@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from sparseforge_ds.checkpoint.folder import list_files
+from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files
 from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, take_entry
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content
 
@@ -31,3 +33,18 @@ def check_entry(folder: Path) -> SavedCheckpoint:
     except ValueError as error:
         return replace(entry, problem=entry.problem or str(error), damaged=entry.complete)
     return entry
+
+
+@contextmanager
+def naming_a_whole_one(folder: Path) -> Iterator[None]:
+    """Add to a ValueError about a checkpoint which other one of its run is the newest that is whole, if there are
+    others."""
+    try:
+        yield
+    except ValueError as error:
+        others = [other for other in list_checkpoints(folder.parent) if other.name != folder.name]
+        if not others:
+            raise
+        whole = next((other for other in reversed(others) if check_entry(other).complete), None)
+        said = f"the newest whole one beside it is {whole}" if whole else "no other one beside it is whole"
+        raise ValueError(f"{error}; {said}") from None

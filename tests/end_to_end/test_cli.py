@@ -141,6 +141,20 @@ def test_check_says_of_every_checkpoint_whether_it_is_whole(
     assert any(line.startswith("step ") for line in lines) == (step == 3)  # where the run stands, by its newest
 
 
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_consolidate_names_a_whole_checkpoint(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    file = sorted((damaged / "checkpoints" / "step_000006").glob("*optim_states.pt"))[1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.unlink() if damage == "missing" else file.write_bytes(content)
+    assert main(["consolidate", str(damaged), str(tmp_path / "out"), "--skip_proof"]) == 2
+    whole = damaged / "checkpoints" / "step_000003"
+    assert capsys.readouterr().err.endswith(f"; the newest whole one beside it is {whole}\n")
+    assert main(["consolidate", str(whole), str(tmp_path / "out"), "--skip_proof"]) == 0
+
+
 def test_leftovers_are_listed(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (damaged / "checkpoints" / "step_000009.tmp").mkdir()
     assert main(["inspect", str(damaged)]) == 0

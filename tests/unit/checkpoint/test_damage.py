@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseforge_ds.checkpoint.damage import check_entry, check_whole
+from sparseforge_ds.checkpoint.damage import check_entry, check_whole, naming_a_whole_one
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.manifest import NAME, Manifest, fingerprint
 
@@ -44,3 +44,17 @@ def test_every_byte_counts(tmp_path: Path, manifest: bool) -> None:
         check_whole(folder)
     entry = check_entry(folder)
     assert not entry.complete and not entry.damaged
+
+
+def test_the_newest_whole_one_is_named(tmp_path: Path) -> None:
+    older, old, newest = (write_checkpoint(tmp_path / f"step_{step:06d}") for step in (2, 3, 4))
+    for damaged, said in ((newest, f"one beside it is {old}"), (old, f"is {older}"), (older, "no other one beside it")):
+        flip(damaged)
+        with pytest.raises(ValueError, match="checksum of") as refused, naming_a_whole_one(newest):
+            check_whole(newest)
+        assert said in str(refused.value)
+    with (
+        pytest.raises(ValueError, match="^alone$"),
+        naming_a_whole_one(write_checkpoint(tmp_path / "run" / "step_000001")),
+    ):
+        raise ValueError("alone")
