@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class MaskReport:
     """Inside of `UNDECIDED`."""
     density: float
     """Chosen by hard(mask), the top N of every group, with a mask above 0."""
-    magnitude_agreement: float
-    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; 1 once frozen, when
-    what was pruned is gone."""
+    magnitude_agreement: float | None
+    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; None once frozen,
+    when what was pruned is gone, and nothing is left to compare with."""
     strange: int
     """Values that are not in [0, 1]."""
 
@@ -174,8 +174,10 @@ def whole(masks: list[MaskReport]) -> MaskReport:
     def mean(key: str) -> float:
         return math.fsum(getattr(mask, key) * mask.elements for mask in masks) / max(1, elements)
 
-    shares = {key: mean(key) for key in ("binary", "undecided", "density", "magnitude_agreement")}
-    return MaskReport("all", elements, strange=sum(mask.strange for mask in masks), **shares)
+    frozen = any(mask.magnitude_agreement is None for mask in masks)
+    shares = {key: mean(key) for key in ("binary", "undecided", "density")}
+    agreement, strange = None if frozen else mean("magnitude_agreement"), sum(mask.strange for mask in masks)
+    return MaskReport("all", elements, magnitude_agreement=agreement, strange=strange, **shares)
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
@@ -250,4 +252,5 @@ def _read(folder: Path, quick: bool) -> RunStatus:
 def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
     name, shape, axis = weight.name, weight.shape, weight.input_axis
     mask, dense = read_masked(checkpoint, name, released, 0, math.prod(shape))
-    return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
+    report = mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
+    return replace(report, magnitude_agreement=None) if released else report
