@@ -83,6 +83,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.compare": {"compare"},
     "cli.evaluate": {"evaluate", "ranks"},
     "cli.generate": {"transformers", "evaluate"},
+    "cli.given_model": {"huggingface_hub", "model.hub", "model.registration"},
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "permutation", "model.registration", "planning.architecture"},
     "cli.rotate": {"evaluate", "rotation"},
