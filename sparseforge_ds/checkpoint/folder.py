@@ -83,10 +83,20 @@ def find_checkpoint(path: str | Path) -> Path:
         return path
     if (of_trainer := newest_of_trainer(path)) is not None:
         return _named_by(of_trainer / "latest")
+    require_saved(path)
     raise ValueError(
         f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "
         "Trainer that is whole)"
     )
+
+
+def require_saved(path: Path) -> None:
+    """Raise ValueError for the folder of a run, known by what its start leaves, which has no checkpoint yet."""
+    if any((path / name).is_file() for name in (".lock", "sparseforge.json")):
+        raise ValueError(
+            f"{path}: a run began here and has no checkpoint yet; wait for its first one, or, if it has ended, start "
+            "it again"
+        )
 
 
 def find_run(path: str | Path) -> Path | None:

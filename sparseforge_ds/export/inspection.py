@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.damage import check_entry
-from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, newest_of_trainer, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, newest_of_trainer, read_json, require_saved
 from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
@@ -200,6 +200,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         raise ValueError(f"{path}: is an exported {what}")
     if any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
         return path, None
+    require_saved(path)
     raise ValueError(
         f"{path}: holds neither a run nor a checkpoint; give a run's output folder or one checkpoint in it"
     )

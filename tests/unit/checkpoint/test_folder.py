@@ -69,3 +69,12 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="holds no checkpoint .*no checkpoint-N of a Trainer that is whole"):
         find_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", [".lock", "sparseforge.json"])
+def test_a_run_that_ended_before_its_first_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    for folder in ("checkpoints", "data"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(ValueError, match=r"a run began here and has no checkpoint yet; .* start it again"):
+        find_checkpoint(tmp_path)

@@ -79,6 +79,13 @@ def test_a_run_that_has_just_started(tmp_path: Path) -> None:
     assert not found.ok and found.problems == [f"{tmp_path / 'checkpoints'}: no checkpoint yet"]
 
 
+def test_a_start_that_failed_before_training(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / ".lock").write_text("process 7 on here\n")
+    with pytest.raises(ValueError, match=r"a run began here and has no checkpoint yet; .* start it again"):
+        inspect(tmp_path)
+
+
 def test_damaged_description(tmp_path: Path) -> None:
     (tmp_path / "sparseforge.json").write_text('{"versions": ')
     with pytest.raises(ValueError, match=r"sparseforge\.json: not a readable JSON"):
