@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         from transformers import TextStreamer
 
         from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer
+        from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+        from sparseforge_ds.runtime.packed_experts import is_packed
 
     adapter = adapter_of(args.model, args.adapter)
     tokenizer = load_tokenizer(args.model)
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if tokenizer.eos_token_id is not None:
         sampling["pad_token_id"] = tokenizer.eos_token_id  # nothing is padded; transformers warns without
+    if model.device.type == "cpu" and any(map(is_packed, model.modules())):
+        load_cpu_kernel()  # it may have to be compiled, which is no speed of the model
     torch.manual_seed(args.seed)
     began = time.perf_counter()
     tokens = model.generate(

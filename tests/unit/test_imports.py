@@ -82,7 +82,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.bench": {"evaluate"},
     "cli.compare": {"compare"},
     "cli.evaluate": {"evaluate", "ranks"},
-    "cli.generate": {"transformers", "evaluate"},
+    "cli.generate": {"transformers", "evaluate", "runtime"},
     "cli.given_model": {"huggingface_hub", "model.hub", "model.registration"},
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "permutation", "model.registration", "planning.architecture"},
