@@ -137,6 +137,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # a pipe or a device might never end
         content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:  # also not UTF-8, and numbers of thousands of digits
         raise ValueError(f"{path}: not a readable JSON file ({str(error)[:200]})") from None
     if not isinstance(content, dict):

@@ -32,6 +32,8 @@ def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
     """Scores in files that `sparseforge evaluate` wrote by `--json`."""
     found = []
     for path in paths:
+        if not Path(path).exists():
+            raise ValueError(f"--results {path}: no such file; give what sparseforge evaluate writes by --json")
         content = read_json(Path(path))
         try:
             if (scored := content.get("perplexity")) is not None:
