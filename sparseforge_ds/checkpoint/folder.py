@@ -84,10 +84,20 @@ def find_checkpoint(path: str | Path) -> Path:
         return path
     if (of_trainer := newest_of_trainer(path)) is not None:
         return _named_by(of_trainer / "latest")
+    require_saved(path)
     raise ValueError(
         f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "
         "Trainer that is whole)"
     )
+
+
+def require_saved(path: Path) -> None:
+    """Raise ValueError for the folder of a run, known by what its start leaves, which has no checkpoint yet."""
+    if any((path / name).is_file() for name in (".lock", "sparseforge.json")):
+        raise ValueError(
+            f"{path}: a run began here and has no checkpoint yet; wait for its first one, or, if it has ended, start "
+            "it again"
+        )
 
 
 def find_run(path: str | Path) -> Path | None:
@@ -128,6 +138,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # a pipe or a device might never end
         content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:  # also not UTF-8, and numbers of thousands of digits
         raise ValueError(f"{path}: not a readable JSON file ({str(error)[:200]})") from None
     if not isinstance(content, dict):

@@ -26,10 +26,12 @@ class SavedCheckpoint:
     bytes: int
     problem: str | None
     """Why it is not whole, or None."""
+    damaged: bool = False
+    """Whether all is there, but not as it was written; known where its bytes were read."""
 
     @property
     def complete(self) -> bool:
-        """Every file is there, and has the size that was written."""
+        """Every file is there, has the size that was written and, where its bytes were read, its checksums."""
         return self.problem is None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.cli.export import DTYPES
+from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if out is not None and any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
         raise ValueError(f"--out {args.out}: a file is there; give a folder")
 
+    for name in filter(None, (args.model, args.against)):
+        require_model(name)
     with large_imports():
         import torch
 

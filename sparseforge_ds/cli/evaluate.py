@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.cli.export import DTYPES
+from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, means
 
@@ -135,8 +136,11 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     adapter = adapter_of(args.model, args.adapter)
 
     def load() -> Any:
+        models = [name for name in (args.model, args.dense) if name is not None]
+        for name in models:
+            require_model(name)
         documents = None if args.text is None else read_text(args.text, args.text_field, args.limit)
-        tokenizers = [load_tokenizer(name) for name in (args.model, args.dense) if name is not None]
+        tokenizers = [load_tokenizer(name) for name in models]
         names = _tasks(args)
         tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
         model = load_model(args.model, args.dtype, adapter)

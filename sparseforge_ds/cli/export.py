@@ -15,7 +15,8 @@ formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
             after `import sparseforge_ds`
-  mask      the mask alone, one bit a weight; `export MASK OUT --model DENSE` puts it on the dense model
+  mask      the mask alone, one bit a weight; `export MASK OUT --model DENSE` puts it on the dense model's
+            own weights, which is not the model that a run trained
 
 Each is proved before it reports success: hf and packed24 are loaded in a fresh process and give the source's logits
 bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that cannot hold the model.
@@ -23,7 +24,7 @@ bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that 
 examples:
   sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
   sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask
-  sparseforge export models/qwen3_14b_mask models/qwen3_14b_2to4 --model models/Qwen3-14B
+  sparseforge export models/qwen3_14b_mask models/qwen3_14b_masked --model models/Qwen3-14B
   sparseforge export models/llama_wanda_2to4 models/llama_packed24 --format packed24   # pruned by another tool
 """
 
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from sparseforge_ds.export.formats import export
         from sparseforge_ds.export.open import open_source
+        from sparseforge_ds.export.source import MASK_ON
         from sparseforge_ds.export.stored import Size
         from sparseforge_ds.export.writer import require_free
 
@@ -76,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(args.format, record)}")
+    if args.format != "mask" and (dense := record["source"].get(MASK_ON)) is not None:
+        of = "" if record["step"] is None else f" of step {record['step']}"
+        print(f"note: it is the mask{of} on the own weights of {dense}, not the model that was trained with this mask")
     if "bytes" in record:
         print(f"{args.out}: {Size(**record['bytes'])}")
     if record.get("adapter"):

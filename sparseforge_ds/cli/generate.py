@@ -6,10 +6,10 @@ import argparse
 import math
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.cli.export import DTYPES
+from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
@@ -53,12 +53,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature {args.temperature}: use 0, or a number like 0.7, at least 0.001")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed}: use 0 or more, below 2^63")
-    _require_model(Path(args.model))
+    require_model(args.model)
     with large_imports():
         import torch
         from transformers import TextStreamer
 
         from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer
+        from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+        from sparseforge_ds.runtime.packed_experts import is_packed
 
     adapter = adapter_of(args.model, args.adapter)
     tokenizer = load_tokenizer(args.model)
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if tokenizer.eos_token_id is not None:
         sampling["pad_token_id"] = tokenizer.eos_token_id  # nothing is padded; transformers warns without
+    if model.device.type == "cpu" and any(map(is_packed, model.modules())):
+        load_cpu_kernel()  # it may have to be compiled, which is no speed of the model
     torch.manual_seed(args.seed)
     began = time.perf_counter()
     tokens = model.generate(
@@ -90,19 +94,6 @@ def run(args: argparse.Namespace) -> int:
     took, made = time.perf_counter() - began, tokens.shape[1] - length
     print(f"{made} tokens in {took:.1f} s, {made / took:.1f} a second, on {model.device}", file=sys.stderr)
     return 0
-
-
-def _require_model(folder: Path) -> None:
-    """Raise for what has weights but is not a model yet, before anything is loaded."""
-    if (folder / "mask.json").is_file():
-        raise ValueError(
-            f"{folder}: is a mask; put it on its dense model: sparseforge export {folder} OUT --model DENSE"
-        )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder}: has no config.json, so it is no model; of a run make one first: sparseforge consolidate "
-            f"{folder} OUT"
-        )
 
 
 def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:

@@ -12,10 +12,10 @@ from sparseforge_ds.model.coverage import percent, said
 
 if TYPE_CHECKING:
     from sparseforge_ds.checkpoint.inventory import SavedCheckpoint
-    from sparseforge_ds.export.inspection import Inspection, RunStatus
+    from sparseforge_ds.export.inspection import Inspection, MaskReport, RunStatus
 
 _EPILOG = """\
-exit code: 0 all in order; 1 the newest checkpoint is incomplete or damaged, or there is none; 2 RUN cannot be read
+exit code: 0 all in order; 1 the newest checkpoint (by --check: any) is incomplete or damaged, or missing; 2 an error
 
 example:
   sparseforge inspect runs/qwen3_14b
@@ -33,7 +33,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("run_folder", metavar="RUN", help="a run folder, its checkpoints, or one checkpoint")
     parser.add_argument("--quick", action="store_true", help="do not read the masks")
-    parser.add_argument("--check", action="store_true", help="read all bytes of the checkpoint and compare checksums")
+    parser.add_argument("--check", action="store_true", help="read all bytes of every checkpoint and compare checksums")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -104,10 +104,7 @@ def _masks(status: RunStatus) -> list[tuple[str, str]]:
     low, high = UNDECIDED
     lines = [
         ("mask", f"{total.binary:.2%} exactly 0 or 1, {total.undecided:.2%} undecided ({low} to {high})"),
-        (
-            "",
-            f"hard mask: density {total.density:.2%}, agrees with the largest |W| in {total.magnitude_agreement:.2%}",
-        ),
+        ("", f"hard mask: density {total.density:.2%}{_agreement(total)}"),
     ]
     worst = [mask for mask in status.masks if mask.undecided or mask.strange][:_WORST]
     for mask in worst:
@@ -115,12 +112,17 @@ def _masks(status: RunStatus) -> list[tuple[str, str]]:
             (
                 "",
                 f"  {mask.name}: {mask.undecided:.2%} undecided, {mask.binary:.2%} exact, "
-                f"density {mask.density:.2%}, agreement {mask.magnitude_agreement:.2%}",
+                f"density {mask.density:.2%}{_agreement(mask)}",
             )
         )
     return lines
 
 
+def _agreement(mask: MaskReport) -> str:
+    return "" if (share := mask.magnitude_agreement) is None else f", agrees with the largest |W| in {share:.2%}"
+
+
 def _entry(entry: SavedCheckpoint) -> str:
     step = "?" if entry.step is None else str(entry.step)
-    return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {'complete' if entry.complete else 'INCOMPLETE'}"
+    state = "complete" if entry.complete else "DAMAGED" if entry.damaged else "INCOMPLETE"
+    return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {state}"

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, print the table, and say it in the exit code."""
+    require_model(args.model, hub=False)
     with large_imports():
         from sparseforge_ds.export.verify import check_folder
         from sparseforge_ds.mask.pattern import parse_pattern

@@ -49,7 +49,8 @@ def load_tasks(names: Sequence[str], include_path: str | None = None, limit: int
                 _check_answers(loaded[name], limit)
         except (OSError, *misfit) as error:
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-            raise ValueError(f"--tasks {name}: the data does not fit {name} ({said})") from error
+            what = "its data cannot be read" if isinstance(error, OSError) else f"the data does not fit {name}"
+            raise ValueError(f"--tasks {name}: {what} ({said})") from error
         if name not in loaded:
             raise ValueError(f"--tasks {name}: a group; name tasks of it, like {', '.join(list(loaded)[:3])}")
         by_name[name] = loaded[name]

@@ -20,7 +20,7 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
-from sparseforge_ds.export.source import HUB_ID, published_name
+from sparseforge_ds.export.source import HUB_ID, MASK_ON, published_name
 from sparseforge_ds.export.stored import is_packed, listed_weights
 
 NAME = "README.md"
@@ -32,6 +32,8 @@ def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
     """Scores in files that `sparseforge evaluate` wrote by `--json`."""
     found = []
     for path in paths:
+        if not Path(path).exists():
+            raise ValueError(f"--results {path}: no such file; give what sparseforge evaluate writes by --json")
         content = read_json(Path(path))
         try:
             if (scored := content.get("perplexity")) is not None:
@@ -78,7 +80,7 @@ def make_card(
         tags=["sparse", str(record.get("pattern")), *(["sparseforge"] if "method" in sections["config"] else [])],
         eval_results=scored or None,
     )
-    packed = is_packed(config)
+    packed, mask_on = is_packed(config), sections["source"].get(MASK_ON)
     settings = SparseForgeConfig.from_dict(sections["config"]) if sections["config"] else None
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
     return ModelCard.from_template(
@@ -89,13 +91,15 @@ def make_card(
         model=run["model"] if isinstance(run.get("model"), str) else None,
         ours="method" in sections["config"],
         finished=record.get("finished"),
+        mask_on=mask_on,
+        step=record.get("step"),
         weights=len(weights),
         packed=packed,
         branched=branched,
         shifted=settings is not None and settings.shifts,
         learned=settings is not None and settings.low_rank is not None and settings.low_rank.learned,
         rank=adapter_rank(folder) if branched and not packed else 0,
-        training=_training(record, sections),
+        training=[] if mask_on else _training(record, sections),
         evaluation=[_line(each) for each in scored],
         folder=name or "THIS_FOLDER",
         link=_link,

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, newest_of_trainer, read_json
+from sparseforge_ds.checkpoint.damage import check_entry
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, newest_of_trainer, read_json, require_saved
 from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
-from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
-from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
@@ -42,9 +41,9 @@ class MaskReport:
     """Inside of `UNDECIDED`."""
     density: float
     """Chosen by hard(mask), the top N of every group, with a mask above 0."""
-    magnitude_agreement: float
-    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; 1 once frozen, when
-    what was pruned is gone."""
+    magnitude_agreement: float | None
+    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; None once frozen,
+    when what was pruned is gone, and nothing is left to compare with."""
     strange: int
     """Values that are not in [0, 1]."""
 
@@ -92,7 +91,7 @@ class Inspection:
 
     @property
     def ok(self) -> bool:
-        """There is a checkpoint, and it is complete."""
+        """There is a checkpoint, and it is complete; with `checksums` all of them are whole."""
         return self.status is not None and not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Inspection:
 
 def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> Inspection:
     """What can be known, without a process group, of a run's folder, its `checkpoints`, one checkpoint, or the output
-    folder of transformers' Trainer. `quick` reads no masks, `checksums` reads every byte of the checkpoint."""
+    folder of transformers' Trainer. `quick` reads no masks, `checksums` reads every byte of all checkpoints."""
     path = Path(path)
     checkpoints, single = _locate(path)
     run = path if checkpoints is not None and checkpoints.parent == path else find_run(path)
@@ -112,20 +111,25 @@ def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> I
     result = _optional_json(run, "result.json") if checkpoints is not None else None
     problems: list[str] = []
     if checkpoints is not None:
-        found = take_inventory(checkpoints)
+        beside, found = checkpoints, take_inventory(checkpoints)
         problems += [found.problem] if found.problem else []
         problems += [] if found.current else [f"{checkpoints}: no checkpoint yet"]
         single = checkpoints / found.current.name if found.current else None
     else:
         assert single is not None
-        entry = take_entry(single)
+        beside, entry = single.parent, take_entry(single)
         found = Inventory([entry], [], entry, None)
-    if found.current is not None and found.current.problem is not None:
-        problems.append(found.current.problem)
+    entries, current = found.entries, found.current
+    if checksums:
+        entries = [check_entry(beside / entry.name) for entry in entries]
+        current = next((entry for entry in entries if current is not None and entry.name == current.name), current)
+    looked_at = entries if checksums else []
+    problems += [entry.problem for entry in (*looked_at, current) if entry is not None and entry.problem is not None]
+    problems = list(dict.fromkeys(problems))
     status = None
-    if single is not None:
+    if single is not None and not (current is not None and current.damaged):
         try:
-            status = _read(single, quick, checksums)
+            status = _read(single, quick)
         except ValueError as error:
             if str(error) not in problems:
                 problems.append(str(error))
@@ -135,7 +139,7 @@ def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> I
             for mask in status.masks
             if mask.strange
         ]
-    return Inspection(path, description, result, found.leftovers, found.entries, found.current, status, problems)
+    return Inspection(path, description, result, found.leftovers, entries, current, status, problems)
 
 
 def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
@@ -170,8 +174,10 @@ def whole(masks: list[MaskReport]) -> MaskReport:
     def mean(key: str) -> float:
         return math.fsum(getattr(mask, key) * mask.elements for mask in masks) / max(1, elements)
 
-    shares = {key: mean(key) for key in ("binary", "undecided", "density", "magnitude_agreement")}
-    return MaskReport("all", elements, strange=sum(mask.strange for mask in masks), **shares)
+    frozen = any(mask.magnitude_agreement is None for mask in masks)
+    shares = {key: mean(key) for key in ("binary", "undecided", "density")}
+    agreement, strange = None if frozen else mean("magnitude_agreement"), sum(mask.strange for mask in masks)
+    return MaskReport("all", elements, magnitude_agreement=agreement, strange=strange, **shares)
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
@@ -194,6 +200,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         raise ValueError(f"{path}: is an exported {what}")
     if any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
         return path, None
+    require_saved(path)
     raise ValueError(
         f"{path}: holds neither a run nor a checkpoint; give a run's output folder or one checkpoint in it"
     )
@@ -203,16 +210,9 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
     return read_json(run / name) if run is not None and (run / name).exists() else None
 
 
-def _read(folder: Path, quick: bool, checksums: bool) -> RunStatus:
+def _read(folder: Path, quick: bool) -> RunStatus:
     """Look into one checkpoint."""
     checkpoint = Checkpoint(folder)
-    if checksums:
-        for file in checkpoint.files:
-            file.check_bytes()
-        if (folder / MANIFEST).exists():
-            manifest = Manifest.read(folder)
-            for name in manifest.files:
-                manifest.check_file(name)
     state = checkpoint.client_state.get("sparseforge")
     of_train = checkpoint.client_state.get("train", {})
     tokens, longer = of_train.get("tokens"), of_train.get("steps")
@@ -253,4 +253,5 @@ def _read(folder: Path, quick: bool, checksums: bool) -> RunStatus:
 def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
     name, shape, axis = weight.name, weight.shape, weight.input_axis
     mask, dense = read_masked(checkpoint, name, released, 0, math.prod(shape))
-    return mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
+    report = mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
+    return replace(report, magnitude_agreement=None) if released else report

@@ -24,9 +24,11 @@ from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import (
     HEAD,
+    MASK_ON,
     Source,
     buffer_names,
     choose_dtype,
+    published_name,
     read_model_config,
     require_finite,
 )
@@ -152,6 +154,12 @@ class MaskedSource(Source):
             self.specs[name] = TensorSpec(part.shape, chosen if chosen and casts else stored)
         self.dtype = self.specs[next(iter(self.prunable))].dtype
         head = {key: masks.content[key] for key in HEAD}
+        for key in ("source", "run"):
+            if not isinstance(head[key], dict):
+                raise ValueError(f"{masks.folder / 'mask.json'}: {key} is damaged; export the mask again")
+        head["source"] = {**head["source"], MASK_ON: published_name(str(model))}
+        # The rest, tokens and scores, is of the weights that the run trained, which are not these.
+        head["run"] = {key: value for key, value in head["run"].items() if key == "model"}
         self.record = {"format": 1, "dtype": str(self.dtype).removeprefix("torch."), **head}
 
     @override

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.checkpoint.folder import find_run, read_json
+from sparseforge_ds.checkpoint.damage import naming_a_whole_one
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
@@ -56,7 +57,8 @@ class RunSource(Source):
     """Final weights of a checkpoint with masks in it; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
-        self.checkpoint = checkpoint = Checkpoint(path)
+        with naming_a_whole_one(find_checkpoint(path)):
+            self.checkpoint = checkpoint = Checkpoint(path)
         state = checkpoint.client_state.get("sparseforge")
         saved = RunState.parse(state, str(checkpoint.folder))
         saved.check_shapes(checkpoint.shapes, str(checkpoint.folder))
@@ -162,7 +164,8 @@ class RunSource(Source):
 
     @override
     def check_bytes(self, workers: int | None = None) -> None:
-        each(PtFile.check_bytes, self.checkpoint.files, workers)
+        with naming_a_whole_one(self.folder):
+            each(PtFile.check_bytes, self.checkpoint.files, workers)
 
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """Elements start..stop of what is published as `name`, as in `Checkpoint.slice`."""

@@ -32,6 +32,9 @@ from sparseforge_ds.permutation.record import FOLDER, Permutation
 HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
 """What `sparsity.json` and `mask.json` both say of where a model comes from."""
 
+MASK_ON = "mask_on"
+"""Key of the `source` in `HEAD`, where the weights are a dense model's own under a mask: that model's name."""
+
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
 """owner/name, perhaps with a part of it."""
 

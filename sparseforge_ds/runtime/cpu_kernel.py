@@ -30,7 +30,8 @@ def load_cpu_kernel() -> bool:
     try:
         folder = Path(_get_build_directory(_NAME, verbose=False))
         if not any(folder.glob("*.so")):
-            _LOG.info("linear24: compiling the CPU kernel for this machine once, in %s", folder)
+            # A warning, as it is a wait of 10 s and more that nobody sees a reason for, and few commands show notes.
+            _LOG.warning("linear24: compiling the CPU kernel, once on this machine, in %s", folder)
         clear_locks(folder)
         load(
             name=_NAME,

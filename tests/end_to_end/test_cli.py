@@ -56,7 +56,7 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
         "coverage    2:4 in 7 weights: 100.0% of the linear weights between embedding and head and 21.3% of all "
         "weights under a mask (10,800 in all)",
         "mask        100.00% exactly 0 or 1, 0.00% undecided (0.05 to 0.95)",
-        "hard mask: density 50.00%, agrees with the largest |W| in",
+        "hard mask: density 50.00%\n",  # nothing is left of what was pruned, to compare with
         "result      steps 6, tokens 384, seconds",
         f"torch {torch.__version__}",
         "checkpoint  step_000003  step 3  0.",
@@ -67,6 +67,8 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
 
 def test_inspect_in_the_middle(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = run_folder / "checkpoints" / "step_000003"
+    assert main(["inspect", str(checkpoint)]) == 0
+    assert "hard mask: density 50.00%, agrees with the largest |W| in" in capsys.readouterr().out
     assert main(["inspect", str(checkpoint), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)["status"]
     assert (content["step"], content["max_steps"], content["phase"]) == (3, 6, "hardening")
@@ -122,6 +124,37 @@ def test_inspect_damaged_runs(damaged: Path, capsys: pytest.CaptureFixture[str],
     assert (file.name if damage != "empty folder" else "step_000009: no *_model_states.pt") in text.split("problem", 1)[
         1
     ]
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_check_says_of_every_checkpoint_whether_it_is_whole(
+    damaged: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    file = next((damaged / "checkpoints" / f"step_{step:06d}").glob("*model_states.pt"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["inspect", str(damaged), "--check"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    states = {line.split()[1]: line.split()[-1] for line in lines if line.startswith("checkpoint ")}
+    assert states == {f"step_{n:06d}": "DAMAGED" if n == step else "complete" for n in (3, 6)}
+    (problem,) = (line for line in lines if line.startswith("problem"))
+    assert str(file) in problem and lines[-1] == "complete    NO"
+    assert any(line.startswith("step ") for line in lines) == (step == 3)  # where the run stands, by its newest
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_consolidate_names_a_whole_checkpoint(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    file = sorted((damaged / "checkpoints" / "step_000006").glob("*optim_states.pt"))[1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.unlink() if damage == "missing" else file.write_bytes(content)
+    assert main(["consolidate", str(damaged), str(tmp_path / "out"), "--skip_proof"]) == 2
+    whole = damaged / "checkpoints" / "step_000003"
+    assert capsys.readouterr().err.endswith(f"; the newest whole one beside it is {whole}\n")
+    assert main(["consolidate", str(whole), str(tmp_path / "out"), "--skip_proof"]) == 0
 
 
 def test_leftovers_are_listed(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,7 +318,7 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
         (run, str(tmp_path / "used")): "is not an empty folder",
         (run, str(tmp_path / "file")): "is not an empty folder",
         (run, str(tmp_path / "x"), "--max_shard_size", "big"): "--max_shard_size big: write a number",
-        (run, str(tmp_path / "x"), "--model", str(tmp_path)): "config.json: not a readable JSON file",
+        (run, str(tmp_path / "x"), "--model", str(tmp_path)): "config.json: no such file",
         (run, str(tmp_path / "file" / "x")): "cannot be written",
         (str(tmp_path / "none"), str(tmp_path / "x")): "none: no such folder",
         (str(tmp_path / "empty"), str(tmp_path / "x")): "holds no checkpoint",

@@ -25,7 +25,7 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 def test_something_else_in_the_place_of_a_file(tmp_path: Path, kind: str) -> None:
     for name in ("a.json", "model.safetensors", "a_states.pt"):
         IN_PLACE[kind](tmp_path / name)
-    with pytest.raises(ValueError, match=r"a\.json: not a readable JSON file"):
+    with pytest.raises(ValueError, match=rf"a\.json: {'no such' if kind == 'nothing' else 'not a readable JSON'} file"):
         read_json(tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         TensorFolder(tmp_path)
@@ -69,3 +69,12 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="holds no checkpoint .*no checkpoint-N of a Trainer that is whole"):
         find_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", [".lock", "sparseforge.json"])
+def test_a_run_that_ended_before_its_first_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    for folder in ("checkpoints", "data"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(ValueError, match=r"a run began here and has no checkpoint yet; .* start it again"):
+        find_checkpoint(tmp_path)

@@ -18,10 +18,16 @@ from sparseforge_ds.cli.main import main
         (["--text", "stdlib:heldout", "--batch_size", "0"], "--batch_size 0: use an integer >= 1"),
         (["--text", "stdlib:heldout", "--seq_length", "1"], "--seq_length 1: use an integer >= 2"),
         (["--text", "stdlib:heldout", "--stride", "0"], "--stride 0: use an integer >= 1"),
-        (["--text", "stdlib:heldout"], "no/model: has no tokenizer that can be read"),
+        (
+            ["--text", "stdlib:heldout"],
+            "no/model: no such folder, and no model in the cache of the hub; HF_HUB_OFFLINE says",
+        ),
     ],
 )
-def test_errors(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["evaluate", "no/model", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1, error

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparseforge_ds.cli import generate
 from sparseforge_ds.cli.main import main
-from tests.sparse_folders import MODELS, write_sparse
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.runtime import cpu_kernel
+from tests.sparse_folders import MODELS, ModelSource, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model
 
 PROMPT = "Once upon"
@@ -26,9 +30,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("format", ["hf", "packed24"])
 def test_text_of_both_exports(assets: Path, tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A real model, so that the likeliest token is one by more than rounding."""
-    from sparseforge_ds.export.formats import export
-    from tests.sparse_folders import ModelSource
-
     folder = assets / "models" / "stories260K"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     export(ModelSource(model, folder, torch.float32), tmp_path / format, format, skip_proof=True)
@@ -40,6 +41,22 @@ def test_text_of_both_exports(assets: Path, tmp_path: Path, format: str, capsys:
     assert told.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
     assert told.out.startswith(PROMPT) and len(told.out) > len(PROMPT) + 12
     assert "12 tokens in " in told.err and "a second, on cpu" in told.err
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24"])
+def test_the_kernel_is_built_before_the_clock_starts(
+    assets: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a packed model; the others need none."""
+    folder = assets / "models" / "stories260K"
+    source = ModelSource(AutoModelForCausalLM.from_pretrained(folder), folder, torch.float32)
+    export(source, tmp_path / "out", format, skip_proof=True)
+    events: list[str] = []
+    clock = SimpleNamespace(perf_counter=lambda: events.append("clock") or float(len(events)))
+    monkeypatch.setattr(generate, "time", clock)
+    monkeypatch.setattr(cpu_kernel, "load_cpu_kernel", lambda: events.append("kernel"))
+    assert main(["generate", str(tmp_path / "out"), PROMPT, "--max_new_tokens", "2"]) == 0
+    assert events == [*(["kernel"] if format == "packed24" else []), "clock", "clock"]
 
 
 def test_samples_by_their_seed(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:

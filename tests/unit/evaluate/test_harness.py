@@ -64,6 +64,13 @@ def test_rows_whose_answer_is_secret_or_damaged_are_refused(
         assert load_tasks([name], folder, limit=1).by_name
 
 
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    folder = write(tmp_path, "piqa", ROWS["piqa"])
+    (tmp_path / "piqa.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"--tasks piqa: its data cannot be read \(FileNotFoundError: .*piqa.jsonl"):
+        load_tasks(["piqa"], folder)
+
+
 def test_tasks_outside_the_suites(tmp_path: Path) -> None:
     """`wnli_eu` reads its answer by a bare name, which the harness takes for a text where there is no such column."""
     row = {"sentence1": "A cat sat.", "sentence2": "It sat."}

@@ -108,6 +108,10 @@ def test_what_is_no_export_and_no_result(folder: Path, tmp_path: Path, capsys: p
     for arguments, said in (
         ([str(tmp_path)], "has no sparsity.json"),
         ([str(folder), "--results", str(tmp_path / "other.json")], "is no result of"),
+        (
+            [str(folder), "--results", "nothere.json"],
+            "--results nothere.json: no such file; give what sparseforge eval",
+        ),
         ([str(folder), "--private"], "--private: it belongs to --push"),
         ([str(folder), "--push", "name"], "--push name: give owner/name"),
     ):

@@ -35,6 +35,10 @@ def test_the_whole_is_weighted_by_elements() -> None:
     assert whole(parts) == MaskReport("all", 40, 0.75, 0.25, 0.5, 0.75, 2)
 
 
+def test_the_whole_agrees_with_nothing_once_masks_are_frozen() -> None:
+    assert whole([MaskReport("a", 30, 1.0, 0.0, 0.5, None, 0)] * 2) == MaskReport("all", 60, 1.0, 0.0, 0.5, None, 0)
+
+
 def test_phases() -> None:
     config = SparseForgeConfig.from_dict({"max_steps": 10, "method": {"hardening": [0.2, 0.5], "update_every": 1}})
     names = [phase(config, step, 10) for step in (0, 1, 2, 4, 5, 9, 10)]
@@ -73,6 +77,13 @@ def test_a_run_that_has_just_started(tmp_path: Path) -> None:
     (tmp_path / "sparseforge.json").write_text('{"versions": {}}')
     found = inspect(tmp_path)
     assert not found.ok and found.problems == [f"{tmp_path / 'checkpoints'}: no checkpoint yet"]
+
+
+def test_a_start_that_failed_before_training(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / ".lock").write_text("process 7 on here\n")
+    with pytest.raises(ValueError, match=r"a run began here and has no checkpoint yet; .* start it again"):
+        inspect(tmp_path)
 
 
 def test_damaged_description(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
@@ -47,6 +48,26 @@ def test_applied_to_the_dense_model_it_is_the_sparse_one(tmp_path: Path, family:
     sparsity = json.loads((tmp_path / "out" / "sparsity.json").read_text())
     assert sparsity["pattern"] == "2:4" and sparsity["step"] == 7 and sparsity["dtype"] == dtype
     assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_nothing_of_the_trained_model_is_said_of_the_dense_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither of OUT nor of what is exported from it; the run's scores are of the weights that it trained."""
+    dense, mask = write_mask(tmp_path, "llama")
+    run = {"model": "owner/dense-1b", "tokens": 640000, "evaluation": {"text": "held_out", "loss": 2.0}}
+    change_json(mask, lambda content: content.update(run=run))
+    for source, out, more in ((mask, "out", ["--model", str(dense)]), (tmp_path / "out", "packed", [])):
+        format = ["--format", "packed24"] if out == "packed" else []
+        assert main(["export", str(source), str(tmp_path / out), "--skip_proof", *more, *format]) == 0
+        said = capsys.readouterr().out
+        assert "note: it is the mask of step 7 on the own weights of dense, not the model that was trained" in said
+        sparsity = json.loads((tmp_path / out / "sparsity.json").read_text())
+        assert sparsity["run"] == {"model": "owner/dense-1b"} and sparsity["source"]["mask_on"] == "dense"
+        card = ModelCard.load(tmp_path / out / "README.md")
+        assert "It is the mask of step 7 of a run on the dense model's own weights (`dense`), not the" in card.text
+        assert card.data.base_model == "owner/dense-1b" and card.data.eval_results is None
+        assert "## Evaluation" not in card.text and "## Training" not in card.text
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "block16"])
@@ -147,6 +168,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "pattern": (lambda content: content.update(pattern="2:x"), "unknown pattern"),
     "no pattern": (lambda content: content.pop("pattern"), "is damaged; export the mask again"),
     "weights": (lambda content: content.update(weights=[1]), "does not list the weights"),
+    "run": (lambda content: content.update(run=["a"]), "run is damaged; export the mask again"),
     "one weight": (lambda content: content["weights"].pop(QUERY), "does not list the weights"),
     "shape": (
         lambda content: content["weights"][QUERY].update(shape=[32, "32"]),

@@ -109,4 +109,4 @@ def test_a_permuted_model_that_was_pruned_elsewhere(tmp_path: Path) -> None:
 def test_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert main(["verify", str(tmp_path)]) == 2
-    assert "config.json: not a readable JSON file" in capsys.readouterr().err
+    assert "has no config.json, so it is no model" in capsys.readouterr().err

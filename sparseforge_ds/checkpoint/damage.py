@@ -1,0 +1,50 @@
+"""Which checkpoints are whole, byte for byte. `inventory` tells by names and sizes, which costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files
+from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, take_entry
+from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content
+
+
+def check_whole(folder: Path) -> None:
+    """Read every byte of a checkpoint. Raises ValueError where it differs from its checksums, or a file is missing."""
+    if (folder / NAME).exists():
+        manifest = Manifest.read(folder)
+        manifest.check_sizes()
+        for name in manifest.files:
+            manifest.check_file(name)
+        return
+    files = list_files(folder)
+    for path in (*files.model, *files.optimizer):
+        check_content(path)
+
+
+def check_entry(folder: Path) -> SavedCheckpoint:
+    """`take_entry` of a checkpoint that is read whole."""
+    entry = take_entry(folder)
+    try:
+        check_whole(folder)
+    except ValueError as error:
+        return replace(entry, problem=entry.problem or str(error), damaged=entry.complete)
+    return entry
+
+
+@contextmanager
+def naming_a_whole_one(folder: Path) -> Iterator[None]:
+    """Add to a ValueError about a checkpoint which other one of its run is the newest that is whole, if there are
+    others."""
+    try:
+        yield
+    except ValueError as error:
+        others = [other for other in list_checkpoints(folder.parent) if other.name != folder.name]
+        if not others:
+            raise
+        whole = next((other for other in reversed(others) if check_entry(other).complete), None)
+        said = f"the newest whole one beside it is {whole}" if whole else "no other one beside it is whole"
+        raise ValueError(f"{error}; {said}") from None

@@ -1,0 +1,43 @@
+"""What a user gives as MODEL: whether it is there and is one, said before anything of it is read."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+
+def require_model(name: str, hub: bool = True) -> None:
+    """Raise ValueError for a mask, a run, or nothing at all; `hub` says that it may be the id of a model there."""
+    folder, quoted = Path(name), shlex.quote(name)
+    if (folder / "mask.json").is_file():
+        raise ValueError(f"{name}: is a mask; put it on its dense model: sparseforge export {quoted} OUT --model DENSE")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{name}: has no config.json, so it is no model; of a run make one first: sparseforge consolidate "
+                f"{quoted} OUT"
+            )
+    elif folder.exists():
+        raise ValueError(f"{name}: is a file; give the folder of a model")
+    elif not hub:
+        raise ValueError(f"{name}: no such folder; give a model")
+    else:
+        _require_on_hub(name)
+
+
+def _require_on_hub(name: str) -> None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    from sparseforge_ds.model.hub import why_unreachable
+    from sparseforge_ds.model.registration import load_config
+
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        raise ValueError(f"{name}: no such folder; give that of a model, or a hub id like owner/name") from None
+    if cached:
+        return
+    if (why := why_unreachable()) is not None:
+        raise ValueError(f"{name}: no such folder, and no model in the cache of the hub; {why}")
+    load_config(name, name)

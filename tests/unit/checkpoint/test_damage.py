@@ -1,0 +1,60 @@
+"""Which checkpoints are whole, by every byte of small ones that have a manifest, or nothing but their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparseforge_ds.checkpoint.damage import check_entry, check_whole, naming_a_whole_one
+from sparseforge_ds.checkpoint.disk import write_json
+from sparseforge_ds.checkpoint.manifest import NAME, Manifest, fingerprint
+
+FILE = "mp_rank_00_model_states.pt"
+
+
+def write_checkpoint(folder: Path, manifest: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    file = folder / FILE
+    torch.save({"weight": torch.arange(5000.0)}, file)
+    if manifest:
+        held = Manifest(folder, 3, 1, 0, {FILE: file.stat().st_size}, {FILE: fingerprint(file)})
+        write_json(folder / NAME, held.record())
+    return folder
+
+
+def flip(folder: Path) -> None:
+    """A bit in the middle of the file, among the weights."""
+    content = bytearray((folder / FILE).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / FILE).write_bytes(content)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_every_byte_counts(tmp_path: Path, manifest: bool) -> None:
+    folder = write_checkpoint(tmp_path / "step_000003", manifest)
+    entry = check_entry(folder)
+    assert entry.complete and not entry.damaged and entry.step == 3
+    flip(folder)
+    entry = check_entry(folder)
+    assert entry.damaged and not entry.complete and f"{folder / FILE}: checksum of" in (entry.problem or "")
+    (folder / FILE).unlink()
+    with pytest.raises(ValueError, match="is missing|no .*_model_states.pt in it"):
+        check_whole(folder)
+    entry = check_entry(folder)
+    assert not entry.complete and not entry.damaged
+
+
+def test_the_newest_whole_one_is_named(tmp_path: Path) -> None:
+    older, old, newest = (write_checkpoint(tmp_path / f"step_{step:06d}") for step in (2, 3, 4))
+    for damaged, said in ((newest, f"one beside it is {old}"), (old, f"is {older}"), (older, "no other one beside it")):
+        flip(damaged)
+        with pytest.raises(ValueError, match="checksum of") as refused, naming_a_whole_one(newest):
+            check_whole(newest)
+        assert said in str(refused.value)
+    with (
+        pytest.raises(ValueError, match="^alone$"),
+        naming_a_whole_one(write_checkpoint(tmp_path / "run" / "step_000001")),
+    ):
+        raise ValueError("alone")

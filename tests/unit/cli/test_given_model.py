@@ -1,0 +1,68 @@
+"""What is no model is told so by every command that takes one, before its tokenizer or its config is looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparseforge_ds.cli.given_model import require_model
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.model import hub, registration
+
+COMMANDS = {
+    "evaluate": ["--text", "stdlib:heldout"],
+    "generate": ["Once upon"],
+    "bench": [],
+    "verify": [],
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_it(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("a run/checkpoints", "mask"):
+        Path(path).mkdir(parents=True)
+    for path in ("mask/mask.json", "file"):
+        Path(path).write_text("{}")
+    for model, message in (
+        ("a run", "error: a run: has no config.json, so it is no model; of a run make one first: sparseforge "),
+        ("a run", "sparseforge consolidate 'a run' OUT"),
+        ("mask", "error: mask: is a mask; put it on its dense model: sparseforge export mask OUT --model DENSE"),
+        ("file", "error: file: is a file; give the folder of a model"),
+        ("./mitsyped", "error: ./mitsyped: no such folder; give "),
+        ("models/frist", "error: models/frist: no such folder"),
+    ):
+        assert main([command, model, *COMMANDS[command]]) == 2
+        told = capsys.readouterr()
+        assert message in told.err and told.err.count("\n") == 1 and "tokenizer" not in told.err, told.err
+
+
+@pytest.mark.parametrize(("command", "flag"), [("evaluate", "--dense"), ("bench", "--against")])
+def test_a_second_model_is_looked_at_too(
+    tmp_path: Path, command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    more = ["--tasks", "piqa"] if command == "evaluate" else []
+    assert main([command, str(tmp_path), flag, str(tmp_path / "none"), *more]) == 2
+    assert f"{tmp_path / 'none'}: no such folder; give that of a model" in capsys.readouterr().err
+
+
+def test_ids_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="owner/name: no such folder, and no model in the cache of the hub; HF_HUB_"):
+        require_model("owner/name")
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "why_unreachable", lambda: None)
+    monkeypatch.setattr(registration, "load_config", lambda name, who: asked.append(name))
+    require_model("owner/name")
+    assert asked == ["owner/name"]
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    require_model("owner/name")
+    assert asked == ["owner/name"]
