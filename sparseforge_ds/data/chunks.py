@@ -23,12 +23,13 @@ Record = dict[str, Any]
 """What is known of a chunk, as JSON types.
 
 reader   where the documents that were tokenised last begin, in the reader's own terms
-epoch    how often the last document of the text has been passed by then
-skipped  documents without text until then, in all epochs
+began    epoch and skipped, below, when they did
 used     how many of the tokens from there on the chunks have
+epoch    how often the last document of the text has been passed, with what was read ahead for the next chunk
+skipped  documents without text, in all epochs, likewise
 sha256   of the chunks so far
 """
-_FIELDS = ("reader", "epoch", "skipped", "used", "sha256")
+_FIELDS = ("reader", "began", "used", "epoch", "skipped", "sha256")
 
 
 @dataclass(frozen=True)

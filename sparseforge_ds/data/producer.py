@@ -76,8 +76,8 @@ class Maker:
         self.finished = self.chunks.finished()
         record = self.chunks.record(self.finished - 1) if self.finished else None
         if record is None:
-            record = {"reader": {"revision": job.revision}, "epoch": 0, "skipped": 0, "used": 0}
-        self._epoch, self._skipped = record["epoch"], record["skipped"]
+            record = {"reader": {"revision": job.revision}, "began": [0, 0], "used": 0}
+        self._epoch, self._skipped = record["began"]
         self._reader = job.source.read(record["reader"])
         self._batches = self._tokenise()
         self._left = np.empty(0, dtype=self.chunks.dtype)
@@ -102,7 +102,8 @@ class Maker:
         if largest >= self._job.vocabulary:
             raise unsuitable(largest, self._job.vocabulary)
         self._left = token[wanted:]
-        self.chunks.write(self.finished, token[:wanted], {**self._newest, "used": self._length - len(self._left)})
+        read = {"used": self._length - len(self._left), "epoch": self._epoch, "skipped": self._skipped}
+        self.chunks.write(self.finished, token[:wanted], {**self._newest, **read})
         self.finished += 1
 
     def _tokenise(self) -> Iterator[Batch]:
@@ -112,7 +113,7 @@ class Maker:
         """Of some documents, and remember where they begin; the first ones again after the last."""
         skipped = ends = 0
         while ends < 2:
-            begin = {"reader": self._reader.state(), "epoch": self._epoch, "skipped": self._skipped}
+            begin = {"reader": self._reader.state(), "began": [self._epoch, self._skipped]}
             batch = next(self._batches, None)
             if batch is None:
                 self._reader.rewind()

@@ -94,7 +94,7 @@ class StreamedWindows:
             self.producer.want(self._sizes.place(position)[0])
 
     def reading(self, position: int) -> Reading:
-        """See `Windows`; up to the documents that the newest chunk ends among."""
+        """See `Windows`; with what was read ahead for the chunk behind the newest."""
         record = self._newest[1] if self._newest else {"epoch": 0, "skipped": 0}
         return Reading(self.name, position, float(record["epoch"]), record["skipped"])
 

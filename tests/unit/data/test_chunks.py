@@ -21,7 +21,7 @@ def chunks(tmp_path):
 
 def write(chunks, chunk, start=0):
     token = np.arange(start, start + chunks.tokens(chunk), dtype=np.uint16)
-    chunks.write(chunk, token, {"reader": {"at": chunk + 1}, "epoch": 0, "skipped": 7, "used": 3})
+    chunks.write(chunk, token, {"reader": {"at": chunk + 1}, "began": [0, 6], "used": 3, "epoch": 0, "skipped": 7})
     return token
 
 
@@ -56,7 +56,8 @@ def test_what_was_written_is_there(chunks):
     token = write(chunks, 0)
     assert np.array_equal(chunks.open(0), token)
     record = chunks.record(0)
-    assert {**record, "sha256": 0} == {"reader": {"at": 1}, "epoch": 0, "skipped": 7, "used": 3, "sha256": 0}
+    written = {"reader": {"at": 1}, "began": [0, 6], "used": 3, "epoch": 0, "skipped": 7}
+    assert record == {**written, "sha256": record["sha256"]}
     assert sorted(path.name for path in chunks.folder.iterdir()) == ["chunk_000000.bin", "chunk_000000.json"]
     write(chunks, 1)
     write(chunks, 3)

@@ -183,7 +183,7 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     good = str(tmp_path / "good.jsonl")
     shutil.copytree(stories, tmp_path / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     cases = {
-        (str(tmp_path / "none"), "--text", good): "none: has no tokenizer",
+        (str(tmp_path / "none"), "--text", good): "none: no such folder",
         (str(tmp_path / "no_tokenizer"), "--text", good): "no_tokenizer: has no tokenizer",
         (stories, "--text", str(tmp_path / "none.txt")): "none.txt: give a file of .txt, .jsonl",
         (stories, "--text", str(tmp_path / "other.jsonl")): "other.jsonl, line 1: no field 'text'",

@@ -113,7 +113,7 @@ def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: py
     [
         (["--limit", "0"], "--limit 0: use an integer >= 1"),
         (["--json", "none/here.json"], "--json none/here.json: cannot be written, there is no folder none"),
-        (["--dense", "/none/here"], "/none/here: has no tokenizer"),
+        (["--dense", "/none/here"], "/none/here: no such folder"),
         (["--include_path", "none"], "--include_path none: no such folder"),
     ],
 )
