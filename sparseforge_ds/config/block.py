@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import operator
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from sparseforge_ds.config.combinations import check_combinations, check_method
 from sparseforge_ds.config.json_file import read_json
-from sparseforge_ds.config.methods import METHODS, MOST_CHOICES, Method, MethodConfig, SoftMaskConfig, logit_keys
+from sparseforge_ds.config.method import MethodConfig
+from sparseforge_ds.config.methods import METHODS, Method, logit_keys
 from sparseforge_ds.config.parts import (
     CurvatureConfig,
     DistillationConfig,
@@ -30,6 +30,7 @@ from sparseforge_ds.config.parts import (
 )
 from sparseforge_ds.config.presets import PRESETS
 from sparseforge_ds.config.shipped import configuration_file
+from sparseforge_ds.config.soft_mask import SoftMaskConfig
 from sparseforge_ds.config.strict import build, merge, require
 from sparseforge_ds.mask.anneal import MaskSchedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
@@ -69,92 +70,16 @@ class SparseForgeConfig:
     reconstruction: ReconstructionConfig | None = None
 
     def __post_init__(self) -> None:
-        self._require(0 <= self.max_steps < 2**63, "max_steps", "use an integer >= 0")
-        self._require(0 <= self.seed < 2**32, "seed", "use 0 <= seed < 2^32")
+        require(0 <= self.max_steps < 2**63, "max_steps", self.max_steps, "use an integer >= 0")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
         if not isinstance(self.method, MethodConfig):
             raise ValueError(
                 f"SparseForgeConfig(method={self.method!r}) names a method without its settings: write "
                 f'SparseForgeConfig.from_dict({{"method": "{self.method}"}})'
             )
-        self._check_method()
+        check_method(self)
         self.method.check_length(self.max_steps)
-        self._require(
-            self.importance != "hutchinson" or not self.curvature.per_token or self.curvature.factored is not False,
-            "curvature.factored",
-            'hutchinson with "per_token": true measures row and column sums only; use true, or "per_token": false',
-        )
-        self._require(
-            not self.curvature.factored or self.factored,
-            "curvature.factored",
-            f'importance "{self.importance}" has no curvature to take row and column sums of; leave it out, or use '
-            'importance "fisher"',
-        )
-        trained = self.curvature.source == "training"
-        self._require(
-            not trained or self.curvature.sequences is None,
-            "curvature.sequences",
-            'source "training" measures the sequences of the training step; leave it out, or use source "probe"',
-        )
-        self._require(
-            not trained or self.can_listen,
-            "curvature.source",
-            "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
-            'training step; leave it out, or use "probe"',
-        )
-        if self.permute is not None and not isinstance(self.parsed_pattern, NM):
-            raise ValueError(
-                f"sparseforge.permute: channels share groups in n:m patterns only, not in {self.pattern}; use one of "
-                "these, or do not permute"
-            )
-        if self.low_rank is not None and self.shifts:
-            pattern = self.parsed_pattern
-            self._require(
-                self.low_rank.learned or (isinstance(pattern, NM) and self.low_rank.k % pattern.members == 0),
-                "low_rank.k",
-                f"shifted runs are whole groups of the pattern, here {pattern}; use a multiple of the m of an n:m "
-                'pattern, or "shift": false',
-            )
-        if self.low_rank is not None and self.low_rank.start is not None and self.soft is not None:
-            first = self.soft.schedule(self.max_steps).update_every
-            self._require(
-                self.branch_step >= first,
-                "low_rank.start",
-                f"at step {self.branch_step} of {self.max_steps} no mask has removed anything yet, the first update "
-                f"being at step {first}; use null, a later start, or more steps",
-            )
-
-    def _require(self, condition: bool, key: str, cure: str) -> None:
-        require(condition, key, operator.attrgetter(key)(self), cure)
-
-    def _check_method(self) -> None:
-        """Whether what stands beside the method fits it."""
-        method, importance, of_groups = self.method, self.importance, isinstance(self.parsed_pattern, NM)
-        for key in method.unused:
-            if value := getattr(self, key):
-                off = "false" if value is True else "null"
-                users = ", ".join(name for name, kind in METHODS.items() if key not in kind.unused)
-                raise ValueError(
-                    f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to {off}, or '
-                    "leave it out"
-                )
-        if method.name == "maskllm" and not of_groups:
-            raise ValueError(
-                f'sparseforge.pattern = {self.pattern}: method "maskllm" numbers the patterns of a group, too many '
-                "for a tile; use n:m"
-            )
-        pattern = self.parsed_pattern
-        if method.name == "maskllm" and isinstance(pattern, NM) and math.comb(pattern.m, pattern.n) > MOST_CHOICES:
-            raise ValueError(
-                f'sparseforge.pattern = {self.pattern}: method "maskllm" learns three numbers for every choice that a '
-                f"group has, and it has more than {MOST_CHOICES:,}; use a smaller pattern, like 2:4 or 4:8"
-            )
-        if importance == "sparsegpt" and (method.name == "sparseforge" or not of_groups):
-            raise ValueError(
-                f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '
-                f'method "{method.name}" and pattern {self.pattern}; use "fisher"'
-            )
-        if self.reconstruction is not None and importance != "sparsegpt":
-            raise ValueError(f'sparseforge.reconstruction: importance "{importance}" does not use it; leave it out')
+        check_combinations(self)
 
     @property
     def soft(self) -> SoftMaskConfig | None:

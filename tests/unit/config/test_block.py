@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.config import PRESETS, DistillationConfig, LowRankConfig, SparseForgeConfig
-from sparseforge_ds.config.methods import SoftMaskConfig
+from sparseforge_ds.config.soft_mask import SoftMaskConfig
 
 
 def build(**block: Any) -> SparseForgeConfig:

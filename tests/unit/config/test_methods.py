@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
-from sparseforge_ds.config.methods import AstConfig, CastConfig, MaskLLMConfig, SoftMaskConfig, SrSteConfig
+from sparseforge_ds.config.methods import AstConfig, CastConfig, MaskLLMConfig, SrSteConfig
+from sparseforge_ds.config.soft_mask import SoftMaskConfig
 
 
 def build(**block: Any) -> SparseForgeConfig:

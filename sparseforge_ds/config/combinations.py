@@ -1,0 +1,103 @@
+"""Which keys of the `sparseforge` block go together."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING
+
+from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
+from sparseforge_ds.config.strict import require
+from sparseforge_ds.mask.pattern import NM
+
+if TYPE_CHECKING:
+    from sparseforge_ds.config.block import SparseForgeConfig
+
+
+def check_method(config: SparseForgeConfig) -> None:
+    """Whether what stands beside the method fits it."""
+    method, importance, of_groups = config.method, config.importance, isinstance(config.parsed_pattern, NM)
+    for key in method.unused:
+        if value := getattr(config, key):
+            off = "false" if value is True else "null"
+            users = ", ".join(name for name, kind in METHODS.items() if key not in kind.unused)
+            raise ValueError(
+                f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to {off}, or '
+                "leave it out"
+            )
+    if method.name == "maskllm" and not of_groups:
+        raise ValueError(
+            f'sparseforge.pattern = {config.pattern}: method "maskllm" numbers the patterns of a group, too many '
+            "for a tile; use n:m"
+        )
+    pattern = config.parsed_pattern
+    if method.name == "maskllm" and isinstance(pattern, NM) and math.comb(pattern.m, pattern.n) > MOST_CHOICES:
+        raise ValueError(
+            f'sparseforge.pattern = {config.pattern}: method "maskllm" learns three numbers for every choice that a '
+            f"group has, and it has more than {MOST_CHOICES:,}; use a smaller pattern, like 2:4 or 4:8"
+        )
+    if importance == "sparsegpt" and (method.name == "sparseforge" or not of_groups):
+        raise ValueError(
+            f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '
+            f'method "{method.name}" and pattern {config.pattern}; use "fisher"'
+        )
+    if config.reconstruction is not None and importance != "sparsegpt":
+        raise ValueError(f'sparseforge.reconstruction: importance "{importance}" does not use it; leave it out')
+
+
+def check_combinations(config: SparseForgeConfig) -> None:
+    """Raise a ValueError for keys that exclude each other."""
+    _require(
+        config,
+        config.importance != "hutchinson" or not config.curvature.per_token or config.curvature.factored is not False,
+        "curvature.factored",
+        'hutchinson with "per_token": true measures row and column sums only; use true, or "per_token": false',
+    )
+    _require(
+        config,
+        not config.curvature.factored or config.factored,
+        "curvature.factored",
+        f'importance "{config.importance}" has no curvature to take row and column sums of; leave it out, or use '
+        'importance "fisher"',
+    )
+    trained = config.curvature.source == "training"
+    _require(
+        config,
+        not trained or config.curvature.sequences is None,
+        "curvature.sequences",
+        'source "training" measures the sequences of the training step; leave it out, or use source "probe"',
+    )
+    _require(
+        config,
+        not trained or config.can_listen,
+        "curvature.source",
+        "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
+        'training step; leave it out, or use "probe"',
+    )
+    if config.permute is not None and not isinstance(config.parsed_pattern, NM):
+        raise ValueError(
+            f"sparseforge.permute: channels share groups in n:m patterns only, not in {config.pattern}; use one of "
+            "these, or do not permute"
+        )
+    if config.low_rank is not None and config.shifts:
+        pattern = config.parsed_pattern
+        _require(
+            config,
+            config.low_rank.learned or (isinstance(pattern, NM) and config.low_rank.k % pattern.members == 0),
+            "low_rank.k",
+            f"shifted runs are whole groups of the pattern, here {pattern}; use a multiple of the m of an n:m "
+            'pattern, or "shift": false',
+        )
+    if config.low_rank is not None and config.low_rank.start is not None and config.soft is not None:
+        first = config.soft.schedule(config.max_steps).update_every
+        _require(
+            config,
+            config.branch_step >= first,
+            "low_rank.start",
+            f"at step {config.branch_step} of {config.max_steps} no mask has removed anything yet, the first update "
+            f"being at step {first}; use null, a later start, or more steps",
+        )
+
+
+def _require(config: SparseForgeConfig, condition: bool, key: str, cure: str) -> None:
+    require(condition, key, operator.attrgetter(key)(config), cure)

@@ -1,0 +1,102 @@
+"""The keys of SparseForge's own method, and when its masks move and freeze."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from typing_extensions import override
+
+from sparseforge_ds.config.method import MethodConfig, Window, require_key, require_updates, require_window
+from sparseforge_ds.mask.anneal import Schedule, StepWindow
+
+UPDATES = 15
+"""Mask updates until the freeze by default, about: rates act once an update, so masks take the same course in runs of
+any length."""
+
+
+@dataclass(frozen=True)
+class SoftMaskConfig(MethodConfig):
+    """SparseForge: soft masks by curvature, annealed until they are binary, projected and frozen.
+
+    Times are fractions of `max_steps`, so that a preset fits every run length.
+    """
+
+    name: Literal["sparseforge"] = "sparseforge"
+    threshold: Literal["midpoint", "nth"] = "midpoint"
+    """tau of the soft gate: between the N-th and (N+1)-th score, or at the N-th as the paper writes it."""
+    update_every: int | None = None
+    """Optimizer steps between two mask updates (T_update); null: as many as give about 15 updates until masks freeze,
+    in a run of any length, since `mask_rate` and `curvature.decay` act once an update."""
+    temperature: float = 1.0
+    """T0 of the soft gate (design eq. 5), in standard deviations of the score."""
+    temperature_min: float = 0.05
+    """Floor of the temperature."""
+    temperature_decay: float | None = None
+    """gamma per mask update; null: the value that reaches the floor when hardening ends."""
+    blend: Window = (0.0, 0.1)
+    """beta rises from 0 to 1 as a smooth step over this window (eq. 7)."""
+    mid_penalty: float = 0.3
+    """Final lambda_mid (eq. 8)."""
+    mid_penalty_ramp: Window = (0.0, 0.1)
+    """lambda_mid rises linearly over this window."""
+    penalty_rate: float = 0.2
+    """eta (eq. 8)."""
+    mask_rate: float = 0.1
+    """alpha (eq. 9): share of the gate that enters the mask at an update."""
+    hardening: Window = (0.0, 0.2)
+    """x falls from 1 to 0 over this window (eq. 10); at its end the mask is projected and frozen (eq. 11).
+    (0, 0) fixes the mask before the first step: the trainer is then a plain fixed-mask retrain."""
+    straight_through: bool = False
+    """While masks are soft, W moves by the optimizer's whole step, as the paper writes; false: by m_eff times it, so
+    that weights on their way out do not wander off by gradients that change nothing."""
+    hard: bool = False
+    """For comparison: x = 0 from the first update on, so that the network only ever sees hard(m)."""
+
+    def __post_init__(self) -> None:
+        require_key(
+            self, "update_every", self.update_every is None or self.update_every >= 1, "use null or an integer >= 1"
+        )
+        require_key(self, "temperature_min", self.temperature_min > 0, "use a value > 0")
+        floor = self.temperature_min
+        require_key(self, "temperature", self.temperature >= floor, f"use at least temperature_min = {floor}")
+        decay = self.temperature_decay
+        require_key(self, "temperature_decay", decay is None or 0 < decay <= 1, "use null or 0 < gamma <= 1")
+        for key in ("blend", "mid_penalty_ramp", "hardening"):
+            require_window(self, key)
+        for key in ("mid_penalty", "penalty_rate"):
+            require_key(self, key, getattr(self, key) >= 0, "use a value >= 0")
+        require_key(self, "mask_rate", 0 < self.mask_rate <= 1, "use 0 < alpha <= 1")
+
+    @override
+    def schedule(self, max_steps: int) -> Schedule:
+        """Every fraction times `max_steps`, rounded; masks are frozen at step 2 at the earliest, so that short runs do
+        what long ones do."""
+        start, stop = _steps(self.hardening, max_steps)
+        if self.hardening[1] > 0:  # A window that a short run rounds away still has room for one update.
+            stop = min(max(stop, 2), max_steps)
+        return Schedule(
+            update_every=max(1, stop // UPDATES) if self.update_every is None else self.update_every,
+            freeze_step=stop,
+            temperature=self.temperature,
+            temperature_min=self.temperature_min,
+            temperature_decay=self.temperature_decay,
+            blend=_steps(self.blend, max_steps),
+            mid_penalty=self.mid_penalty,
+            mid_penalty_ramp=_steps(self.mid_penalty_ramp, max_steps),
+            penalty_rate=self.penalty_rate,
+            mask_rate=self.mask_rate,
+            hardening_start=min(start, stop),
+            hard=self.hard,
+        )
+
+    @override
+    def check_length(self, max_steps: int) -> None:
+        schedule = self.schedule(max_steps)
+        if schedule.freeze_step:
+            every, fixed = schedule.update_every, "or use hardening [0, 0] for a fixed mask"
+            require_updates(max_steps, schedule, "update_every", every, every + 1, self.hardening[1], fixed)
+
+
+def _steps(window: Window, max_steps: int) -> StepWindow:
+    return round(window[0] * max_steps), round(window[1] * max_steps)
