@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from sparseforge_ds.compare.runs import NO_TRAINING, Run
 from sparseforge_ds.compare.settings import CompareConfig
+from sparseforge_ds.compare.texts import identity
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.data.splits import Files
@@ -67,13 +67,9 @@ def check_methods(config: CompareConfig) -> dict[str, Checked]:
 def _files_of(spec: RunSpec) -> dict[str, str]:
     models = {"model_files": spec.model, "teacher_files": spec.teacher}
     held = {name: _contents(model.folder) for name, model in models.items() if model is not None}
-    return {"dataset_files": _hash([source.facts for source in spec.text.sources]), **held}
+    return {"dataset_files": identity([source.facts for source in spec.text.sources]), **held}
 
 
 def _contents(folder: Path) -> str:
     paths = tuple(sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _KINDS))
-    return _hash(Files(folder, paths).contents)
-
-
-def _hash(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return identity(Files(folder, paths).contents)

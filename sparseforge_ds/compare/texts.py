@@ -25,7 +25,12 @@ class Texts:
     @property
     def identity(self) -> str:
         """Changes when a text does."""
-        return hashlib.sha256(json.dumps([self.validation, self.test]).encode()).hexdigest()[:16]
+        return identity([self.validation, self.test])
+
+
+def identity(content: object) -> str:
+    """Changes when something that JSON can say does."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def read_texts(config: CompareConfig) -> Texts:
