@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import CurvatureMean, ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import move_into_branches, switch_on_branches
 from sparseforge_ds.methods.histograms import histograms
-from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
+from sparseforge_ds.saved_state import SavedState
 from sparseforge_ds.zero.engine_checkpoints import carry_state
 from sparseforge_ds.zero.gradient_hooks import hook_gradients
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
-from sparseforge_ds.zero.restore import Masks, restore
 from sparseforge_ds.zero.step_hooks import StepHooks
 
 if TYPE_CHECKING:
@@ -68,6 +66,7 @@ class SparseForge:
         self._edges, self._matrices, self._load, self._health = on.edges, on.matrices, on.load, on.health
         self._probe = Probe(on.layout)
         self._mean = CurvatureMean(on, self._probe)
+        self._saved = SavedState(on, self._mean)
         self._ranking = Ranking(self._mean)
         self._method = method_of(config)(on, self._ranking)
         self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious)
@@ -232,10 +231,7 @@ class SparseForge:
                 "a checkpoint between forge.start and the first step would not hold the weights that the starting mask "
                 "removes, or a shift takes: save after a step, or before forge.start"
             )
-        if self._state.released and self._layout.all_reduce(self._state.mark_zeros()).item():
-            self._layout.push()
-        run = RunState.of(self.config, self.weights, self.step_count, self.refreshes)
-        return {**run.to_dict(), "groups": self._layout.groups, **self._mean.state_dict()}
+        return self._saved.state_dict()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
@@ -247,49 +243,16 @@ class SparseForge:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
                 ranks raise it, and nothing was changed; except where weights are not as sparse as a frozen run's.
         """
-        state = self._check_saved(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
-        restore(self._layout, self._state, checkpoint, self._masks_of(state))
-        self._continue(state)
-
-    def _check_saved(self, state: object, where: str) -> dict[str, Any]:
-        """A saved state, which is of a run like this one."""
-        if unlike := RunState.parse(state, where).changes(RunState.of(self.config, self.weights)):
-            raise ValueError(
-                f"{where} is of a run with other settings: {'; '.join(unlike[:8])}; resume with the saved settings, or "
-                "start a fresh run in another output_dir"
-            )
-        assert isinstance(state, dict)
-        try:
-            self._mean.check(state)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        return state
+        self._saved.load(checkpoint)
+        self._hooks.steps_begun = 0
+        self.ready = self.step_count > 0 or not self._starts
+        self._method.resume()
+        self._listen()
 
     @property
     def _starts(self) -> bool:
         """Whether `start` changes what the network sees, before the first step."""
         return self._method.starts or self.config.shifts
-
-    def _masks_of(self, state: dict[str, Any]) -> Masks:
-        """How far masks were when a state was saved."""
-        if not state["step"]:
-            return "none"
-        return "frozen" if state["step"] >= self.config.release_step else "moving"
-
-    def _continue(self, state: dict[str, Any]) -> None:
-        self._sharded.step, self._sharded.refreshes = state["step"], state["refreshes"]
-        self._mean.load_state_dict(state)
-        self._hooks.steps_begun = 0
-        self.ready = self.step_count > 0 or not self._starts
-        self._state.frozen = 0 < self.step_count >= self.schedule.freeze_step
-        if self._masks_of(state) == "frozen":
-            self._state.read_kept()
-            self._sharded.check_frozen()
-        self._health.forget_targets()
-        for name, branch in branches(self.engine.module).items():
-            branch.enabled = self.step_count >= self.config.branch_step and name in self._shards
-        self._method.resume()
-        self._listen()
 
     def _listen(self) -> None:
         """Hear the next step's passes if a mask update reads them; nothing of those before."""

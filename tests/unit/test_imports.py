@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "permutation.channels",
         "zero",
     },
-    "forge": {"torch", "config", "mask.anneal", "zero", "model", "methods", "checkpoint"},
+    "saved_state": {"config.run_state", "checkpoint.reader", "zero", "model.branch", "methods"},
+    "forge": {"torch", "config", "mask.anneal", "zero", "model", "methods", "checkpoint", "saved_state"},
     "export": {
         "torch",
         "numpy",

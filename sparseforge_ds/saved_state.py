@@ -1,0 +1,64 @@
+"""What a checkpoint carries of a forge beside the optimizer's state, and a run that goes on from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparseforge_ds.checkpoint.reader import Checkpoint
+from sparseforge_ds.config.run_state import RunState, few
+from sparseforge_ds.methods import CurvatureMean, ShardedWeights
+from sparseforge_ds.model.branch import branches
+from sparseforge_ds.zero.restore import Masks, restore
+
+
+class SavedState:
+    """The state of the masks of an engine, as a whole. Its methods are collective."""
+
+    def __init__(self, on: ShardedWeights, mean: CurvatureMean) -> None:
+        self._on = on
+        self._mean = mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `SparseForge.state_dict`."""
+        on = self._on
+        if on.state.released and on.layout.all_reduce(on.state.mark_zeros()).item():
+            on.layout.push()
+        run = RunState.of(on.config, list(on.weights.values()), on.step, on.refreshes)
+        return {**run.to_dict(), "groups": on.layout.groups, **self._mean.state_dict()}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """See `SparseForge.restore`: weights, masks, curvature, counts and branches as they were saved."""
+        on = self._on
+        state = self._checked(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
+        masks = self._masks_of(state)
+        restore(on.layout, on.state, checkpoint, masks)
+        on.step, on.refreshes = state["step"], state["refreshes"]
+        self._mean.load_state_dict(state)
+        on.state.frozen = 0 < on.step >= on.config.resolved_schedule.freeze_step
+        if masks == "frozen":
+            on.state.read_kept()
+            on.check_frozen()
+        on.health.forget_targets()
+        for name, branch in branches(on.engine.module).items():
+            branch.enabled = on.step >= on.config.branch_step and name in on.shards
+
+    def _checked(self, state: object, where: str) -> dict[str, Any]:
+        """A saved state, which is of a run like this one."""
+        now = RunState.of(self._on.config, list(self._on.weights.values()))
+        if unlike := RunState.parse(state, where).changes(now):
+            raise ValueError(
+                f"{where} is of a run with other settings: {few(unlike)}; resume with the saved settings, or start a "
+                "fresh run in another output_dir"
+            )
+        assert isinstance(state, dict)
+        try:
+            self._mean.check(state)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return state
+
+    def _masks_of(self, state: dict[str, Any]) -> Masks:
+        """How far masks were when a state was saved."""
+        if not state["step"]:
+            return "none"
+        return "frozen" if state["step"] >= self._on.config.release_step else "moving"
