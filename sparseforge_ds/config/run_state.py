@@ -12,7 +12,7 @@ from sparseforge_ds.mask.pattern import Pattern
 
 STATE_VERSION = 1
 """Of what a checkpoint's client state holds under `sparseforge`."""
-_FEW = 5
+_FEW = 8
 """Differences that a message lists."""
 
 

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseforge_ds.config.run_state import differences
+from sparseforge_ds.config.run_state import differences, few
 from sparseforge_ds.data.micro_batch import IGNORED, Layout, MicroBatch
 from sparseforge_ds.data.turns import Turns
 from sparseforge_ds.data.windows import Reading, Windows, first_of, ids_of, trained_of
 from sparseforge_ds.ranks import AgreedError
 
-_SHOWN = 8
-"""Differences that are named in one line."""
 _log = logging.getLogger(__name__)
 
 
@@ -214,14 +212,13 @@ class Batches:
     def _take_other_data(self, state: Mapping[str, Any]) -> None:
         unlike = differences(_facts(state), _facts(self.state_dict()), "data")
         unlike = unlike or [f"keys were {[own['key'] for own in state['sources']]}"]
-        what = "; ".join([*unlike[:_SHOWN], *([f"and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else [])])
         if not self.takes_other_data:
             raise ValueError(
-                f"the checkpoint was trained on other data ({what}); resume with the same --dataset and flags, or go "
-                "on with this text by --resume_other_data"
+                f"the checkpoint was trained on other data ({few(unlike)}); resume with the same --dataset and flags, "
+                "or go on with this text by --resume_other_data"
             )
         if self.layout.rank == 0:
-            _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", what)
+            _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", few(unlike))
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,12 +113,12 @@ def test_another_model_is_named_before_its_weights(spec, tmp_path):
     check_folder(spec())
     write_folder(spec())
     vocabulary = tiny_folders.BYTE_VOCABULARY
-    wide = tiny_folders.write_model(tmp_path / "wide", tiny_llama(vocab_size=vocabulary, intermediate_size=96))
+    wide = tiny_folders.write_model(tmp_path / "wide", tiny_llama(vocab_size=vocabulary, hidden_size=64))
     with pytest.raises(ValueError, match="started with other settings: ") as caught:
         check_folder(spec(resume=True, model=str(wide)))
     said = str(caught.value)
     assert f"settings: --model was {tmp_path / 'model'}, is {wide}; weights.model.layers.0.mlp." in said
-    assert said.count(" was [[") == 4 and "; and 2 more; resume with the same JSON" in said
+    assert said.count(" was [[") == 7 and "; and 7 more; resume with the same JSON" in said
     record = tmp_path / "run" / "sparseforge.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "run": []}))
     with pytest.raises(ValueError, match="other settings: weights.model.layers.0"):
