@@ -122,6 +122,10 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     assert not list((out / "runs").glob("*/checkpoints")), "they are large, and of no use any more"
     assert {path.name for path in (out / "models").iterdir()} == {row["run"] for row in rows if row["kind"] == "result"}
 
+    write_text(config.with_name("train.jsonl"), 201)  # under the name that the study has
+    changed = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert changed.returncode == 2 and "was started with other settings (dataset_files)" in changed.stderr
+
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("dense", "one_shot", "result", "tried")}
