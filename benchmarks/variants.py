@@ -93,6 +93,7 @@ def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeCon
 def deepspeed_config(arguments: argparse.Namespace, world_size: int) -> dict[str, Any]:
     """The DeepSpeed configuration of both variants: that of `ds_configs/`, every "auto" resolved."""
     zero: dict[str, Any] = {"stage": arguments.stage}
+    fused = {"fused": True} if get_accelerator().device_name() == "cuda" else {}  # as "auto" is in ds_configs/
     if arguments.stage == 3:  # as transformers resolves "auto"
         zero["stage3_param_persistence_threshold"] = 10 * arguments.hidden
         zero["stage3_prefetch_bucket_size"] = int(0.9 * arguments.hidden**2)
@@ -104,7 +105,7 @@ def deepspeed_config(arguments: argparse.Namespace, world_size: int) -> dict[str
         "bf16": {"enabled": arguments.dtype == "bf16"},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": WEIGHT_DECAY, "torch_adam": True},
+            "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": WEIGHT_DECAY, "torch_adam": True, **fused},
         },
         "zero_optimization": zero,
     }

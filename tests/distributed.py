@@ -180,7 +180,9 @@ def _join(device: str, world_size: int, timeout: float) -> None:
     torch.set_num_threads(1)
     nccl = device == "cuda" and torch.cuda.device_count() >= world_size
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        # Ranks beyond the GPUs share them: DeepSpeed takes the one that this names.
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(
         dist_backend="nccl" if nccl else "gloo", verbose=False, timeout=timedelta(seconds=timeout)
     )

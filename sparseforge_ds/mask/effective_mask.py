@@ -8,7 +8,7 @@ from torch import Tensor
 from sparseforge_ds.mask.bits import keep_in_place, values_of_bits
 from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.fusing import between, fused, moved, without_sign
+from sparseforge_ds.mask.fusing import between, from_nearer, fused, moved, without_sign
 
 
 def publish(dense: Tensor, effective: Tensor, out: Tensor) -> None:
@@ -54,14 +54,14 @@ def soft_step(
         bits = kept[chunk.start // 8 : -(-chunk.stop // 8)]
         # A compiled function must not get the same memory twice.
         given = (dense[chunk], None if held is None else held[chunk], mask[chunk], bits)
-        _soft_step(*given, x_before, x_before >= 0.5, x, x >= 0.5, out[chunk])
+        _soft_step(*given, *from_nearer(x_before), *from_nearer(x), out[chunk])
 
 
 def soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, out: Tensor) -> None:
     """The second half of `soft_step`: m_eff(x) W into `out`."""
     for chunk in chunks(dense):
         bits = kept[chunk.start // 8 : -(-chunk.stop // 8)]
-        _soft_publish(dense[chunk], mask[chunk], bits, x, x >= 0.5, out[chunk])
+        _soft_publish(dense[chunk], mask[chunk], bits, *from_nearer(x), out[chunk])
 
 
 def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
@@ -81,20 +81,20 @@ def _soft_step(
     before: Tensor | None,
     mask: Tensor,
     kept: Tensor,
-    x_before: float,
-    late_before: bool,
-    x: float,
-    late: bool,
+    nearer_before: float,
+    way_before: float,
+    nearer: float,
+    way: float,
     out: Tensor,
 ) -> None:
     soft, hard = values_of(mask), values_of_bits(kept, mask.numel())
-    then, now = between(hard, soft, x_before, late_before), between(hard, soft, x, late)
+    then, now = between(hard, soft, nearer_before, way_before), between(hard, soft, nearer, way)
     followed = moved(out if before is None else before, dense, then)
     dense.copy_(followed)
     out.copy_(without_sign(followed * now))
 
 
 @fused(writes=("out",))
-def _soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, late: bool, out: Tensor) -> None:
-    share = between(values_of_bits(kept, mask.numel()), values_of(mask), x, late)
-    out.copy_(without_sign(dense * share))
+def _soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, nearer: float, way: float, out: Tensor) -> None:
+    effective = between(values_of_bits(kept, mask.numel()), values_of(mask), nearer, way)
+    out.copy_(without_sign(dense * effective))

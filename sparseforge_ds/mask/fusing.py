@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -74,9 +74,15 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
 
         def run(*args: Any, **kwargs: Any) -> Any:
             import torch._dynamo
+            import torch.fx.experimental._config
 
-            with torch._dynamo.config.patch(recompile_limit=VARIANTS, specialize_float=False):
-                return one_kernel()(*args, **kwargs)
+            device = args[0].device
+            given = [_as_tensor(value, device, place) for place, value in enumerate(args)]
+            named = {key: _as_tensor(value, device, key) for key, value in kwargs.items()}
+            # Rows and columns of a square matrix are as many by chance, which would make a graph of its own.
+            chance = torch.fx.experimental._config.patch(use_duck_shape=False)
+            with torch._dynamo.config.patch(recompile_limit=VARIANTS), chance:
+                return one_kernel()(*given, **named)
 
         schema = torch.library.infer_schema(function, mutates_args=writes)
         KERNELS[function.__name__.strip("_")] = kernels
@@ -96,17 +102,36 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
     return decorate
 
 
-def between(start: Tensor, end: Tensor, share: float, late: bool) -> Tensor:
+def _as_tensor(value: Any, device: torch.device, place: int | str) -> Any:
+    return _scalar(value, device, place) if isinstance(value, float) else value
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float, device: torch.device, place: int | str) -> Tensor:
+    """() fp64: a rate that moves at every step is no other graph as a tensor. Of floats, torch before 2.13 makes one
+    each, in seconds of compiling, and after `VARIANTS` of them the run would end. Two arguments of one value are two
+    tensors, because a graph knows which are the same."""
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def from_nearer(share: float) -> tuple[float, float]:
+    """Of a share in [0, 1] the nearer end, 0 or 1, and the way from there: what `between` takes."""
+    return (1.0, share - 1) if share >= 0.5 else (0.0, share)
+
+
+def between(start: Tensor, end: Tensor, nearer: float, way: float) -> Tensor:
     """start + share (end - start), exactly `start` at 0 and `end` at 1, and either where they are equal.
 
     Args:
         start: (...) fp32.
         end: (...) fp32.
-        share: in [0, 1].
-        late: whether it is at least 1/2.
+        nearer: see `from_nearer`; a number, as a flag would make a graph for each end.
+        way: see `from_nearer`.
     """
     gap = end - start
-    return end - gap * (1 - share) if late else start + gap * share
+    if torch.compiler.is_compiling():
+        return torch.where(nearer > 0.5, end, start) + gap * way  # type: ignore[call-overload,no-any-return]  # tensors
+    return (end if nearer > 0.5 else start) + gap * way
 
 
 def moved(start: Tensor, end: Tensor, share: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from sparseforge_ds.mask.bits import pack, set_bits
 from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.mask.factored import rank_one
-from sparseforge_ds.mask.fusing import between, fused
+from sparseforge_ds.mask.fusing import between, from_nearer, fused
 from sparseforge_ds.mask.importance import Curvature, part_of, score
 from sparseforge_ds.mask.pattern import NM, SMALL, Pattern, beaten_by, rank_in_group
 
@@ -76,7 +76,7 @@ def move_groups(
     side_by_side = isinstance(pattern, NM) and pattern.members <= SMALL
     interleaved = span // pattern.members if side_by_side else 1
     pull = dials.penalty_rate * dials.mid_penalty
-    rates = (dials.temperature, dials.beta, dials.beta >= 0.5, pull, dials.mask_rate, dials.mask_rate >= 0.5)
+    rates = (dials.temperature, *from_nearer(dials.beta), pull, *from_nearer(dials.mask_rate))
     settings = (scaling, pattern.members, interleaved, pattern.kept, midpoint, *rates)
     chosen = []
     for chunk in chunks(dense.view(-1, span)):
@@ -135,17 +135,18 @@ def _move_mask(
     kept: int,
     midpoint: bool,
     temperature: float,
-    beta: float,
-    late_beta: bool,
+    nearer_beta: float,
+    way_beta: float,
     pull: float,
-    rate: float,
-    late_rate: bool,
+    nearer_rate: float,
+    way_rate: float,
 ) -> list[Tensor]:
     """New mask, target, kept and disagreement of elements in flat order, or of groups one after the other."""
     if share_R is not None and column_C is not None:
         elements = rank_one(share_R, column_C, first, first + dense.numel())
-    weights, old = _by_member(dense, members, interleaved), _by_member(mask, members, interleaved)
-    curvatures = [None] * len(old) if elements is None else _by_member(elements, members, interleaved)
+    sizes = (dense.numel() // (members * interleaved), members, interleaved)
+    weights, old = _by_member(dense, *sizes), _by_member(mask, *sizes)
+    curvatures = [None] * len(old) if elements is None else _by_member(elements, *sizes)
     scores = [score(weight, h, scaling) for weight, h in zip(weights, curvatures, strict=True)]
     places = _places(scores)
     near = [(place == kept - 1) | (place == kept) if midpoint else place == kept - 1 for place in places]
@@ -157,8 +158,8 @@ def _move_mask(
     for value, target, stored in zip(scores, targets, old, strict=True):
         gated = torch.sigmoid((value - tau).double() / temperature).float()
         at, hard = values_of(stored), target.float()
-        pulled = (between(gated, hard, beta, late_beta) - (at - hard) * pull).clamp(0, 1)
-        moved.append(stored_as(between(at, pulled, rate, late_rate), mask.dtype))
+        pulled = (between(gated, hard, nearer_beta, way_beta) - (at - hard) * pull).clamp(0, 1)
+        moved.append(stored_as(between(at, pulled, nearer_rate, way_rate), mask.dtype))
     new = [values_of(stored) for stored in moved]
     tops = [place < kept for place in _places(new)]
     wrong = [(value > 0.5) != top for value, top in zip(new, tops, strict=True)]
@@ -169,9 +170,9 @@ def _move_mask(
 _fused_move = fused()(_move_mask)
 
 
-def _by_member(flat: Tensor, members: int, interleaved: int) -> list[Tensor]:
+def _by_member(flat: Tensor, spans: int, members: int, interleaved: int) -> list[Tensor]:
     """(n,) -> M tensors (S, C) to compile; step by step, where every operation costs a call, one of (M, S C)."""
-    member = flat.view(-1, members, interleaved)
+    member = flat.view(spans, members, interleaved)
     if torch.compiler.is_compiling():
         return list(member.unbind(1))
     return [torch.stack(member.unbind(1)).view(members, -1)]

@@ -198,6 +198,7 @@ def test_on_cuda_linear_weights_are_semi_structured(tmp_path: Path, dtype: str) 
     from torch.sparse import SparseSemiStructuredTensor
 
     sparse, packed = pack(tmp_path, "llama", dtype)
+    ask_for_semi_structured(packed)
     expected = AutoModelForCausalLM.from_pretrained(sparse, device_map="cuda")
     model = AutoModelForCausalLM.from_pretrained(packed, device_map="cuda")
     layers = model.model.layers
@@ -217,8 +218,29 @@ def test_on_cuda_linear_weights_are_semi_structured(tmp_path: Path, dtype: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "llama-odd", "gpt2", "qwen3_moe"])
+def test_on_cuda_packed_weights_are_multiplied_as_they_are(tmp_path: Path, family: str) -> None:
+    sparse, packed = pack(tmp_path, family, "bfloat16")
+    expected = AutoModelForCausalLM.from_pretrained(sparse, device_map="cuda")
+    model = AutoModelForCausalLM.from_pretrained(packed, device_map="cuda")
+    for tokens in (1, 7, 16):
+        ids = torch.arange(tokens, device="cuda")[None]
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=2e-2, atol=2e-2)
+    model.dequantize()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.state_dict().items())
+
+
+def ask_for_semi_structured(packed: Path) -> None:
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["semi_structured"] = True
+    (packed / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.gpu
 def test_on_cuda_conv1d_is_dense(tmp_path: Path) -> None:
     sparse, packed = pack(tmp_path, "gpt2", "bfloat16")
+    ask_for_semi_structured(packed)
     expected = AutoModelForCausalLM.from_pretrained(sparse, device_map="cuda")
     model = AutoModelForCausalLM.from_pretrained(packed, device_map="cuda")
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())

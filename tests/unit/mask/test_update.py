@@ -251,6 +251,17 @@ def test_compiled_is_step_by_step() -> None:
             assert all(torch.equal(a, b) for a, b in zip(one_step, plain_step, strict=True))
 
 
+def test_no_rate_makes_a_graph_of_its_own() -> None:
+    """A rate moves at every step: of floats, torch makes a graph for each value where it does not know better."""
+    graphs = []
+    with fusing.compiled(True), torch._dynamo.config.patch(specialize_float=True):
+        for x_before, x in ((0.7, 0.65), (0.65, 0.6), (0.6, 0.6), (1.0, 0.3)):
+            step_of(64, CODE, torch.float32, x_before, x, aliased=False)
+            update((24, 24), -1, NM(2, 4), "product", CODE, False, replace(DIALS, temperature=x, mask_rate=1 - x))
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * 4
+
+
 def test_codes_are_rounded_once_at_the_end_of_an_update() -> None:
     exact = update((12, 40), -1, NM(2, 4), "product", torch.float32, False)[0]
     _, old, _ = problem((12, 40), "product", torch.float32, False)
