@@ -63,11 +63,21 @@ def candidates(rows: int, outputs: int, groups: int) -> Iterator[Tile]:
             if rows < 4 or (tile[3] < 4 and tile[0] <= 8):
                 yield Tile(block, *tile)
     if 2 <= rows <= 256:
-        blocks = (16,) if rows <= 16 else (32,) if rows <= 32 else (64,) if rows <= 64 else (64, 128)
+        blocks = (
+            (16,)
+            if rows <= 16
+            else (32,)
+            if rows <= 32
+            else (64,)
+            if rows <= 64
+            else (64, 128)
+            if rows <= 128
+            else (128,)
+        )
         for block in blocks:
             for tile in MANY[3 if rows <= 4 else 0 :: 2 if rows <= 4 else 1]:
                 programs = -(-rows // block) * -(-outputs // tile[0])
-                for splits in (1, 2, 4, 8):
+                for splits in (1, 2, 4, 8) if rows <= 64 else (1, 2, 4):
                     if 100 <= programs * splits <= 1400 and groups // splits >= 2 * tile[1]:
                         yield Tile(block, *tile, splits)
 
@@ -194,13 +204,13 @@ def measure(dense: list[Tensor], packed: list[tuple[Tensor, Tensor]], rows: int,
 
 def weights(outputs: int, inputs: int, dtype: torch.dtype, count: int) -> tuple[list[Tensor], list[Any]]:
     """Dense ones that are 2:4, at places that differ, and the same packed."""
-    pairs = [[float(i in pair) for i in range(4)] for pair in combinations(range(4), 2)]
-    kept = torch.tensor(pairs, device="cuda", dtype=dtype)
+    pairs = [[i in pair for i in range(4)] for pair in combinations(range(4), 2)]
+    zeros = torch.tensor(pairs, device="cuda")
     dense, packed = [], []
     for _ in range(count):
         weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype)
         group = weight.view(outputs, -1, 4)
-        group *= kept[torch.randint(len(kept), group.shape[:2], device="cuda")]
+        group.masked_fill_(zeros[torch.randint(len(zeros), group.shape[:2], device="cuda")], 0)
         dense.append(weight)
         packed.append(pack24(weight, -1))
     return dense, packed
