@@ -179,7 +179,7 @@ def divide_rows(ends: Tensor, rows: int, most: int) -> Tensor:
     return torch.stack((expert, first, ends[expert]), 1)
 
 
-def constants(tile: Tile, has_bias: bool, even: bool, chooses_bytes: bool = _CHOOSES_BYTES) -> dict[str, Any]:
+def constants(tile: Tile, has_bias: bool, even: int, chooses_bytes: bool = _CHOOSES_BYTES) -> dict[str, Any]:
     """What a kernel of products is compiled for."""
     how = {"HAS_BIAS": has_bias, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "GROUPS": tile.groups}
     return how | {"EVEN": even, "PRMT": chooses_bytes} | ({"AHEAD": tile.num_stages} if tile.few else {})
@@ -211,22 +211,23 @@ def _begins_at(tensor: Tensor, unit: int) -> bool:
     return tensor.data_ptr() % unit == 0
 
 
-def _even(positions: Tensor, groups: int) -> bool:
-    """Whether each four groups' positions are a whole word of 16 bits."""
-    return groups % 4 == 0 and _begins_at(positions, 2)
+def _even(positions: Tensor, groups: int) -> int:
+    """Words of 16 bits in which each row's positions come, four groups in one: 4 at a time, 1 at a time, or 0."""
+    return 0 if groups % 4 or not _begins_at(positions, 8) else 1 if groups % 16 else 4
 
 
 @triton.jit
-def _load_places(positions, row, quad, inside, groups, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_places(positions, row, quad, wanted, groups, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of rows and quads of groups (.., 1, 1) and (1, quads, 1) the half bytes with the positions, (.., quads, 4)."""
     if EVEN:
+        quads = tl.multiple_of(groups // 4, EVEN)  # so that Triton sees which loads may be wide and asynchronous
         words = positions.to(tl.pointer_type(tl.int16), bitcast=True)
-        word = tl.load(words + row * (groups // 4) + quad, mask=inside, other=0).to(tl.int32)
+        word = tl.load(words + row * quads + quad, mask=wanted & (quad < quads), other=0).to(tl.int32)
     else:
         stride = (groups + 1) // 2
         first = positions + row * stride + 2 * quad
-        word = tl.load(first, mask=inside, other=0).to(tl.int32)
-        word |= tl.load(first + 1, mask=inside & (2 * quad + 1 < stride), other=0).to(tl.int32) << 8
+        word = tl.load(first, mask=wanted & (2 * quad < stride), other=0).to(tl.int32)
+        word |= tl.load(first + 1, mask=wanted & (2 * quad + 1 < stride), other=0).to(tl.int32) << 8
     return (word >> (4 * tl.arange(0, 4))[None, None, :]) & 15
 
 
@@ -358,7 +359,7 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
         quad = g // 4 + tl.arange(0, GROUPS // 4)[None, :, None]
         group = 4 * quad + tl.arange(0, 4)[None, None, :]
         inside = wanted & (group < groups)
-        half = _load_places(positions, row, quad, wanted & (4 * quad < groups), groups, EVEN)
+        half = _load_places(positions, row, quad, wanted, groups, EVEN)
         at = m[:, None, None, None] * groups + group[None, :, :, :]
         there = (m < rows)[:, None, None, None] & (group < groups)[None, :, :, :]
         if dtype == tl.float32:
@@ -422,7 +423,7 @@ def _load_four(values, positions, row, quad, wanted, groups, EVEN: tl.constexpr,
     dtype: tl.constexpr = values.dtype.element_ty
     group = 4 * quad + tl.arange(0, 4)[None, None, :]
     inside = wanted & (group < groups)
-    half = _load_places(positions, row, quad, wanted & (4 * quad < groups), groups, EVEN)
+    half = _load_places(positions, row, quad, wanted, groups, EVEN)
     if dtype == tl.float32:
         low, high = half & 3, half >> 2
         first = values + 2 * (row * groups + group)
@@ -531,7 +532,7 @@ def _unpack(  # type: ignore[no-untyped-def]
         tl.store(to + 2, w2, mask=inside)
         tl.store(to + 3, w3, mask=inside)
     else:
-        half = _load_places(positions, row, quad, wanted & (4 * quad < groups), groups, EVEN)
+        half = _load_places(positions, row, quad, wanted, groups, EVEN)
         pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
         pair = tl.load(pairs + row * groups + group, mask=inside, other=0)
         to = dense.to(tl.pointer_type(tl.int64), bitcast=True) + row * groups + group

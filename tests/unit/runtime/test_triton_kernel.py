@@ -58,15 +58,15 @@ def test_it_builds_ahead_of_time(
         return built
 
     for rows, dtype, experts, even in (
-        (1, torch.bfloat16, False, True),
-        (4, torch.float16, False, True),
-        (1, torch.bfloat16, True, True),
-        (1, torch.bfloat16, False, False),
-        (1, torch.float32, False, True),
-        (16, torch.bfloat16, False, True),
-        (65, torch.bfloat16, False, True),
-        (65, torch.bfloat16, True, False),
-        (16, torch.float32, False, True),
+        (1, torch.bfloat16, False, 4),
+        (4, torch.float16, False, 4),
+        (1, torch.bfloat16, True, 4),
+        (1, torch.bfloat16, False, 0),
+        (1, torch.float32, False, 4),
+        (16, torch.bfloat16, False, 4),
+        (65, torch.bfloat16, False, 4),
+        (65, torch.bfloat16, True, 1),
+        (16, torch.float32, False, 4),
     ):
         tile = triton_kernel.choose_tile(rows, dtype, 14336, 1024)
         constants = triton_kernel.constants(tile, True, even, prmt) | {"HAS_EXPERTS": experts}
@@ -82,7 +82,7 @@ def test_it_builds_ahead_of_time(
             assert text.index("ld.global.nc") < text.index("fma.rn.f32") < text.index(".shared.")
     for type in NAMES.values():
         types = {"values": f"*{type}", "positions": "*u8", "dense": f"*{type}", "outputs": "i32", "groups": "i32"}
-        build(triton_kernel._unpack, types, {"EVEN": True, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
+        build(triton_kernel._unpack, types, {"EVEN": 4, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
     types = {"parts": "*fp32", "bias": "*bf16", "y": "*bf16", "splits": "i32", "count": "i32", "outputs": "i32"}
     build(triton_kernel._add_parts, types, {"HAS_BIAS": True, "SIZE": 512}, triton_kernel.UNPACKING)
 
