@@ -107,7 +107,7 @@ def compile_all(processes: int, shapes: list[tuple[int, int]], all_rows: list[in
             for tile in candidates(rows, outputs, inputs // 4):
                 jobs[tile._replace(splits=min(tile.splits, 2)), rows == 1, rows % 16] = (rows, tile)
     start = time.perf_counter()
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         checks = pool.imap_unordered(check, CHECKS)
         for failure in pool.imap_unordered(compile_one, jobs.values()):
             if failure:
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     args = parser.parse_args()
     until = time.perf_counter() + args.seconds
-    if args.compile:  # before this process has a CUDA context, which none that it forks could use
+    if args.compile:
         compile_all(args.compile, args.shapes, args.rows)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
