@@ -1,9 +1,10 @@
 """`sparseforge::linear24`, the product with a 2:4 weight that stays packed, as an operator of torch.
 
 Devices differ by the kernels that torch's dispatcher has of it. On the CPU, the first call loads a C++ library
-(`cpu_kernel`), which registers itself with torch and from then on is called without Python. GPUs have a Triton kernel
-(`triton_kernel`), and any other device the reference, which unpacks the weight at each call. The operator may be
-compiled (it is opaque to torch.compile), and under autocast its inputs are cast as those of nn.functional.linear are.
+(`cpu_kernel`), which registers itself with torch and from then on is called without Python. NVIDIA's GPUs have one for
+few rows (`mma_kernel`), all GPUs a Triton kernel for the rest (`triton_kernel`), and any other device the reference,
+which unpacks the weight at each call. The operator may be compiled (it is opaque to torch.compile), and under autocast
+its inputs are cast as those of nn.functional.linear are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
 from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+from sparseforge_ds.runtime.mma_kernel import mma24
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -82,8 +84,11 @@ def check_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | No
 
 
 def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
-    """NVIDIA's and AMD's GPUs are both "cuda" to torch, and have the Triton kernel."""
+    """NVIDIA's and AMD's GPUs are both "cuda" to torch; both have the Triton kernel, NVIDIA's one for few rows, too."""
     check_inputs(x, values, positions, bias)
+    found = mma24(x, values, positions, bias)
+    if found is not None:
+        return found
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
     result: Tensor = (reference24 if kernels is None else kernels.triton24)(x, values, positions, bias)
     return result
