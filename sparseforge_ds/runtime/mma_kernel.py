@@ -54,6 +54,12 @@ class Tiling(NamedTuple):
         """Of a block."""
         return 32 * self.WO * self.WK
 
+    def macros(self, inputs: int) -> dict[str, int]:
+        """What the kernel is compiled for, besides the dtype."""
+        given = self._asdict()
+        del given["parts"]
+        return {**given, "TAIL": int(inputs % _STEP != 0)}
+
     def steps(self, inputs: int) -> int:
         """Of a part."""
         return _up(_up(inputs, _STEP), self.parts)
@@ -102,8 +108,8 @@ def choose(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_me
 def ranked(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int) -> list[Tiling]:
     """All that fit, the cheapest first; of equal ones that with more warps.
 
-    They are the same for 1 to 8 rows, and for 9 to 16: nothing is compiled when a row joins a batch, and what the others
-    get does not change.
+    They are the same for 1 to 8 rows, and for 9 to 16: nothing is compiled when a row joins a batch, and what the
+    others get does not change.
     """
     tiles = _up(rows, 8)
     rows = 8 * tiles - 4
@@ -131,7 +137,8 @@ class Plan:
             RuntimeError: the kernel cannot be compiled or loaded.
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        module = _module(tiling._replace(parts=1), dtype == torch.float16, inputs % _STEP != 0, device)
+        macros = (*tiling.macros(inputs).items(), *([("HALF", 1)] if dtype == torch.float16 else []))
+        module = _module(macros, device)
         grid, memory = tiling.blocks(outputs, processors), tiling.shared_memory(inputs)
         self.multiply = Launch(module, "linear24", grid, tiling.threads, memory, 6, (rows, outputs, inputs))
         self.adds: Launch | None = None
@@ -217,11 +224,9 @@ def _warn(reason: str) -> None:
 
 
 @cache
-def _module(tiling: Tiling, half: bool, tail: bool, device: int) -> Module:
-    """The kernel of a tiling, whatever its parts."""
+def _module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
-    options = [f"-D{name}={getattr(tiling, name)}" for name in ("NT", "WM", "WO", "WK", "U")]
-    options += [f"-DTAIL={int(tail)}", *(["-DHALF"] if half else [])]
+    options = [f"-D{name}={value}" for name, value in macros]
     if nvrtc_version() >= (12, 5):
         options.append("-DORDERED")
     source = Path(__file__).with_name("linear24.cu").read_text()
