@@ -1,4 +1,4 @@
-"""The tiles of the packed product on this GPU: which is fastest for which shape and rows, and against the dense one.
+"""The tiles of the packed product in Triton on this GPU: the fastest for each shape and rows, against the dense one.
 
 python -m benchmarks.tiles [--json OUT] [--compile 16] [--seconds 55] [--shapes 14336x4096 ...] [--rows 1 4 ...]
 
@@ -12,7 +12,7 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -122,7 +122,7 @@ def unpackers() -> list[Tile]:
     return [Tile(0, outputs, groups, warps, 1) for outputs, groups, warps in UNPACK]
 
 
-def graph_us(calls: list[Callable[[], Any]], turns: int = 3) -> float:
+def graph_us(calls: Sequence[Callable[[], Any]], turns: int = 3) -> float:
     """Microseconds of a call, of all of them as one graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -226,7 +226,7 @@ def check(job: tuple[torch.dtype, int, int, int]) -> str:
     size = x.double().abs() @ dense[0].double().abs().T + bias.double().abs()
     about = f"{dtype} {outputs}x{inputs} rows {rows} {tuple(choose_tile(rows, dtype, outputs, inputs // 4))}"
     try:
-        error = error_of(linear24(x, *packed[0], bias), exact, size)
+        error = error_of(triton24(x, packed[0][0], packed[0][1], bias), exact, size)
     except SKIPPED as fault:
         return f"{about}: {type(fault).__name__}: {str(fault)[:200]}"
     return f"{about}: error {error:.1e}{'' if error <= 2 * torch.finfo(dtype).eps else ' WRONG'}"

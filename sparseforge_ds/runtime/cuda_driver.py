@@ -164,7 +164,7 @@ class Launch:
             RuntimeError: the driver refuses.
         """
         with self._lock:
-            self._pointers[:] = pointers
+            self._pointers[:] = list(pointers)
             code = self._start(*self._fixed, ctypes.c_void_p(stream), self._places, None)
             if code == _NO_CONTEXT:
                 _bind(self._device)

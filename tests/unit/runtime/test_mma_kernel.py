@@ -20,7 +20,7 @@ from tests.unit.runtime.test_cpu_kernel import packed, within_bound
 
 SOURCE = Path(mma_kernel.__file__).with_name("linear24.cu")
 CASES = [
-    (Tiling(1, 1, 1, 4, 2, 1), 5, 130, 1024, 3),
+    (Tiling(1, 1, 1, 2, 2, 3), 5, 130, 1024, 3),
     (Tiling(1, 1, 2, 3, 3, 2), 8, 67, 1088, 2),
     (Tiling(2, 1, 2, 1, 1, 3), 13, 130, 448, 2),
     (Tiling(1, 1, 1, 2, 4, 1), 1, 40, 64, 1),
