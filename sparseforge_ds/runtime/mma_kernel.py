@@ -161,9 +161,9 @@ class Plan:
         if self.adds is None:
             self.multiply(stream, *given, 0)
         else:
-            parts = x.new_empty(self.size, dtype=torch.float32).data_ptr()  # the stream keeps it from later ones
-            self.multiply(stream, *given, parts)
-            self.adds(stream, parts, added, to)
+            parts = x.new_empty(self.size, dtype=torch.float32)
+            self.multiply(stream, *given, parts.data_ptr())
+            self.adds(stream, parts.data_ptr(), added, to)
         return None
 
 
