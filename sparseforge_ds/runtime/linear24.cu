@@ -6,13 +6,14 @@
 // mma (j, s), j < 4, s < 2, takes group 4t + j of block 2s as the lane's element of the first 16 inputs and that of
 // block 2s + 1 as its element of the last 16. The lane that supplies the metadata of block 2s + h is 2s + h of a quad:
 // its own. x lies in shared memory in the order of the fragments of B:
-// [superstep][tile of 8 rows][j, s][lane, swizzled][4 words].
+// [superstep][tile of 8 rows][j, s][lane, swizzled][4 words]. Of few rows it has the lanes of the first XR alone, which
+// the others read, too: what they make of it is not stored.
 //
 // Warps of a block share x. WO of them have different outputs and WK different inputs, whose sums meet in shared memory.
 // A block takes tiles of outputs in turn, and each warp has U supersteps of weights on their way (cp.async, each lane
 // its own pieces). gridDim.y parts of the inputs leave fp32 sums in `part`, which `sum24` adds up.
 //
-// Macros: NT tiles of 8 rows of x; WM tiles of 16 outputs a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16;
+// Macros: NT tiles of 8 rows of x; XR rows of a tile in shared memory, 2, 4 or 8 (with NT > 1: 8); WM tiles of 16 outputs a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16;
 // ORDERED: the compiler knows mma.sp::ordered_metadata.
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -20,6 +21,7 @@ typedef unsigned long long u64;
 
 #define THREADS (32 * WO * WK)
 #define SLOT (WM * 4608)
+#define FRAGMENT (XR * 64)
 
 #ifndef EMULATED  // a test on the host brings its own
 #ifdef HALF
@@ -132,10 +134,10 @@ __device__ __forceinline__ void multiply(float4 (&c)[WM][NT], const Stage& stage
 #pragma unroll
   for (int js = 0; js < 8; js++) {
     const int j = js >> 1, s = js & 1;
-    const char* b = xs + js * 512 + ((lane ^ ((js >> 2) << 2 | s)) << 4);
+    const char* b = xs + js * FRAGMENT + (((lane & (4 * XR - 1)) ^ ((js >> 2) << 2 | s)) << 4);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      uint4 x = *(const uint4*)(b + n * 4096);
+      uint4 x = *(const uint4*)(b + n * 8 * FRAGMENT);
 #pragma unroll
       for (int m = 0; m < WM; m++) {
         u32 a0 = word(stage.value[m][2 * s][0], j), a1 = word(stage.value[m][2 * s][1], j);
@@ -155,7 +157,7 @@ __device__ __forceinline__ void fill(char* shared, const u16* x, int rows, int i
                                      int lane) {
   const int q = lane >> 3, t = lane >> 1 & 3, j = lane & 1, s = q >> 1;
   const int at = (2 * (t & 1)) ^ (j << 2 | s);  // lane of the fragment in row 0, swizzled
-  char* const to = shared + (4 * j + s) * 512 + ((t >> 1) + 2 * (q & 1)) * 4;
+  char* const to = shared + (4 * j + s) * FRAGMENT + ((t >> 1) + 2 * (q & 1)) * 4;
   const int count = rows * mine;
 #pragma unroll 1
   for (int begin = warp; begin < count; begin += 8 * WO * WK) {
@@ -170,12 +172,12 @@ __device__ __forceinline__ void fill(char* shared, const u16* x, int rows, int i
     for (int u = 0; u < 8; u++) {
       int i = begin + u * WO * WK, n = i / mine, step = i - n * mine;
       if (i >= count) break;
-      char* even = to + (step * NT + (n >> 3)) * 4096 + (at ^ 4 * (n & 7)) * 16;
-      char* odd = to + (step * NT + (n >> 3)) * 4096 + (at ^ 4 * (n & 7) ^ 1) * 16;
+      char* even = to + (step * NT + (n >> 3)) * 8 * FRAGMENT + (at ^ 4 * (n & 7)) * 16;
+      char* odd = to + (step * NT + (n >> 3)) * 8 * FRAGMENT + (at ^ 4 * (n & 7) ^ 1) * 16;
       *(u32*)even = v[u].x;
       *(u32*)odd = v[u].y;
-      *(u32*)(even + 1024) = v[u].z;
-      *(u32*)(odd + 1024) = v[u].w;
+      *(u32*)(even + 2 * FRAGMENT) = v[u].z;
+      *(u32*)(odd + 2 * FRAGMENT) = v[u].w;
     }
   }
 }
@@ -201,7 +203,7 @@ __device__ __forceinline__ void store4(const Target& to, float4 v, int n, int o)
   store(to, v.w, n + 1, o + 8);
 }
 
-// Dynamic shared memory: x, supersteps of a part * NT * 4096 bytes; then the sums, WO * WK * WM * NT * 512 bytes (none
+// Dynamic shared memory: x, supersteps of a part * NT * 8 * FRAGMENT bytes; then the sums, WO * WK * WM * NT * 512 bytes (none
 // with WK 1); then WO * WK * U slots. `part`: (gridDim.y, rows, out), or none with one part.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear24(const char* __restrict__ values, const char* __restrict__ positions, const u16* __restrict__ x,
@@ -216,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int tasks = (out + 16 * WM * WO - 1) / (16 * WM * WO);
   const int total = blockIdx.x < tasks ? ((tasks - 1 - blockIdx.x) / gridDim.x + 1) * steps : 0;
   const Target to = {bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};
-  float4* sums = (float4*)(shared + each * NT * 4096);
+  float4* sums = (float4*)(shared + each * NT * 8 * FRAGMENT);
   char* const ring = (char*)sums + (WK == 1 ? 0 : WO * WK * WM * NT * 512) + warp * (U * SLOT);
 
   int next_task = blockIdx.x, next_step = 0, left = total;
@@ -250,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (k < mine) take(stage, ring + slot * SLOT, lane);
     fetch_next(slot);
     if (++slot == U) slot = 0;
-    if (k < mine) multiply(c, stage, shared + k * NT * 4096, lane);
+    if (k < mine) multiply(c, stage, shared + k * NT * 8 * FRAGMENT, lane);
     if (++step < steps) continue;
     const int base = task * WO * 16 * WM;
     if (WK == 1) {

@@ -38,6 +38,8 @@ class Tiling(NamedTuple):
 
     NT: int
     """Tiles of 8 rows of x."""
+    XR: int
+    """Rows of a tile that are kept in shared memory: 2, 4 or 8."""
     WM: int
     """Tiles of 16 outputs that a warp has at a time."""
     WO: int
@@ -67,7 +69,7 @@ class Tiling(NamedTuple):
     def shared_memory(self, inputs: int) -> int:
         """Bytes of a block: x, sums of warps, weights."""
         sums = 0 if self.WK == 1 else self.WO * self.WK * self.WM * self.NT * 512
-        return self.steps(inputs) * self.NT * 4096 + sums + self.WO * self.WK * self.U * self.WM * _SLOT
+        return self.steps(inputs) * self.NT * self.XR * 512 + sums + self.WO * self.WK * self.U * self.WM * _SLOT
 
     def blocks(self, outputs: int, multiprocessors: int) -> tuple[int, int]:
         """Along the outputs, which they take in turn, and along the inputs: one for each multiprocessor at most."""
@@ -108,14 +110,13 @@ def choose(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_me
 def ranked(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int) -> list[Tiling]:
     """All that fit, the cheapest first; of equal ones that with more warps.
 
-    They are the same for 1 to 8 rows, and for 9 to 16: nothing is compiled when a row joins a batch, and what the
-    others get does not change.
+    They are the same for 1 and 2 rows, 3 and 4, 5 to 8, and 9 to 16, so that little has to be compiled.
     """
-    tiles = _up(rows, 8)
-    rows = 8 * tiles - 4
+    tiles, held = _up(rows, 8), 2 if rows <= 2 else 4 if rows <= 4 else 8
+    rows = tiles * held
     found = []
     for parts, wm, wo, wk in product(_PARTS, (1,) if tiles <= 2 else (1, 2), (1, 2, 4), range(1, 17)):
-        least = Tiling(tiles, wm, wo, wk, 1, parts)
+        least = Tiling(tiles, held, wm, wo, wk, 1, parts)
         if parts > _up(inputs, _STEP) or wk > least.steps(inputs) or wo * wk > 16:
             continue
         room = shared_memory - least.shared_memory(inputs)

@@ -55,7 +55,7 @@ def test_every_kind_of_tiling() -> None:
     """Of those that the rule knows, and not of those alone that it takes here."""
     properties = torch.cuda.get_device_properties(0)
     memory = mma_kernel.most_shared_memory(0)
-    for rows, outputs, inputs in ((8, 1000, 4096), (16, 1000, 4160), (32, 264, 2048)):
+    for rows, outputs, inputs in ((2, 999, 4160), (3, 1000, 4096), (8, 1000, 4096), (16, 1000, 4160), (32, 264, 2048)):
         x, values, positions, bias = given = on_gpu(rows, outputs, inputs, torch.bfloat16)
         kinds: dict[tuple[bool, int], Tiling] = {}
         for tiling in ranked(rows, outputs, inputs, properties.multi_processor_count, memory):
