@@ -118,15 +118,16 @@ class Module:
             finally:
                 driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
-    def function(self, name: str, shared_memory: int) -> ctypes.c_void_p:
-        """A kernel that may have so many bytes of dynamic shared memory.
+    def function(self, name: str) -> ctypes.c_void_p:
+        """A kernel, which may have all the dynamic shared memory that a block can: several launches share it.
 
         Raises:
-            RuntimeError: it is not there, or may not.
+            RuntimeError: it is not there.
         """
         found = ctypes.c_void_p()
         _check(_driver().cuModuleGetFunction(ctypes.byref(found), self._module, name.encode()), f"find {name}")
-        _check(_driver().cuFuncSetAttribute(found, _DYNAMIC_SHARED_MEMORY, shared_memory), "give shared memory")
+        most = most_shared_memory(self.device)
+        _check(_driver().cuFuncSetAttribute(found, _DYNAMIC_SHARED_MEMORY, most), "give shared memory")
         return found
 
 
@@ -146,7 +147,7 @@ class Launch:
         """Its arguments are so many pointers, and `sizes` behind them.
 
         Raises:
-            RuntimeError: the module does not have it, or not with so much shared memory.
+            RuntimeError: the module does not have it.
         """
         self._device, self._start = module.device, _driver().cuLaunchKernel
         self._pointers, self._sizes = (ctypes.c_uint64 * pointers)(), (ctypes.c_int * len(sizes))(*sizes)
@@ -154,7 +155,7 @@ class Launch:
         places += [ctypes.addressof(self._sizes) + 4 * i for i in range(len(sizes))]
         self._places = (ctypes.c_void_p * len(places))(*places)
         shape = [ctypes.c_uint(size) for size in (*grid, 1, threads, 1, 1, shared_memory)]
-        self._fixed = (module.function(name, shared_memory), *shape)
+        self._fixed = (module.function(name), *shape)
         self._lock = Lock()  # of the arguments, which the driver copies
 
     def __call__(self, stream: int, *pointers: int) -> None:

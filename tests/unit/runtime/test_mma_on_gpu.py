@@ -66,6 +66,16 @@ def test_every_kind_of_tiling() -> None:
             assert right(y, given), tiling
 
 
+def test_products_of_the_same_kernel_take_memory_of_their_own() -> None:
+    tiling, plans = Tiling(1, 8, 1, 1, 4, 4, 1), []
+    for inputs in (4096, 1024):
+        plans.append((Plan(tiling, 2, 64, inputs, torch.bfloat16, 0), on_gpu(2, 64, inputs, torch.bfloat16)))
+    for plan, given in (*plans, *plans):
+        y = given[0].new_empty(2, 64)
+        plan(*given, y)
+        assert right(y, given)
+
+
 @pytest.mark.parametrize("inputs", [4096, 14336])
 def test_first_call_and_all_others_may_be_in_a_graph(inputs: int) -> None:
     mma_kernel._PLANS.clear()
