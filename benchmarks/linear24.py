@@ -1,15 +1,20 @@
-"""The packed product on this CPU against torch's dense one and against a dense kernel written as carefully.
+"""The packed product against torch's dense one, on a CPU also against a dense kernel written as carefully.
 
 python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9]
+python -m benchmarks.linear24 --device cuda [--shapes 14336x4096 4096x14336 ...]
 
-In turns; each line has medians in milliseconds, and medians of the quotients of neighbours. Weights are larger than the
-last cache. The careful dense kernel (dense_matvec.cpp) knows one row of x and needs AVX-512 with bf16.
+On the CPU in turns; each line has medians in milliseconds, and medians of the quotients of neighbours. Weights are
+larger than the last cache. The careful dense kernel (dense_matvec.cpp) knows one row of x and needs AVX-512 with bf16.
+
+On a GPU each line has microseconds of CUDA graphs that go through six weights in turn, so that none is found in the L2
+cache, and behind them what a call without a graph costs the host.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,12 +29,17 @@ from sparseforge_ds.runtime.linear24 import linear24
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 17, 32])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--dtypes", nargs="+", help="bfloat16, and on the CPU float32, too")
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
     args = parser.parse_args()
+    args.dtypes = args.dtypes or (["bfloat16", "float32"] if args.device == "cpu" else ["bfloat16"])
+    if args.device == "cuda":
+        on_cuda(args)
+        return
     load(
         name="sparseforge_bench_dense",
         sources=[str(Path(__file__).with_name("dense_matvec.cpp"))],
@@ -46,6 +56,31 @@ def main() -> None:
             for rows in args.rows:
                 print(
                     f"{name} {shape[0]} x {shape[1]}, {rows} rows: {_line(weight, packed, rows, args.repeats)}",
+                    flush=True,
+                )
+
+
+@torch.no_grad()
+def on_cuda(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    from benchmarks.tiles import WEIGHTS, graph_us, host_us, weights  # Triton, which is where torch has CUDA
+
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    for name in args.dtypes:
+        for outputs, inputs in args.shapes:
+            dense, packed = weights(outputs, inputs, getattr(torch, name), WEIGHTS)
+            for rows in args.rows:
+                x = torch.randn(rows, inputs, dtype=dense[0].dtype, device="cuda")
+                runs = {
+                    "torch": [partial(torch.nn.functional.linear, x, weight) for weight in dense],
+                    "packed": [partial(linear24, x, *weight) for weight in packed],
+                }
+                us = {of: graph_us(calls, args.repeats) for of, calls in runs.items()}
+                host = {of: host_us(calls[0]) for of, calls in runs.items()}
+                words = [", ".join(f"{of} {taken:.1f} us" for of, taken in times.items()) for times in (us, host)]
+                quotient = us["torch"] / us["packed"]
+                print(
+                    f"{name} {outputs} x {inputs}, {rows} rows: {words[0]}, {quotient:.2f}x; host: {words[1]}",
                     flush=True,
                 )
 

@@ -1,9 +1,10 @@
 """`sparseforge::linear24`, the product with a 2:4 weight that stays packed, as an operator of torch.
 
-`register_kernel` of torch.library is the place where devices differ. On the CPU, the first call loads a C++ library
-(`cpu_kernel`), which registers itself with torch and from then on is called without Python. GPUs have a Triton kernel
-(`triton_kernel`), and any other device the reference, which unpacks the weight at each call. The operator may be
-compiled (it is opaque to torch.compile), and under autocast its inputs are cast as those of nn.functional.linear are.
+Devices differ by the kernels that torch's dispatcher has of it. On the CPU, the first call loads a C++ library
+(`cpu_kernel`), which registers itself with torch and from then on is called without Python. NVIDIA's GPUs have one for
+few rows (`mma_kernel`), all GPUs a Triton kernel for the rest (`triton_kernel`), and any other device the reference,
+which unpacks the weight at each call. The operator may be compiled (it is opaque to torch.compile), and under autocast
+its inputs are cast as those of nn.functional.linear are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
 from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+from sparseforge_ds.runtime.mma_kernel import mma24
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -72,18 +74,21 @@ def check_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | No
         raise ValueError(f"linear24: x of shape {tuple(x.shape)} does not end in the weight's {inputs} inputs")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"linear24: bias of shape {tuple(bias.shape)} does not fit {outputs} outputs")
-    given = {"x": x, "values": values, **({} if bias is None else {"bias": bias})}
-    if len({tensor.dtype for tensor in given.values()}) > 1:
+    dtype, device = x.dtype, x.device
+    if values.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        given = {"x": x, "values": values, **({} if bias is None else {"bias": bias})}
         raise ValueError(f"linear24: dtypes differ: {', '.join(f'{name} {t.dtype}' for name, t in given.items())}")
-    if len({tensor.device for tensor in (*given.values(), positions)}) > 1:
-        given["positions"] = positions
+    if values.device != device or positions.device != device or (bias is not None and bias.device != device):
+        given = {"x": x, "values": values, **({} if bias is None else {"bias": bias}), "positions": positions}
         raise ValueError(f"linear24: devices differ: {', '.join(f'{name} {t.device}' for name, t in given.items())}")
 
 
-@linear24.register_kernel("cuda")
 def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
-    """NVIDIA's and AMD's GPUs are both "cuda" to torch, and have the Triton kernel."""
+    """NVIDIA's and AMD's GPUs are both "cuda" to torch; both have the Triton kernel, NVIDIA's one for few rows, too."""
     check_inputs(x, values, positions, bias)
+    found = mma24(x, values, positions, bias)
+    if found is not None:
+        return found
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
     result: Tensor = (reference24 if kernels is None else kernels.triton24)(x, values, positions, bias)
     return result
@@ -168,5 +173,6 @@ def _autocast(device: str) -> None:
 
 
 _LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
+_LIBRARY.impl("linear24", _on_gpu, "CUDA")  # `register_kernel` would add its own checks to each call
 for _device in ("cpu", "cuda"):
     _autocast(_device)

@@ -73,12 +73,14 @@ def _launch_of_experts(rows: int) -> dict[str, Any]:
 
 
 def _seen_in(product: Callable[[], Tensor]) -> dict[str, Any]:
-    """Its result, its one launch, and what the host waited for."""
+    """Its result, the one launch of it that reads the weight, and what the host waited for."""
     log: list[dict[str, Any]] = []
     with (
         mock.patch.object(triton_kernel, "_few_rows", Launches("few", log)),
         mock.patch.object(triton_kernel, "_many_rows", Launches("many", log)),
-        mock.patch.object(torch.cuda, "device_of", nullcontext),  # a build without CUDA has none
+        mock.patch.object(triton_kernel, "_unpack", Launches("unpack", log)),
+        mock.patch.object(triton_kernel, "_on", nullcontext),  # a build without CUDA has no device
+        mock.patch.object(triton_kernel, "_begins_at", lambda tensor, unit: True),  # nothing is in memory
         Counter() as counter,
         counter.phase() as cost,
     ):

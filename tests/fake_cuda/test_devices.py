@@ -104,13 +104,19 @@ def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(
     assert packed["error"] is None, packed["error"]
     outputs, inputs = packed["shape"]
     for launch in packed["launches"]:
-        rows, ends = launch["rows"], (launch["ROWS"], launch["OUTPUTS"])
+        rows, groups, parts = launch["rows"], inputs // 4, -(-outputs // launch["OUTPUTS"])
         assert launch["result"] == [launch["dtype"], [1, rows, outputs], "cuda:0", True]
-        assert launch["sizes"] == [0] * (rows <= 4) + [rows, outputs, inputs // 4] and launch["HAS_BIAS"]
-        parts = [-(-rows // ends[0]), -(-outputs // ends[1])]
-        assert launch["kernel"] == ("few" if rows <= 4 else "many")
-        assert launch["grid"] == (parts[1:] if rows <= 4 else parts) and (rows > 4 or parts[0] == 1)
         assert not launch["waits"] and not launch["faults"], launch
+        if rows > 128:
+            assert launch["kernel"] == "unpack" and launch["sizes"] == [outputs, groups]
+            assert launch["grid"] == [parts, -(-groups // launch["GROUPS"])]
+        elif rows > 4:
+            assert launch["kernel"] == "many" and launch["HAS_BIAS"]
+            assert launch["grid"] == [-(-rows // launch["ROWS"]), parts, 1]
+            assert launch["sizes"] == [rows, outputs, groups, -(-groups // launch["GROUPS"]) * launch["GROUPS"]]
+        else:
+            assert launch["kernel"] == "few" and launch["HAS_BIAS"] and launch["ROWS"] >= rows
+            assert launch["grid"] == [parts] and launch["sizes"] == [0, rows, outputs, groups]
     assert len(packed["launches"]) == 3 * 8
 
 
@@ -126,8 +132,8 @@ def test_packed_experts_are_one_launch_and_wait_for_nothing(seen: dict[str, Any]
     assert few["kernel"] == "few" and few["grid"] == [parts["few"], few["rows"]]
     assert few["sizes"] == [few["experts"], 1, outputs, inputs // 4]
     runs = many["rows"] // many["ROWS"] + many["experts"]
-    assert many["kernel"] == "many" and many["grid"] == [runs, parts["many"]]
-    assert many["sizes"] == [many["rows"], outputs, inputs // 4]
+    assert many["kernel"] == "many" and many["grid"] == [runs, parts["many"], 1]
+    assert many["sizes"] == [many["rows"], outputs, inputs // 4, inputs // 4]
 
 
 def test_a_packed_layer_is_one_call_of_a_traced_graph(seen: dict[str, Any]) -> None:

@@ -10,7 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparseforge_ds.mask.packing import unpack24
-from sparseforge_ds.runtime.triton_kernel import FEW_ROWS_OF_EXPERTS, divide_rows, triton24, triton_experts24
+from sparseforge_ds.runtime.triton_kernel import (
+    FEW_ROWS_OF_EXPERTS,
+    Tile,
+    divide_rows,
+    multiply,
+    triton24,
+    triton_experts24,
+    unpack,
+)
 from tests.unit.runtime.test_linear24 import packed
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
@@ -71,6 +79,36 @@ def experts_are_those_of_linear24() -> None:
         assert found[last:].eq(0).all() and len(found) == len(x)
 
 
+def parts_of_sums_are_added_up() -> None:
+    """Each of several programs has some of the inputs; the last has fewer, or none."""
+    for dtype, groups, splits, has_bias in (
+        (torch.float16, 43, 2, True),
+        (torch.float32, 64, 4, False),
+        (torch.float16, 20, 4, True),
+    ):
+        values, positions = packed(70, 4 * groups, dtype)
+        x, y = torch.randn(19, 4 * groups).to(dtype), torch.empty(19, 70, dtype=dtype)
+        bias = torch.randn(70).to(dtype) if has_bias else None
+        multiply(x, values, positions, bias, y, Tile(16, 64, 8, 4, 1, splits))
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, unpack24(values, positions), bias))
+
+
+def unpacked_it_is_the_same_bits() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for outputs, groups in ((3, 1100), (5, 7), (1, 1024)):
+            values, positions = packed(outputs, 4 * groups, dtype)
+            assert unpack(values, positions).equal(unpack24(values, positions))
+
+
+def views_may_begin_anywhere() -> None:
+    values, positions = packed(9, 64, torch.float16)
+    moved = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view_as(values).copy_(values)
+    places = torch.empty(positions.numel() + 1, dtype=torch.uint8)[1:].view_as(positions).copy_(positions)
+    x = torch.randn(2 * 64 + 1).half()[1:].view(2, 64)
+    found = triton24(x, moved, places, None)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, unpack24(values, positions)))
+
+
 @given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), behind=st.integers(0, 9), most=st.integers(1, 32))
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 def runs_cover_every_row_once(counts: list[int], behind: int, most: int) -> None:
@@ -84,4 +122,7 @@ def runs_cover_every_row_once(counts: list[int], behind: int, most: int) -> None
 if __name__ == "__main__":
     within_the_bound_of_fp32_sums()
     experts_are_those_of_linear24()
+    parts_of_sums_are_added_up()
+    unpacked_it_is_the_same_bits()
+    views_may_begin_anywhere()
     runs_cover_every_row_once()

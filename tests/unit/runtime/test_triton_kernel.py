@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,25 +46,45 @@ def test_it_builds_ahead_of_time(
     from sparseforge_ds.runtime import triton_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
-    for rows, dtype, experts in (
-        (1, torch.bfloat16, False),
-        (1, torch.bfloat16, True),
-        (65, torch.bfloat16, False),
-        (65, torch.bfloat16, True),
-        (16, torch.float32, False),
-    ):
-        tile = triton_kernel.choose_tile(rows, dtype)
-        few = rows <= triton_kernel.FEW_ROWS
-        constants = triton_kernel.constants(tile, has_bias=True) | {"HAS_EXPERTS": experts}
-        names = dict.fromkeys(("x", "values", "positions", "bias", "y"), f"*{NAMES[dtype]}") | {"positions": "*u8"}
-        names |= {"experts": "*i64", "count": "i32"} if few else {"runs": "*i64"}
-        names |= dict.fromkeys(("rows", "outputs", "groups"), "i32") | dict.fromkeys(constants, "constexpr")
-        kernel = triton_kernel._few_rows if few else triton_kernel._many_rows
-        aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    target, prmt = GPUTarget(*gpu), gpu[0] == "cuda"
+
+    def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Any) -> Any:
+        names = types | dict.fromkeys(constants, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        built = compile(ASTSource(kernel, names, constants, aligned), target=GPUTarget(*gpu), options=options)
+        built = compile(ASTSource(kernel, names, constants, aligned), target=target, options=options)
         binary = built.asm["cubin" if gpu[0] == "cuda" else "hsaco"]
         assert binary[:4] == b"\x7fELF" and built.metadata.shared <= SHARED_MEMORY
+        return built
+
+    for rows, dtype, experts, even in (
+        (1, torch.bfloat16, False, 4),
+        (4, torch.float16, False, 4),
+        (1, torch.bfloat16, True, 4),
+        (1, torch.bfloat16, False, 0),
+        (1, torch.float32, False, 4),
+        (16, torch.bfloat16, False, 4),
+        (65, torch.bfloat16, False, 4),
+        (65, torch.bfloat16, True, 1),
+        (16, torch.float32, False, 4),
+    ):
+        tile = triton_kernel.choose_tile(rows, dtype, 14336, 1024)
+        constants = triton_kernel.constants(tile, True, even, prmt) | {"HAS_EXPERTS": experts}
+        name = f"*{NAMES[dtype]}"
+        types = {"x": name, "values": name, "positions": "*u8", "bias": name, "y": name}
+        types["y"] = "*fp32" if tile.splits > 1 else name
+        types |= {"experts": "*i64", "count": "i32"} if tile.few else {"runs": "*i64"}
+        types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("each",))), "i32")
+        built = build(triton_kernel._few_rows if tile.few else triton_kernel._many_rows, types, constants, tile)
+        if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
+            text = built.asm["ptx"]
+            assert text.count("ld.global.nc.L1::no_allocate.v4.b32") == text.count("no_allocate.u16") > 0
+            assert text.index("ld.global.nc") < text.index("fma.rn.f32") < text.index(".shared.")
+    for type in NAMES.values():
+        types = {"values": f"*{type}", "positions": "*u8", "dense": f"*{type}", "outputs": "i32", "groups": "i32"}
+        build(triton_kernel._unpack, types, {"EVEN": 4, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
+    types = {"parts": "*fp32", "bias": "*bf16", "y": "*bf16", "splits": "i32", "count": "i32", "outputs": "i32"}
+    build(triton_kernel._add_parts, types, {"HAS_BIAS": True, "SIZE": 512}, triton_kernel.UNPACKING)
 
 
 def test_many_rows_go_to_the_tensor_cores() -> None:
@@ -72,8 +93,8 @@ def test_many_rows_go_to_the_tensor_cores() -> None:
     from sparseforge_ds.runtime.triton_kernel import FEW_ROWS, choose_tile
 
     for dtype in NAMES:
-        tiles = {rows: choose_tile(rows, dtype) for rows in (*range(1, 18), 64, 65, 512, 4096)}
-        assert all(tile.rows >= rows for rows, tile in tiles.items() if rows <= FEW_ROWS)
+        tiles = {rows: choose_tile(rows, dtype, 4096, 1024) for rows in (*range(1, 18), 64, 65, 512, 4096)}
+        assert all(tile.rows >= rows and tile.few for rows, tile in tiles.items() if rows <= FEW_ROWS)
         assert all(
             min(tile.rows, tile.outputs, 4 * tile.groups) >= 16 for rows, tile in tiles.items() if rows > FEW_ROWS
         )
@@ -93,7 +114,7 @@ def test_without_triton_the_reference_is_taken_and_says_so_once(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(NAMES))
-@pytest.mark.parametrize("rows", [1, 4, 5, 64, 300])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 64, 128, 300])
 def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
     from sparseforge_ds.mask.packing import unpack24
     from tests.unit.runtime.test_linear24 import packed

@@ -1,0 +1,171 @@
+// What linear24.cu needs of CUDA, on the host: lanes are fibers of one thread, which take turns at barriers, and mma.sp
+// is written out as NVIDIA documents it. Copies to shared memory arrive when they are waited for, and not before.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define EMULATED
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define SHARED_MEMORY char* const shared = emulated::memory;
+using std::max;
+using std::min;
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) ushort4 { unsigned short x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct Place { unsigned x, y; };
+inline Place threadIdx, blockIdx, gridDim;
+
+namespace emulated {
+inline char* memory;
+inline void require(bool holds, const char* what) {
+  if (!holds) std::fprintf(stderr, "%s\n", what), std::abort();
+}
+
+struct Barrier {
+  int size, waiting = 0, turn = 0;
+};
+struct Copy {
+  char* to;
+  const char* from;
+  int size;  // 0: sixteen zeros
+};
+struct Lane {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  std::deque<std::vector<Copy>> groups{{}};  // the last is still open
+  bool done = false;
+};
+struct Warp {
+  Barrier barrier{32};
+  unsigned a[32][4], b[32][4], e[32];
+};
+inline std::vector<std::unique_ptr<Lane>> lanes;
+inline std::vector<Warp> warps;
+inline Barrier block;
+inline ucontext_t home;
+inline std::function<void()> kernel;
+
+inline Lane& lane() { return *lanes[threadIdx.x]; }
+inline Warp& warp() { return warps[threadIdx.x / 32]; }
+inline void wait(Barrier& barrier) {
+  const int turn = barrier.turn;
+  if (++barrier.waiting == barrier.size) barrier.waiting = 0, barrier.turn++;
+  while (barrier.turn == turn) swapcontext(&lane().context, &home);
+}
+inline void begin() {
+  kernel();
+  lane().done = true;
+  swapcontext(&lane().context, &home);
+}
+
+inline void run(std::function<void()> function, Place grid, int threads, int shared_memory) {
+  kernel = function;
+  gridDim = grid;
+  std::unique_ptr<char, decltype(&std::free)> held{(char*)std::aligned_alloc(128, shared_memory / 128 * 128 + 256),
+                                                  std::free};
+  memory = held.get();
+  for (unsigned i = 0; i < grid.x * grid.y; i++) {
+    blockIdx = {i % grid.x, i / grid.x};
+    std::memset(memory, 0xff, shared_memory + 128);  // NaN where nothing is written
+    block = {threads};
+    warps.assign(threads / 32, {});
+    lanes.clear();
+    for (int t = 0; t < threads; t++) {
+      lanes.emplace_back(new Lane);
+      Lane& lane = *lanes.back();
+      getcontext(&lane.context);
+      lane.context.uc_stack.ss_sp = lane.stack.data();
+      lane.context.uc_stack.ss_size = lane.stack.size();
+      makecontext(&lane.context, begin, 0);
+    }
+    for (bool left = true; left;) {
+      left = false;
+      for (int t = 0; t < threads; t++)
+        if (!lanes[t]->done) threadIdx = {(unsigned)t, 0}, left = true, swapcontext(&home, &lanes[t]->context);
+    }
+    for (int at = 0; at < 128; at++) require(memory[shared_memory + at] == (char)0xff, "shared memory is overrun");
+  }
+}
+
+inline float bfloat16(unsigned bits) {
+  bits <<= 16;
+  float found;
+  std::memcpy(&found, &bits, 4);
+  return found;
+}
+}  // namespace emulated
+
+inline void __syncthreads() { emulated::wait(emulated::block); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = a | (uint64_t)b << 32;
+  unsigned found = 0;
+  for (int i = 0; i < 4; i++) found |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return found;
+}
+inline float wide(unsigned short v) { return emulated::bfloat16(v); }
+inline unsigned short narrow(float v) {
+  unsigned bits;
+  std::memcpy(&bits, &v, 4);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void copy(char* to, const char* from, int size, int unit) {
+  emulated::require(((uintptr_t)from | (uintptr_t)(to - emulated::memory)) % unit == 0, "a copy is not aligned");
+  emulated::lane().groups.back().push_back({to, from, size});
+}
+inline void copy16(char* to, const char* from, bool there) { copy(to, from, there ? 16 : 0, 16); }
+inline void copy8(char* to, const char* from) { copy(to, from, 8, 8); }
+inline void commit() { emulated::lane().groups.emplace_back(); }
+template <int LEFT>
+void arrived() {
+  auto& groups = emulated::lane().groups;
+  for (; groups.size() > LEFT + 1; groups.pop_front())
+    for (const auto& c : groups.front()) c.size ? std::memcpy(c.to, c.from, c.size) : std::memset(c.to, 0, 16);
+}
+
+// m16n8k32: A is 16 x 32 with two of four kept, in four words; B is 32 x 8. The metadata of the first (last) 16 inputs
+// come from lanes 2 SELECTOR (+ 1) of a quad: row lane / 4 in the lower half, row lane / 4 + 8 in the upper one.
+template <int SELECTOR>
+void mma(float4& c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, uint4 b, unsigned e) {
+  auto& warp = emulated::warp();
+  const int lane = threadIdx.x & 31;
+  const unsigned as[4] = {a0, a1, a2, a3}, bs[4] = {b.x, b.y, b.z, b.w};
+  std::memcpy(warp.a[lane], as, 16);
+  std::memcpy(warp.b[lane], bs, 16);
+  warp.e[lane] = e;
+  emulated::wait(warp.barrier);
+  auto kept = [&](int row, int k) {
+    return emulated::bfloat16(warp.a[(row & 7) * 4 + k % 8 / 2][(row >> 3) + 2 * (k >> 3)] >> 16 * (k & 1) & 0xffff);
+  };
+  auto input = [&](int k, int n) {
+    return emulated::bfloat16(warp.b[n * 4 + k % 8 / 2][k / 8] >> 16 * (k & 1) & 0xffff);
+  };
+  auto sum = [&](int row, int n) {
+    float found = 0;
+    for (int p = 0; p < 8; p++) {
+      const unsigned nibble = warp.e[(row & 7) * 4 + 2 * SELECTOR + (p >> 2)] >> (16 * (row >> 3) + 4 * (p & 3)) & 15;
+      emulated::require((nibble & 3) < nibble >> 2, "positions are not in order");
+      found += kept(row, 2 * p) * input(4 * p + (nibble & 3), n) + kept(row, 2 * p + 1) * input(4 * p + (nibble >> 2), n);
+    }
+    return found;
+  };
+  const int g = lane >> 2, t = lane & 3;
+  c.x += sum(g, 2 * t), c.y += sum(g, 2 * t + 1), c.z += sum(g + 8, 2 * t), c.w += sum(g + 8, 2 * t + 1);
+  emulated::wait(warp.barrier);
+}
