@@ -55,15 +55,16 @@ UNPACKING = Tile(0, 1, 512, 4, 1)
 def choose_tile(rows: int, dtype: torch.dtype, outputs: int, groups: int) -> Tile:
     """The tile of a product with `rows` rows of x in `dtype`; it is a matrix-vector one up to `FEW_ROWS`."""
     if rows <= FEW_ROWS:
-        return Tile(triton.next_power_of_2(rows), 4, 512, 4, 1)
+        block = triton.next_power_of_2(rows)
+        return Tile(block, 4, 512, 4, 1) if dtype == torch.float32 else Tile(block, 1 if rows == 1 else 4, 128, 1, 2)
     if dtype == torch.float32:
         return Tile(16 if rows <= 16 else 32, 64, 8, 4, 2)
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block = min(128, max(16, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(rows, block) * triton.cdiv(outputs, 64)
     splits = 1
-    while splits < 8 and tiles * splits < 384 and groups // (2 * splits) >= 256:
+    while splits < 8 and tiles * splits < 600 and groups // (2 * splits) >= 256:
         splits *= 2
-    return Tile(block, 64, 32 if block < 64 else 16, 4, 3, splits)
+    return Tile(block, 64, 16, 4, 3, splits)
 
 
 def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:

@@ -79,7 +79,8 @@ def test_it_builds_ahead_of_time(
         if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
             text = built.asm["ptx"]
             assert text.count("ld.global.nc.L1::no_allocate.v4.b32") == text.count("no_allocate.u16") > 0
-            assert text.index("ld.global.nc") < text.index("fma.rn.f32") < text.index(".shared.")
+            shared = text.find(".shared.")
+            assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
     for type in NAMES.values():
         types = {"values": f"*{type}", "positions": "*u8", "dense": f"*{type}", "outputs": "i32", "groups": "i32"}
         build(triton_kernel._unpack, types, {"EVEN": 4, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
