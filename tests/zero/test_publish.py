@@ -70,7 +70,8 @@ def observed() -> dict[str, Any]:
         one_step(engine, forge, case, step)  # the second ends with a mask update
     assert {flat.dtype for flat in forge._layout.flats} == {torch.bfloat16}
     next(forge._ranking.scored())  # and is left there
-    kept = [value for value in gc.get_objects() if isinstance(value, AxisSums) and value.values.numel()]
+    # `isinstance` asks proxies, of which compilers leave some whose objects are gone
+    kept = [value for value in gc.get_objects() if type(value) is AxisSums and value.values.numel()]
     problems = step_by_binary_masks(engine, forge, case)
     negative = said_to(forge, lambda _, value: value.fill_(-1.0))
     mixed = said_to(forge, lambda name, value: value.fill_(0.0 if "q_proj" in name else -1.0))

@@ -152,4 +152,4 @@ def test_where_it_cannot_be_compiled_one_warning_names_the_reason(
         for rows in (1, 9):
             assert mma_kernel._plan(rows, 48, 64, torch.bfloat16, 0) is None
     mma_kernel._warn.cache_clear()
-    assert len(caplog.records) == 1 and "libnvrtc.so.13" in caplog.text and "Triton" in caplog.text
+    assert len(caplog.records) == 1 and "libnvrtc.so.13" in caplog.text
