@@ -80,7 +80,7 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
             given = [_as_tensor(value, device, place) for place, value in enumerate(args)]
             named = {key: _as_tensor(value, device, key) for key, value in kwargs.items()}
             # Rows and columns of a square matrix are as many by chance, which would make a graph of its own.
-            chance = torch.fx.experimental._config.patch(use_duck_shape=False)
+            chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
             with torch._dynamo.config.patch(recompile_limit=VARIANTS), chance:
                 return one_kernel()(*given, **named)
 
