@@ -100,8 +100,14 @@ class Uncovered:
         return f'"allow_dense": {json.dumps(list(dict.fromkeys((*self.allow_dense, *patterns))))}'
 
 
+_DECAYS = {"in_proj_a", "in_proj_b", "in_proj_ba", "dt_proj"}
+"""What layers with a state call the projection that says how fast it fades and how much enters it."""
+
+
 def _routes(name: str) -> bool:
-    """Whether a layer is a router or a part of one, or a gate over whole outputs: those are small and delicate. An
-    indexer, which chooses the tokens that attention sees, has no gradient besides."""
+    """Whether a layer is a router or a part of one, a gate over whole outputs, or decides how a state fades: those are
+    small and delicate. An indexer, which chooses the tokens that attention sees, has no gradient besides."""
     *above, layer, _ = name.split(".")
-    return layer.endswith("_gate") or not {"gate", "router", "indexer"}.isdisjoint((*above, layer))
+    if layer in _DECAYS or layer.endswith("_gate"):
+        return True
+    return not {"gate", "router", "indexer"}.isdisjoint((*above, layer))

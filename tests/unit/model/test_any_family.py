@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import DeepseekV32Config, HunYuanMoEV1Config, PreTrainedConfig, ZayaConfig
+from transformers import DeepseekV32Config, HunYuanMoEV1Config, PreTrainedConfig, Qwen3_5TextConfig, ZayaConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.any_family import any_family, pasteable
@@ -66,3 +66,10 @@ def test_indexers_of_sparse_attention_stay_dense() -> None:
     weights = {weight.name for weight in prunable_weights(model, any_family(model, BLANK))}
     assert weights and not [name for name in weights if ".indexer." in name]
     assert "model.layers.0.self_attn.indexer.wk.weight" in dict(model.named_parameters())
+
+
+def test_what_fades_the_state_of_linear_attention_stays_dense() -> None:
+    model = bare_model(Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"]))
+    names = {weight.name.split(".")[-2] for weight in prunable_weights(model, any_family(model, BLANK))}
+    assert names == {"in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj"}
+    assert "model.layers.0.linear_attn.in_proj_a.weight" in dict(model.named_parameters())
