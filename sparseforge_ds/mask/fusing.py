@@ -110,7 +110,7 @@ def _as_tensor(value: Any, device: torch.device, place: int | str) -> Any:
 def _scalar(value: float, device: torch.device, place: int | str) -> Tensor:
     """() fp64: a rate that moves at every step is no other graph as a tensor. Of floats, torch before 2.13 makes one
     each, in seconds of compiling, and after `VARIANTS` of them the run would end. Two arguments of one value are two
-    tensors, because a graph knows which are the same."""
+    tensors, because a graph knows which are the same. Operands are fp32 or fp64: a sum with bf16 would round it."""
     return torch.full((), value, dtype=torch.float64, device=device)
 
 

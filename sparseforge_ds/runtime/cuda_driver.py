@@ -124,10 +124,11 @@ class Module:
         Raises:
             RuntimeError: it is not there.
         """
-        found = ctypes.c_void_p()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(found), self._module, name.encode()), f"find {name}")
-        most = most_shared_memory(self.device)
-        _check(_driver().cuFuncSetAttribute(found, _DYNAMIC_SHARED_MEMORY, most), "give shared memory")
+        found, most = ctypes.c_void_p(), most_shared_memory(self.device)
+        with torch.cuda.device(self.device):
+            _bind(self.device)  # this may be the first that a thread does with the GPU
+            _check(_driver().cuModuleGetFunction(ctypes.byref(found), self._module, name.encode()), f"find {name}")
+            _check(_driver().cuFuncSetAttribute(found, _DYNAMIC_SHARED_MEMORY, most), "give shared memory")
         return found
 
 

@@ -173,6 +173,7 @@ def _autocast(device: str) -> None:
 
 
 _LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
-_LIBRARY.impl("linear24", _on_gpu, "CUDA")  # `register_kernel` would add its own checks to each call
+# `register_kernel` would add its own checks to each call, and keep the compiler out as well.
+_LIBRARY.impl("linear24", torch.compiler.disable(_on_gpu), "CUDA")
 for _device in ("cpu", "cuda"):
     _autocast(_device)

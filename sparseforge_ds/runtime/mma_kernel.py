@@ -21,7 +21,7 @@ from sparseforge_ds.runtime.cuda_driver import Launch, Module, compile_cubin, mo
 _LOGGER = logging.getLogger(__name__)
 
 MOST_ROWS = 32
-"""An H200 measured up to here that it is faster than the dense product."""
+"""On an H200 it is faster than the dense product up to 16 rows and as fast at 32, where Triton's is half as fast."""
 UNIT = 64
 """Inputs are a multiple of it."""
 _STEP = 256
@@ -110,7 +110,7 @@ def choose(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_me
 def ranked(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int) -> list[Tiling]:
     """All that fit, the cheapest first; of equal ones that with more warps.
 
-    They are the same for 1 and 2 rows, 3 and 4, 5 to 8, and 9 to 16, so that little has to be compiled.
+    They are the same for 1 and 2 rows, 3 and 4, and then for each eight, so that little has to be compiled.
     """
     tiles, held = _up(rows, 8), 2 if rows <= 2 else 4 if rows <= 4 else 8
     rows = tiles * held

@@ -42,7 +42,7 @@ def right(y: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> boo
 @pytest.mark.parametrize("shape", [(130, 448), (67, 1088), (1, 64), (4096, 4096), (512, 14336), (33, 28672)], ids=str)
 def test_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Behind `MOST_ROWS` Triton's kernel goes on."""
-    for rows in (1, 2, 5, 8, 9, 16, 17, 64):
+    for rows in (1, 2, 5, 8, 9, 16, 17, 25, 64):
         x, values, positions, bias = on_gpu(rows, *shape, dtype)
         assert (mma24(x, values, positions, bias) is not None) == (rows <= MOST_ROWS)
         for added in (bias, None):
@@ -55,7 +55,8 @@ def test_every_kind_of_tiling() -> None:
     """Of those that the rule knows, and not of those alone that it takes here."""
     properties = torch.cuda.get_device_properties(0)
     memory = mma_kernel.most_shared_memory(0)
-    for rows, outputs, inputs in ((2, 999, 4160), (3, 1000, 4096), (8, 1000, 4096), (16, 1000, 4160), (32, 264, 2048)):
+    sizes = ((2, 999, 4160), (3, 1000, 4096), (8, 1000, 4096), (16, 1000, 4160), (24, 1000, 4160), (32, 264, 2048))
+    for rows, outputs, inputs in sizes:
         x, values, positions, bias = given = on_gpu(rows, outputs, inputs, torch.bfloat16)
         kinds: dict[tuple[bool, int], Tiling] = {}
         for tiling in ranked(rows, outputs, inputs, properties.multi_processor_count, memory):
