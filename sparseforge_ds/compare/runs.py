@@ -122,8 +122,8 @@ def _grid(config: CompareConfig, method: Method, steps: int) -> list[Run]:
 
 
 def at_the_edge(grid: Sequence[float], value: float | None) -> bool:
-    """Whether a better value may lie outside of a sorted grid."""
-    return len(grid) > 1 and value in (grid[0], grid[-1])
+    """Whether a better value may lie outside of a sorted grid; there is none below 0."""
+    return len(grid) > 1 and (value == grid[-1] or value == grid[0] != 0)
 
 
 def unique(runs: Iterable[Run]) -> list[Run]:

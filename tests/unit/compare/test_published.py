@@ -97,7 +97,7 @@ def test_the_readme_says_no_more_than_the_tables() -> None:
     lead, above = 1 - long[ours, 1200] / long["naive_retrain_sparsegpt", 1200], long[ours, 1200] / dense - 1
     assert f"it is {above:.1%} above dense, and [{lead:.1%} below the SparseGPT mask](" in prose
     assert f"brings {defaults[ours, 300]:.4g} to [{found['costs']['learned_k16', 300]:.2f}](" in prose
-    others = {"naive_retrain_sparsegpt", "naive_retrain_wanda", "cast"}
+    others = {"naive_retrain_sparsegpt", "naive_retrain_wanda", "cast", "ast", "sr_ste"}
     leads = [
         1 - of[ours, steps] / min(v for (name, s), v in of.items() if name in others and s == steps)
         for of, budgets in ((found["books"], (150, 300)), (found["mixture"], (300,)))

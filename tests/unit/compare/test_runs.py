@@ -59,6 +59,7 @@ def test_a_rate_at_the_edge_of_the_grid() -> None:
     assert at_the_edge((0.001, 0.002), 0.002) and not at_the_edge((0.5,), 0.5), "one value is no grid"
     assert not at_the_edge((1e-3, 2e-3, 4e-3), 2e-3) and at_the_edge((1e-3, 2e-3, 4e-3), 1e-3)
     assert not at_the_edge((), None)
+    assert not at_the_edge((0.0, 0.1, 0.2), 0.0) and at_the_edge((0.0, 0.1, 0.2), 0.2), "no decay is the least"
 
 
 def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
