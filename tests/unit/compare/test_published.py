@@ -113,6 +113,8 @@ def test_the_readme_says_no_more_than_the_tables() -> None:
                 seeds[row["method"]][row["seed"]] = row["test_perplexity"]
         differences = [other - seeds[ours][seed] for seed, other in seeds["naive_retrain_sparsegpt"].items()]
         assert abs(statistics.mean(differences)) < statistics.stdev(differences)
+    behind = [1 - found["young"][name, 200] / found["young"][ours, 200] for name in ("sr_ste", "ast")]
+    assert f"SR-STE and AST are ahead by {behind[0]:.1%} and {behind[1]:.1%};" in prose
     added = found["rotated"]["sparseforge_falling_permute", 300]
     assert f"bring {defaults[ours, 300]:.4g} at 300 steps to {added:.2f} (three seeds), ahead of the two" in prose
     branch = found["rotated"]["sparseforge_falling_permute_k16", 300]
