@@ -13,8 +13,8 @@
 // A block takes tiles of outputs in turn, and each warp has U supersteps of weights on their way (cp.async, each lane
 // its own pieces). gridDim.y parts of the inputs leave fp32 sums in `part`, which `sum24` adds up.
 //
-// Macros: NT tiles of 8 rows of x; XR rows of a tile in shared memory, 2, 4 or 8 (with NT > 1: 8); WM tiles of 16 outputs a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16;
-// ORDERED: the compiler knows mma.sp::ordered_metadata.
+// Macros: NT tiles of 8 rows of x; XR rows of a tile in shared memory, 2, 4 or 8 (with NT > 1: 8); WM tiles of 16 outputs
+// a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; ORDERED: the compiler knows mma.sp::ordered_metadata.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.fake_cuda.counting import Counter
 from benchmarks.fake_cuda.engine import CUDA
-from sparseforge_ds.runtime import triton_kernel
+from sparseforge_ds.runtime import triton_kernel, triton_programs
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
 
 OUTPUTS, INPUTS = 200, 328
@@ -76,9 +76,9 @@ def _seen_in(product: Callable[[], Tensor]) -> dict[str, Any]:
     """Its result, the one launch of it that reads the weight, and what the host waited for."""
     log: list[dict[str, Any]] = []
     with (
-        mock.patch.object(triton_kernel, "_few_rows", Launches("few", log)),
-        mock.patch.object(triton_kernel, "_many_rows", Launches("many", log)),
-        mock.patch.object(triton_kernel, "_unpack", Launches("unpack", log)),
+        mock.patch.object(triton_programs, "few_rows", Launches("few", log)),
+        mock.patch.object(triton_programs, "many_rows", Launches("many", log)),
+        mock.patch.object(triton_programs, "unpack", Launches("unpack", log)),
         mock.patch.object(triton_kernel, "_on", nullcontext),  # a build without CUDA has no device
         mock.patch.object(triton_kernel, "_begins_at", lambda tensor, unit: True),  # nothing is in memory
         Counter() as counter,

@@ -138,6 +138,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "integrations.vllm.linear": {"vllm", "mask.packing", "runtime.linear24"},
     "integrations.vllm.packed24": {"vllm", "mask.packing"},
     "runtime.triton_kernel": {"triton"},
+    "runtime.triton_programs": {"triton"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }
 # The public names.

@@ -43,7 +43,7 @@ def test_it_builds_ahead_of_time(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from sparseforge_ds.runtime import triton_kernel
+    from sparseforge_ds.runtime import triton_kernel, triton_programs
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
     target, prmt = GPUTarget(*gpu), gpu[0] == "cuda"
@@ -75,7 +75,7 @@ def test_it_builds_ahead_of_time(
         types["y"] = "*fp32" if tile.splits > 1 else name
         types |= {"experts": "*i64", "count": "i32"} if tile.few else {"runs": "*i64"}
         types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("each",))), "i32")
-        built = build(triton_kernel._few_rows if tile.few else triton_kernel._many_rows, types, constants, tile)
+        built = build(triton_programs.few_rows if tile.few else triton_programs.many_rows, types, constants, tile)
         if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
             text = built.asm["ptx"]
             assert text.count("ld.global.nc.L1::no_allocate.v4.b32") == text.count("no_allocate.u16") > 0
@@ -83,9 +83,9 @@ def test_it_builds_ahead_of_time(
             assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
     for type in NAMES.values():
         types = {"values": f"*{type}", "positions": "*u8", "dense": f"*{type}", "outputs": "i32", "groups": "i32"}
-        build(triton_kernel._unpack, types, {"EVEN": 4, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
+        build(triton_programs.unpack, types, {"EVEN": 4, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
     types = {"parts": "*fp32", "bias": "*bf16", "y": "*bf16", "splits": "i32", "count": "i32", "outputs": "i32"}
-    build(triton_kernel._add_parts, types, {"HAS_BIAS": True, "SIZE": 512}, triton_kernel.UNPACKING)
+    build(triton_programs.add_parts, types, {"HAS_BIAS": True, "SIZE": 512}, triton_kernel.UNPACKING)
 
 
 def test_many_rows_go_to_the_tensor_cores() -> None:
