@@ -100,8 +100,8 @@ class Uncovered:
         return f'"allow_dense": {json.dumps(list(dict.fromkeys((*self.allow_dense, *patterns))))}'
 
 
-_DECAYS = {"in_proj_a", "in_proj_b", "in_proj_ba", "dt_proj"}
-"""What layers with a state call the projection that says how fast it fades and how much enters it."""
+_DECAYS = {"in_proj_a", "in_proj_b", "in_proj_ba"}
+"""What linear attention calls the projections that say how fast its state fades and how much enters it."""
 
 
 def _routes(name: str) -> bool:
