@@ -63,17 +63,8 @@ def candidates(rows: int, outputs: int, groups: int) -> Iterator[Tile]:
             if rows < 4 or (tile[3] < 4 and tile[0] <= 8):
                 yield Tile(block, *tile)
     if 2 <= rows <= 256:
-        blocks = (
-            (16,)
-            if rows <= 16
-            else (32,)
-            if rows <= 32
-            else (64,)
-            if rows <= 64
-            else (64, 128)
-            if rows <= 128
-            else (128,)
-        )
+        block = min(128, max(16, 1 << (rows - 1).bit_length()))
+        blocks = (64, 128) if 64 < rows <= 128 else (block,)
         for block in blocks:
             for tile in MANY[3 if rows <= 4 else 0 :: 2 if rows <= 4 else 1]:
                 programs = -(-rows // block) * -(-outputs // tile[0])

@@ -79,7 +79,8 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
             device = args[0].device
             given = [_as_tensor(value, device, place) for place, value in enumerate(args)]
             named = {key: _as_tensor(value, device, key) for key, value in kwargs.items()}
-            # Rows and columns of a square matrix are as many by chance, which would make a graph of its own.
+            # Rows and columns of a square matrix are as many by chance, which would make a graph of its own. What torch
+            # adds to a module of settings when it is imported, a checker does not see.
             chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
             with torch._dynamo.config.patch(recompile_limit=VARIANTS), chance:
                 return one_kernel()(*given, **named)
@@ -130,7 +131,7 @@ def between(start: Tensor, end: Tensor, nearer: float, way: float) -> Tensor:
     """
     gap = end - start
     if torch.compiler.is_compiling():
-        return torch.where(nearer > 0.5, end, start) + gap * way  # type: ignore[call-overload,no-any-return]  # tensors
+        return torch.where(nearer > 0.5, end, start) + gap * way  # type: ignore[call-overload,no-any-return]  # both are tensors here
     return (end if nearer > 0.5 else start) + gap * way
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparseforge_ds.runtime.alignment import whole_words
 from sparseforge_ds.runtime.cuda_driver import Launch, Module, compile_cubin, most_shared_memory, nvrtc_version
 
 _LOGGER = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class Plan:
             with torch.cuda.device(self.device):
                 return self(x, values, positions, bias, y)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        x, values, positions = _whole_words(x), _whole_words(values), _whole_words(positions)
+        x, values, positions = whole_words(x), whole_words(values), whole_words(positions)
         bias = None if bias is None else bias.contiguous()
         added, to = 0 if bias is None else bias.data_ptr(), y.data_ptr()
         given = (values.data_ptr(), positions.data_ptr(), x.data_ptr(), added, to)
@@ -233,12 +234,6 @@ def _module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
         options.append("-DORDERED")
     source = Path(__file__).with_name("linear24.cu").read_text()
     return Module(compile_cubin(source, f"sm_{major}{minor}", options), device)
-
-
-def _whole_words(tensor: Tensor) -> Tensor:
-    """The same, where 16 bytes may be read at once: a view can begin anywhere."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _up(a: int, b: int) -> int:

@@ -18,7 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from sparseforge_ds.runtime import triton_programs
+from sparseforge_ds.runtime import alignment, triton_programs
+from sparseforge_ds.runtime.alignment import whole_words
 
 FEW_ROWS = 4
 """Up to here the packed weight is multiplied as it lies."""
@@ -94,7 +95,7 @@ def multiply(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, 
     """Write the product with `tile` into `y`; x is (rows, in)."""
     rows, outputs, groups = x.shape[0], values.shape[0], x.shape[1] // 4
     parts = triton.cdiv(outputs, tile.outputs)
-    x, values, positions = _whole_words(x), _whole_words(values), positions.contiguous()
+    x, values, positions = whole_words(x), whole_words(values), positions.contiguous()
     added = y if bias is None else bias  # a pointer that is not read
     how = constants(tile, bias is not None and tile.splits == 1, _even(positions, groups))
     with _on(x):
@@ -120,7 +121,7 @@ def multiply(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, 
 def unpack(values: Tensor, positions: Tensor, tile: Tile = UNPACKING) -> Tensor:
     """(out, in/2) and positions -> the dense weight, (out, in)."""
     outputs, groups = values.shape[0], values.shape[1] // 2
-    values, positions = _whole_words(values), positions.contiguous()
+    values, positions = whole_words(values), positions.contiguous()
     dense = values.new_empty(outputs, 4 * groups)
     grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(groups, tile.groups))
     how = {"EVEN": _even(positions, groups), "OUTPUTS": tile.outputs, "GROUPS": tile.groups, **_options(tile)}
@@ -151,7 +152,7 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor)
     tile = choose_tile(1 if few else max(rows // count, FEW_ROWS + 1), x.dtype, outputs, groups)._replace(splits=1)
     parts = triton.cdiv(outputs, tile.outputs)
     positions = positions.contiguous()
-    tensors = (_whole_words(x), _whole_words(values), positions, y, y)
+    tensors = (whole_words(x), whole_words(values), positions, y, y)
     how = {**constants(tile, False, _even(positions, groups)), **_options(tile)}
     with _on(x):
         if few:
@@ -210,17 +211,6 @@ def _on(tensor: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if at < 0 or at == torch.cuda.current_device() else torch.cuda.device(at)
 
 
-def _whole_words(tensor: Tensor) -> Tensor:
-    """The same, where 16 bytes may be read at once: a view can begin anywhere."""
-    tensor = tensor.contiguous()
-    return tensor if _begins_at(tensor, 16) else tensor.clone()
-
-
-def _begins_at(tensor: Tensor, unit: int) -> bool:
-    """Whether its first byte is at a multiple of so many."""
-    return tensor.data_ptr() % unit == 0
-
-
 def _even(positions: Tensor, groups: int) -> int:
     """Words of 16 bits in which each row's positions come, four groups in one: 4 at a time, 1 at a time, or 0."""
-    return 0 if groups % 4 or not _begins_at(positions, 8) else 1 if groups % 16 else 4
+    return 0 if groups % 4 or not alignment.begins_at(positions, 8) else 1 if groups % 16 else 4

@@ -1,7 +1,7 @@
 """What one program of a Triton kernel does with packed 2:4 weights; `triton_kernel` launches them.
 
-They are compiled by Triton for a device, and for every set of constants (tl.constexpr). Inline assembly is NVIDIA's and
-is asked for by such constants; AMD's GPUs and Triton's interpreter take the plain path.
+They are compiled for a device and for every set of constants (tl.constexpr). AMD's GPUs and Triton's interpreter take
+the plain path, NVIDIA's inline assembly of `triton_words`.
 """
 
 from __future__ import annotations
@@ -9,74 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _load_places(positions, row, quad, wanted, groups, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of rows and quads of groups (.., 1, 1) and (1, quads, 1) the half bytes with the positions, (.., quads, 4)."""
-    if EVEN:
-        quads = tl.multiple_of(groups // 4, EVEN)  # so that Triton sees which loads may be wide and asynchronous
-        words = positions.to(tl.pointer_type(tl.int16), bitcast=True)
-        word = tl.load(words + row * quads + quad, mask=wanted & (quad < quads), other=0).to(tl.int32)
-    else:
-        stride = (groups + 1) // 2
-        first = positions + row * stride + 2 * quad
-        word = tl.load(first, mask=wanted & (2 * quad < stride), other=0).to(tl.int32)
-        word |= tl.load(first + 1, mask=wanted & (2 * quad + 1 < stride), other=0).to(tl.int32) << 8
-    return (word >> (4 * tl.arange(0, 4))[None, None, :]) & 15
-
-
-@triton.jit
-def _load_once(address, inside):  # type: ignore[no-untyped-def]
-    """16 bytes of which nobody else needs any, in four words: written out, as Triton would have the threads exchange
-    what each has loaded."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-        "@p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        "=r,=r,=r,=r,l,r",
-        [address.to(tl.int64), inside.to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _load_shared(address, inside):  # type: ignore[no-untyped-def]
-    """16 bytes that other programs need, too."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-        "@p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        "=r,=r,=r,=r,l,r",
-        [address.to(tl.int64), inside.to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _load_word(address, inside):  # type: ignore[no-untyped-def]
-    """Two bytes of which nobody else needs any."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.L1::no_allocate.u16 $0, [$1]; }",
-        "=r,l,r",
-        [address.to(tl.int64), inside.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _product_of_group(pair, x01, x23, half, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of two kept values with the two of four inputs that are theirs, which one instruction picks."""
-    select = ((half | half << 6) & 0x0303) * 0x22 + 0x1010
-    chosen = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x01, x23, select], dtype=tl.int32, is_pure=True, pack=1
-    )
-    low, high = _both_halves(pair, dtype)
-    x_low, x_high = _both_halves(chosen, dtype)
-    return low * x_low + high * x_high
+from sparseforge_ds.runtime.triton_words import (
+    both_halves,
+    choose_pair,
+    load_four_words,
+    load_places,
+    load_word,
+    product_of_group,
+    spread_pair,
+)
 
 
 @triton.jit
@@ -93,52 +34,15 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
     for q in tl.range(0, quads, QUADS, loop_unroll_factor=AHEAD):
         inside = (row < outputs) & (q + at < quads)
         there = (m < rows) & (q + at < quads)
-        v0, v1, v2, v3 = _load_once(values + 8 * q, inside)
-        word = _load_word(positions + 2 * q, inside)
-        a0, a1, a2, a3 = _load_shared(x + 16 * q, there)
-        b0, b1, b2, b3 = _load_shared(x + 16 * q + 8, there)
-        total += _product_of_group(v0, a0, a1, word & 15, dtype)
-        total += _product_of_group(v1, a2, a3, (word >> 4) & 15, dtype)
-        total += _product_of_group(v2, b0, b1, (word >> 8) & 15, dtype)
-        total += _product_of_group(v3, b2, b3, word >> 12, dtype)
+        v0, v1, v2, v3 = load_four_words(values + 8 * q, inside, True)
+        word = load_word(positions + 2 * q, inside)
+        a0, a1, a2, a3 = load_four_words(x + 16 * q, there, False)
+        b0, b1, b2, b3 = load_four_words(x + 16 * q + 8, there, False)
+        total += product_of_group(v0, a0, a1, word & 15, dtype)
+        total += product_of_group(v1, a2, a3, (word >> 4) & 15, dtype)
+        total += product_of_group(v2, b0, b1, (word >> 8) & 15, dtype)
+        total += product_of_group(v3, b2, b3, word >> 12, dtype)
     return tl.sum(total, axis=2)
-
-
-@triton.jit
-def _choose_pair(four, half):  # type: ignore[no-untyped-def]
-    """Of four 16-bit inputs in a word of 64 the two that are kept, in one of 32."""
-    low = (four >> (half % 4 * 16).to(tl.int64)).to(tl.int32) & 0xFFFF
-    return low | (four >> (half // 4 * 16).to(tl.int64)).to(tl.int32) << 16
-
-
-@triton.jit
-def _spread_pair(pair, half, PRMT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of two kept 16-bit values in a word of 32 all four with zeros, in one of 64."""
-    low, high = half % 4, half // 4
-    if PRMT:
-        select = 0x44444444 ^ (0x54 << (8 * low)) ^ (0x76 << (8 * high))
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, s; shr.u32 s, $2, 16; "
-            "prmt.b32 a, $1, 0, $2; prmt.b32 b, $1, 0, s; mov.b64 $0, {a, b}; }",
-            "=l,r,r",
-            [pair, select],
-            dtype=tl.int64,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        first, second = (pair & 0xFFFF).to(tl.int64), ((pair >> 16) & 0xFFFF).to(tl.int64)
-        return (first << (16 * low).to(tl.int64)) | (second << (16 * high).to(tl.int64))
-
-
-@triton.jit
-def _both_halves(pair, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two 16-bit numbers of a word in fp32."""
-    if dtype == tl.bfloat16:  # it is the upper half of fp32
-        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
-    else:
-        low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
-        return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -153,7 +57,7 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
         quad = g // 4 + tl.arange(0, GROUPS // 4)[None, :, None]
         group = 4 * quad + tl.arange(0, 4)[None, None, :]
         inside = wanted & (group < groups)
-        half = _load_places(positions, row, quad, wanted, groups, EVEN)
+        half = load_places(positions, row, quad, wanted, groups, EVEN)
         at = m[:, None, None, None] * groups + group[None, :, :, :]
         there = (m < rows)[:, None, None, None] & (group < groups)[None, :, :, :]
         if dtype == tl.float32:
@@ -163,9 +67,9 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
             x_high = tl.load(x + 4 * at + (half >> 2)[None, :, :, :], mask=there, other=0.0)
         else:
             pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
-            low, high = _both_halves(tl.load(pairs + row * groups + group, mask=inside, other=0), dtype)
+            low, high = both_halves(tl.load(pairs + row * groups + group, mask=inside, other=0), dtype)
             four = tl.load(x.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=there, other=0)
-            x_low, x_high = _both_halves(_choose_pair(four, half[None, :, :, :]), dtype)
+            x_low, x_high = both_halves(choose_pair(four, half[None, :, :, :]), dtype)
         total += low[None, :, :, :] * x_low + high[None, :, :, :] * x_high
     return tl.sum(tl.sum(total, axis=3), axis=2)
 
@@ -217,7 +121,7 @@ def _load_four(values, positions, row, quad, wanted, groups, EVEN: tl.constexpr,
     dtype: tl.constexpr = values.dtype.element_ty
     group = 4 * quad + tl.arange(0, 4)[None, None, :]
     inside = wanted & (group < groups)
-    half = _load_places(positions, row, quad, wanted, groups, EVEN)
+    half = load_places(positions, row, quad, wanted, groups, EVEN)
     if dtype == tl.float32:
         low, high = half & 3, half >> 2
         first = values + 2 * (row * groups + group)
@@ -228,7 +132,7 @@ def _load_four(values, positions, row, quad, wanted, groups, EVEN: tl.constexpr,
         w3 = tl.where(high == 3, high_value, 0.0)
     else:
         pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
-        word = _spread_pair(tl.load(pairs + row * groups + group, mask=inside, other=0), half, PRMT)
+        word = spread_pair(tl.load(pairs + row * groups + group, mask=inside, other=0), half, PRMT)
         w0 = word.to(tl.int16).to(dtype, bitcast=True)
         w1 = (word >> 16).to(tl.int16).to(dtype, bitcast=True)
         w2 = (word >> 32).to(tl.int16).to(dtype, bitcast=True)
@@ -326,8 +230,8 @@ def unpack(  # type: ignore[no-untyped-def]
         tl.store(to + 2, w2, mask=inside)
         tl.store(to + 3, w3, mask=inside)
     else:
-        half = _load_places(positions, row, quad, wanted, groups, EVEN)
+        half = load_places(positions, row, quad, wanted, groups, EVEN)
         pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
         pair = tl.load(pairs + row * groups + group, mask=inside, other=0)
         to = dense.to(tl.pointer_type(tl.int64), bitcast=True) + row * groups + group
-        tl.store(to, _spread_pair(pair, half, False), mask=inside)
+        tl.store(to, spread_pair(pair, half, False), mask=inside)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.fake_cuda.counting import Counter
 from benchmarks.fake_cuda.engine import CUDA
-from sparseforge_ds.runtime import triton_kernel, triton_programs
+from sparseforge_ds.runtime import alignment, triton_kernel, triton_programs
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
 
 OUTPUTS, INPUTS = 200, 328
@@ -80,7 +80,7 @@ def _seen_in(product: Callable[[], Tensor]) -> dict[str, Any]:
         mock.patch.object(triton_programs, "many_rows", Launches("many", log)),
         mock.patch.object(triton_programs, "unpack", Launches("unpack", log)),
         mock.patch.object(triton_kernel, "_on", nullcontext),  # a build without CUDA has no device
-        mock.patch.object(triton_kernel, "_begins_at", lambda tensor, unit: True),  # nothing is in memory
+        mock.patch.object(alignment, "begins_at", lambda tensor, unit: True),  # nothing is in memory
         Counter() as counter,
         counter.phase() as cost,
     ):

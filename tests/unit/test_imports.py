@@ -139,6 +139,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "integrations.vllm.packed24": {"vllm", "mask.packing"},
     "runtime.triton_kernel": {"triton"},
     "runtime.triton_programs": {"triton"},
+    "runtime.triton_words": {"triton"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
 }
 # The public names.

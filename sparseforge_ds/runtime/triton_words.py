@@ -1,0 +1,103 @@
+"""Words of packed weights and of x in Triton: how they are loaded, and what is in them.
+
+Inline assembly is NVIDIA's; who calls it knows by a constant that there is such a GPU. Triton's values have no types
+that a checker knows, here and in `triton_programs`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_places(positions, row, quad, wanted, groups, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of rows and quads of groups (.., 1, 1) and (1, quads, 1) the half bytes with the positions, (.., quads, 4)."""
+    if EVEN:
+        quads = tl.multiple_of(groups // 4, EVEN)  # so that Triton sees which loads may be wide and asynchronous
+        words = positions.to(tl.pointer_type(tl.int16), bitcast=True)
+        word = tl.load(words + row * quads + quad, mask=wanted & (quad < quads), other=0).to(tl.int32)
+    else:
+        stride = (groups + 1) // 2
+        first = positions + row * stride + 2 * quad
+        word = tl.load(first, mask=wanted & (2 * quad < stride), other=0).to(tl.int32)
+        word |= tl.load(first + 1, mask=wanted & (2 * quad + 1 < stride), other=0).to(tl.int32) << 8
+    return (word >> (4 * tl.arange(0, 4))[None, None, :]) & 15
+
+
+@triton.jit
+def load_four_words(address, inside, ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """16 bytes: written out, as Triton would have the threads exchange what each has loaded. What nobody else needs
+    (`ONCE`) is not kept in the first cache."""
+    HINT: tl.constexpr = ".L1::no_allocate" if ONCE else ""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.global.nc" + HINT + ".v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        "=r,=r,=r,=r,l,r",
+        [address.to(tl.int64), inside.to(tl.int32)],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_word(address, inside):  # type: ignore[no-untyped-def]
+    """Two bytes of which nobody else needs any."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.L1::no_allocate.u16 $0, [$1]; }",
+        "=r,l,r",
+        [address.to(tl.int64), inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def both_halves(pair, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two 16-bit numbers of a word in fp32."""
+    if dtype == tl.bfloat16:  # it is the upper half of fp32
+        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
+        return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def product_of_group(pair, x01, x23, half, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of two kept values with the two of four inputs that are theirs, which one instruction picks."""
+    select = ((half | half << 6) & 0x0303) * 0x22 + 0x1010
+    chosen = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x01, x23, select], dtype=tl.int32, is_pure=True, pack=1
+    )
+    low, high = both_halves(pair, dtype)
+    x_low, x_high = both_halves(chosen, dtype)
+    return low * x_low + high * x_high
+
+
+@triton.jit
+def choose_pair(four, half):  # type: ignore[no-untyped-def]
+    """Of four 16-bit inputs in a word of 64 the two that are kept, in one of 32."""
+    low = (four >> (half % 4 * 16).to(tl.int64)).to(tl.int32) & 0xFFFF
+    return low | (four >> (half // 4 * 16).to(tl.int64)).to(tl.int32) << 16
+
+
+@triton.jit
+def spread_pair(pair, half, PRMT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of two kept 16-bit values in a word of 32 all four with zeros, in one of 64."""
+    low, high = half % 4, half // 4
+    if PRMT:
+        select = 0x44444444 ^ (0x54 << (8 * low)) ^ (0x76 << (8 * high))
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, s; shr.u32 s, $2, 16; "
+            "prmt.b32 a, $1, 0, $2; prmt.b32 b, $1, 0, s; mov.b64 $0, {a, b}; }",
+            "=l,r,r",
+            [pair, select],
+            dtype=tl.int64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        first, second = (pair & 0xFFFF).to(tl.int64), ((pair >> 16) & 0xFFFF).to(tl.int64)
+        return (first << (16 * low).to(tl.int64)) | (second << (16 * high).to(tl.int64))
