@@ -48,7 +48,7 @@ def main() -> None:
     text = load_dataset("json", data_files=script.text, split="train")
     tokenizer = AutoTokenizer.from_pretrained(script.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    trainer = SparseForgeSFTTrainer(
+    trainer = SparseForgeSFTTrainer(  # sparse
         model=AutoModelForCausalLM.from_pretrained(script.model),
         args=args,
         train_dataset=text.map(prompt_and_completion, remove_columns=text.column_names),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""transformers' Trainer makes a 2:4 model. The two lines that end in `# sparse` are all that is not as in any script.
+"""transformers' Trainer makes a 2:4 model. The three lines that end in `# sparse` are all that is not as in any script.
 
 deepspeed examples/trainer.py --deepspeed examples/zero2.json --output_dir runs/trainer --max_steps 200
 sparseforge consolidate runs/trainer/checkpoint-200 models/trainer_2to4
@@ -52,7 +52,7 @@ def main() -> None:
         text = load_dataset("json", data_files=script.text, split="train")
         dataset = text.map(sequences, batched=True, remove_columns=text.column_names)
 
-    trainer = SparseForgeTrainer(
+    trainer = SparseForgeTrainer(  # sparse
         model=model,
         args=args,
         train_dataset=dataset,

@@ -5,7 +5,8 @@ r"""Train the demo's language model and its tokenizer from scratch on the docume
     python launch/train_demo_model.py --continue_from sparseforge_ds/assets/stdlib_llama --experts 4 \
         --steps 1200 --output_dir runs/mixture
 
-The second line makes a mixture of experts of it, for `launch/compare_mixture.json`: small, but trained.
+The second line makes a mixture of experts of it, for `launch/compare_mixture.json`: small, but trained. With
+`--hold_back 3` every third document is not read, so that a run under a mask can have text that is new to the model.
 
 Plain PyTorch in one process; the README of the shipped model names the two commands that made it. The model is small
 and trained for long, because an undertrained model is pruned for free and would show nothing. At the end it prints the
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import sys
 import time
@@ -50,6 +52,11 @@ def main(arguments: list[str] | None = None) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
     train, heldout = stdlib_documents("train"), stdlib_documents("heldout")
+    if args.hold_back is not None:
+        unread = train[:: args.hold_back]
+        del train[:: args.hold_back]
+        for name, documents in (("read.jsonl", train), ("unread.jsonl", unread)):
+            (args.output_dir / name).write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
     if args.continue_from is None:
         train_tokenizer(train, args.vocab_size, args.output_dir)
         model = build_model(args)
@@ -80,6 +87,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the finished model and tokenizer")
     parser.add_argument("--continue_from", type=Path, help="folder of an earlier result, for one more cosine cycle")
     parser.add_argument("--experts", type=positive, help="of every MLP of --continue_from, two of which a token takes")
+    parser.add_argument(
+        "--hold_back", type=positive, help="of the documents every N-th is not read; both parts go to --output_dir"
+    )
     parser.add_argument("--steps", type=positive, default=7000, help="optimizer steps")
     parser.add_argument("--batch_size", type=positive, default=4, help="sequences per step")
     parser.add_argument("--sequence_length", type=positive, default=512, help="tokens per sequence")
@@ -102,6 +112,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"this script needs torch 2.9 or newer for torch.optim.Muon; found {torch.__version__}")
     if args.experts is not None and (args.continue_from is None or args.experts < 2):
         parser.error(f"--experts {args.experts} needs --continue_from, and 2 or more")
+    if args.hold_back == 1:
+        parser.error("--hold_back 1 leaves no document to read; use 2 or more")
     for name in ("hidden_size", "intermediate_size"):
         if getattr(args, name) % 16:
             parser.error(f"--{name} {getattr(args, name)} must be a multiple of 16, so that every pattern divides it")

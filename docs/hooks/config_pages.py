@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config import refused_settings as refused_settings_module
 from sparseforge_ds.config.strict import objects_of
@@ -33,6 +34,7 @@ are rounded so that masks are updated at least once before they freeze, which ta
 `"method"` says which rule forms the mask: a name, as in `"method": "ast"`, or an object with the name and the method's
 own keys, as in `"method": {"name": "ast", "decay": 1e-4}`. Without a name it is `sparseforge`, so that
 `"method": {"hardening": [0, 0.3]}` gives the default another window. A key of another method is an error.
+`"preset"`, a key too, names [what a block starts from](#presets).
 
 Where to go on: [what the keys of the schedule do](../concepts/schedule.md), [the equations](../concepts/equations.md),
 [curvature](../concepts/curvature.md), [low-rank branches](../concepts/low-rank.md),
@@ -45,7 +47,7 @@ def config_page() -> str:
     sections = [_INTRODUCTION]
     for where, kind in objects(SparseForgeConfig):
         title = f"## {_title(kind, where)}" if where else "## Keys of the block itself"
-        text = "" if not where else paragraph(inspect.getdoc(kind) or "") + "\n\n"
+        text = "" if not where else _linked(paragraph(inspect.getdoc(kind) or "")) + "\n\n"
         rows = "".join(
             f"| {_anchor(kind, key, hint)}`{key}` | {_kind(hint)} | `{json.dumps(default)}` | {_linked(meaning)} |\n"
             for key, hint, default, meaning in keys(kind, where)
@@ -98,6 +100,17 @@ def field_docstrings(kind: type) -> dict[str, str]:
 def paragraph(text: str) -> str:
     """On one line, as a table cell needs it."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def compare_table() -> str:
+    """The keys of the file that `sparseforge compare` reads."""
+    texts = field_docstrings(CompareConfig)
+    rows = []
+    for field in dataclasses.fields(CompareConfig):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        given = "required" if default is dataclasses.MISSING else f"`{json.dumps(default)}`"
+        rows.append(f"| `{field.name}` | {given} | {texts[field.name]} |\n")
+    return "| key | default | meaning |\n|---|---|---|\n" + "".join(rows)
 
 
 def refused_table() -> str:
@@ -202,7 +215,10 @@ def _kind(hint: Any) -> str:
     if origin is typing.Literal:
         return "<br>".join(f"`{json.dumps(option)}`" for option in options)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if option is type(None) else _kind(option) for option in options)
+        if all(map(dataclasses.is_dataclass, options)):
+            return "a name or an object"
+        kinds = ("null" if option is type(None) else _kind(option) for option in options)
+        return " or ".join(dict.fromkeys(kinds))
     if dataclasses.is_dataclass(hint):
         return "object"
     if origin is tuple:

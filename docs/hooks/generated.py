@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from command_pages import command_page  # noqa: E402  # mkdocs has this folder on the path while it loads the hook
-from config_pages import config_page, family_page, refused_table  # noqa: E402
+from config_pages import compare_table, config_page, family_page, refused_table  # noqa: E402
 from message_pages import message_page  # noqa: E402
 
 INTRODUCTIONS = {
@@ -64,7 +64,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if name in INTRODUCTIONS:
         title, _, rest = markdown.partition("\n")
         markdown = f"{title}\n\nWhere to go on: {INTRODUCTIONS[name]}\n{rest}"
-    return markdown.replace("{{ refused settings }}", refused_table())
+    tables = {"{{ refused settings }}": refused_table, "{{ keys of compare }}": compare_table}
+    for place, table in tables.items():
+        if place in markdown:
+            markdown = markdown.replace(place, table())
+    return markdown
 
 
 def project_page(source: str, page: str) -> str:

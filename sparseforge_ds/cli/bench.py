@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if wrong := next((flag for flag, number in numbers.items() if number < 1), None):
         raise ValueError(f"{wrong} {numbers[wrong]}: give 1 or more")
     if args.out is not None and find_spec("matplotlib") is None:
-        raise ValueError("--out: bench.png needs matplotlib; pip install 'sparseforge_ds[compare]'")
+        raise ValueError("--out: bench.png needs matplotlib; pip install matplotlib")
     out = None if args.out is None else Path(args.out).absolute()
     if out is not None and any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
         raise ValueError(f"--out {args.out}: a file is there; give a folder")

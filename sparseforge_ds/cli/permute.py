@@ -36,7 +36,7 @@ examples:
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "permute",
-        help="a dense model with its channels in the order in which a pattern keeps the most; its function stays",
+        help="a dense model with its channels in the order in which a pattern keeps the most; it computes what it did",
         description="Reorder the channels of a dense model, so that large weights share fewer groups of the pattern. "
         "OUT appears only when it is complete.",
         epilog=_EPILOG,
@@ -47,7 +47,7 @@ def register(commands: Any) -> None:
     add("--dimensions", default="all", choices=DIMENSIONS, help="see below (default: all)")
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
-    add("--text", help="calibration text, as for the perplexity command: score by activations")
+    add("--text", help="calibration text, as for `sparseforge evaluate`: score by activations")
     add("--sequences", type=int, metavar="N", help="most sequences of --text that are read (default: 32)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--rows", type=int, default=2048, metavar="N", help="most outputs scored a dimension (default: 2048)")

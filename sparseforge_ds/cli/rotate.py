@@ -25,7 +25,7 @@ examples:
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "rotate",
-        help="a dense model with its hidden vectors rotated so that a pattern costs least; its function stays",
+        help="a dense model with its hidden vectors rotated so that a pattern costs least; it computes what it did",
         description="Rotate the hidden vectors of a dense model, so that what the pattern removes is worth least. OUT "
         "appears only when it is complete and computes what MODEL does.",
         epilog=_EPILOG,
@@ -33,7 +33,7 @@ def register(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    add("--text", required=True, help="calibration text, as for the perplexity command")
+    add("--text", required=True, help="calibration text, as for `sparseforge evaluate`")
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--sequences", type=int, default=64, metavar="N", help="most sequences of --text that are read (default: 64)")

@@ -77,6 +77,7 @@ class CompareConfig:
     learning_rates: tuple[float, ...]
     """The grid for each method, of which one is chosen with the first seed, at the smallest budget."""
     seeds: tuple[int, ...]
+    """Of the order of the text, and of whatever a method draws; the first one decides the learning rates."""
     budgets: tuple[int, ...]
     """Optimizer steps."""
     choose_at_each_budget: bool = False
@@ -86,6 +87,7 @@ class CompareConfig:
     reference: str | None = None
     """The method that all others are compared with, seed by seed; null: the first."""
     seq_length: int = 256
+    """Tokens of a sequence."""
     batch: int = 8
     """Sequences of an optimizer step, over all ranks."""
     flags: dict[str, Any] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class CompareConfig:
     evaluation_length: int | None = None
     """Tokens of a window, or of a document at most; null: what the model can."""
     evaluation_batch: int = 8
+    """Sequences of one forward of an evaluation."""
     keep_models: bool = True
     """Whether the exported model of every run that counts stays."""
 

@@ -208,7 +208,8 @@ class RunArguments:
     dry_run: bool = _flag(
         False,
         "check everything that can be checked without weights, text and GPUs, print the whole run with its schedule "
-        "and memory, and end; nothing is allocated or written. Needs no launcher and no hub",
+        "and memory, and end; nothing is allocated or written. Needs no launcher, and of the hub at most the model's "
+        "config",
     )
     gpus: int | None = _flag(
         None, "with --dry_run: GPUs of the machines that are meant; default: the launcher's, on this machine", "N"

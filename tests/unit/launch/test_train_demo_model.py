@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from sparseforge_ds.data.formats import documents_of
+from sparseforge_ds.data.stdlib_text import stdlib_documents
 from tests.conftest import ROOT
 
 STDLIB_LLAMA = ROOT / "sparseforge_ds" / "assets" / "stdlib_llama"
@@ -40,3 +43,19 @@ def test_experts_need_a_model_that_has_their_mlps(script: ModuleType, capsys: py
     with pytest.raises(SystemExit):
         script.parse_arguments(["--output_dir", "x", "--experts", "4"])
     assert "--experts 4 needs --continue_from, and 2 or more" in capsys.readouterr().err
+
+
+def test_what_is_held_back_is_not_read(script: ModuleType, tmp_path: Path) -> None:
+    sizes = ["--hidden_size", "16", "--intermediate_size", "16", "--layers", "1", "--heads", "1", "--kv_heads", "1"]
+    lengths = ["--steps", "1", "--batch_size", "1", "--sequence_length", "8", "--warmup_steps", "1"]
+    script.main(["--output_dir", str(tmp_path), "--hold_back", "3", "--vocab_size", "512", *sizes, *lengths])
+    parts = {name: list(documents_of(str(tmp_path / f"{name}.jsonl"), "text")) for name in ("read", "unread")}
+    whole = stdlib_documents("train")
+    assert parts["unread"] == whole[::3]
+    assert sorted(parts["read"] + parts["unread"]) == sorted(whole)
+
+
+def test_something_is_left_to_read(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.parse_arguments(["--output_dir", "x", "--hold_back", "1"])
+    assert "--hold_back 1 leaves no document to read; use 2 or more" in capsys.readouterr().err
