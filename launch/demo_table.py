@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.model.coverage import percent
+
 Row = tuple[str, str, str]
 
 
@@ -31,8 +33,8 @@ def rows(run: Path, result: Path, reports: Path, seconds: float) -> list[Row]:
         ("held-out perplexity", "dense", f"{dense:.3f}"),
         ("", f"one-shot magnitude {pattern}", above[0]),
         ("", f"SparseForge {pattern}", above[1]),
-        ("under a mask", "of the linear weights", f"{coverage['masked'] / coverage['linear']:.1%}"),
-        ("", "of all weights", f"{coverage['masked'] / coverage['total']:.1%}"),
+        ("under a mask", "of the linear weights", percent(coverage["masked"], coverage["linear"])),
+        ("", "of all parameters", percent(coverage["masked"], coverage["total"])),
         (f"{pattern} groups", "checked", f"{verify['groups']:,}"),
         ("", "violations", f"{verify['violations']:,}"),
         ("training", "tokens", f"{steps * batch * length:,}   ({steps} steps of {batch} x {length})"),

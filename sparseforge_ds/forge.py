@@ -53,6 +53,7 @@ class SparseForge:
         refuse_unsupported(engine)
         refuse_unprepared(engine.module, expert_lists(engine.module))
         config = config if max_steps is None else dataclasses.replace(config, max_steps=max_steps)
+        config.check_length()
         self.engine = engine
         self.config = config
         self.schedule = config.resolved_schedule

@@ -39,11 +39,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Of a folder of checkpoints the newest `step_*`, or, where DeepSpeed alone saved, the one that `latest` names."""
-    if steps := list_checkpoints(folder):
-        return steps[-1]
-    latest = folder / "latest"
-    return _named_by(latest) if latest.is_file() else None
+    """Of a folder of checkpoints the newest `step_*` that the launcher wrote, or, where DeepSpeed alone saved, the one
+    that `latest` names."""
+    steps, latest = list_checkpoints(folder), folder / "latest"
+    if latest.is_file() and not any((step / "checkpoint.json").is_file() for step in steps):
+        return named_by(latest)
+    return steps[-1] if steps else None
 
 
 def newest_of_trainer(folder: Path) -> Path | None:
@@ -58,7 +59,7 @@ def is_whole_of_trainer(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("latest", "trainer_state.json"))
 
 
-def _named_by(file: Path) -> Path:
+def named_by(file: Path) -> Path:
     """The checkpoint that a file beside it names."""
     with file.open(errors="replace") as text:
         tag = text.read(300).strip()
@@ -74,7 +75,7 @@ def find_checkpoint(path: str | Path) -> Path:
     where there is none, or `latest` or `best` names nothing."""
     path = Path(path)
     if path.name == "best" and path.is_file():
-        return _named_by(path)
+        return named_by(path)
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
     for parent in (path, path / "checkpoints"):
@@ -83,7 +84,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if any(path.glob("*_model_states.pt")):
         return path
     if (of_trainer := newest_of_trainer(path)) is not None:
-        return _named_by(of_trainer / "latest")
+        return named_by(of_trainer / "latest")
     require_saved(path)
     raise ValueError(
         f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "

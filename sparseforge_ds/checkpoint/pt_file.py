@@ -7,6 +7,7 @@ other class is refused by name. Tensors are memory-mapped: opening a file of 100
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import threading
@@ -62,6 +63,22 @@ _UNREADABLE = (
 )
 
 
+def unreadable(value: object) -> str | None:
+    """Why a checkpoint with `value` in it could be saved, and not be read by `PtFile`; None if it can."""
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        with _OPENING, torch.serialization.safe_globals(_STAND_INS):
+            check_content(torch.load(content, map_location="cpu", weights_only=True))
+    except (pickle.PicklingError, *_UNREADABLE) as error:
+        found = _GLOBAL.search(str(error))
+        return f"it has a {found[1]} in it" if found else str(error).strip().partition("\n")[0][:200]
+    return None
+
+
+_GLOBAL = re.compile(r"nsupported (?:global: )?GLOBAL ([\w.]+)")
+"""How torch names a class that it refuses."""
 _OPENING = threading.Lock()
 """The list of classes that torch accepts belongs to the process, so files are opened one at a time."""
 
@@ -118,7 +135,7 @@ class PtFile:
 
     def _cure(self, error: BaseException) -> str:
         text = str(error)
-        if match := re.search(r"nsupported (?:global: )?GLOBAL ([\w.]+)", text):
+        if match := _GLOBAL.search(text):
             return f"refused, it refers to {match[1]}, which no DeepSpeed checkpoint does; nothing was executed"
         if isinstance(error, pickle.UnpicklingError):
             reason = re.sub(r"(?s).*?WeightsUnpickler error: ", "", text).strip() or type(error).__name__

@@ -70,10 +70,13 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.open import open_source
         from sparseforge_ds.export.source import MASK_ON
         from sparseforge_ds.export.stored import Size
+        from sparseforge_ds.export.unused import said
         from sparseforge_ds.export.writer import require_free
 
     require_free(args.out)
     source = open_source(args.source, args.model, args.dtype)
+    if source.unused:
+        print(said(source.model_folder, list(source.unused)))
     record = export(source, args.out, args.format, args.max_shard_size, args.workers, args.skip_proof)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")

@@ -88,7 +88,7 @@ def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
     if type(linear) is int and linear >= masked and linear > 0:
         share = said(masked, linear, total)
     else:
-        share = f"{percent(masked, total)} of all weights under a mask"
+        share = f"{percent(masked, total)} of all parameters under a mask"
     lines.append(("coverage", f"{status.pattern} in {status.masked_weights} weights: {share} ({total:,} in all)"))
     if branch := status.branch_parameters:
         lines.append(

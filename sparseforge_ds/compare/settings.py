@@ -247,7 +247,7 @@ def _check(config: CompareConfig) -> None:
             raise ValueError(f'{where}.{method.name}: method "{name}": "oneshot" stands in one_shot, others in methods')
         try:
             for decay in method.decays or (None,):
-                SparseForgeConfig.from_dict(config.block(method, steps, decay))
+                SparseForgeConfig.from_dict(config.block(method, steps, decay)).check_length()
         except ValueError as error:
             raise ValueError(f"{where}.{method.name} with {steps} steps: {error}") from None
 

@@ -18,7 +18,7 @@ def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: i
         changed["train_batch_size"] = global_batch
     if micro_batch is not None:
         changed["train_micro_batch_size_per_gpu"] = micro_batch
-    if changed != content and changed.get("train_batch_size", "auto") != "auto":
+    if (global_batch, micro_batch) != (None, None) and changed.get("train_batch_size", "auto") != "auto":
         changed["gradient_accumulation_steps"] = "auto"  # what the other two leave over
     return changed
 

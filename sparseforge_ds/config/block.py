@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sparseforge_ds.config.combinations import check_combinations, check_method
+from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.method import MethodConfig
 from sparseforge_ds.config.methods import METHODS, Method, logit_keys
@@ -78,8 +78,17 @@ class SparseForgeConfig:
                 f'SparseForgeConfig.from_dict({{"method": "{self.method}"}})'
             )
         check_method(self)
-        self.method.check_length(self.max_steps)
         check_combinations(self)
+
+    def check_length(self) -> None:
+        """Whether a run of `max_steps` is long enough. Not judged where a block is read: many a run learns its length
+        later, from epochs.
+
+        Raises:
+            ValueError: masks would be frozen before they move, or branches come before masks have removed anything.
+        """
+        self.method.check_length(self.max_steps)
+        check_branch_start(self)
 
     @property
     def soft(self) -> SoftMaskConfig | None:

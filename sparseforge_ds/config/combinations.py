@@ -88,6 +88,10 @@ def check_combinations(config: SparseForgeConfig) -> None:
             f"shifted runs are whole groups of the pattern, here {pattern}; use a multiple of the m of an n:m "
             'pattern, or "shift": false',
         )
+
+
+def check_branch_start(config: SparseForgeConfig) -> None:
+    """Raise a ValueError for branches that come before the first mask update, by the number of steps."""
     if config.low_rank is not None and config.low_rank.start is not None and config.soft is not None:
         first = config.soft.schedule(config.max_steps).update_every
         _require(

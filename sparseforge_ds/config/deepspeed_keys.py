@@ -96,7 +96,7 @@ def check_keys(content: Mapping[str, Any]) -> None:
         if kind == "object" and not isinstance(value.get("enabled", False), bool) and value["enabled"] != "auto":
             raise ValueError(f"{key}.enabled = {json.dumps(value['enabled'])}: expected true or false")
     stage = content.get("zero_optimization", {}).get("stage", 0)
-    if stage != "auto" and (not _is(stage, "integer") or not 0 <= stage <= 3):
+    if not _is(stage, "integer") or not 0 <= stage <= 3:
         raise ValueError(f"zero_optimization.stage = {json.dumps(stage)} is not valid: use 0, 1, 2 or 3")
     clipping = content.get("gradient_clipping", 0)
     if clipping != "auto" and clipping < 0:

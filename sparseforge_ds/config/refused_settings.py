@@ -70,6 +70,11 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             "managed_gradient_accumulation = false: the curvature probe sets the boundary itself; set it to true",
         ),
         (
+            bool(zero.elastic_checkpoint),
+            "zero_optimization.elastic_checkpoint: it saves states without the numbers of their parameters; set it to "
+            "false, any number of ranks goes on from a checkpoint all the same",
+        ),
+        (
             bool(zero.zero_quantized_weights),
             "zero_quantized_weights: a quantised gather need not keep exact zeros; set it to false",
         ),

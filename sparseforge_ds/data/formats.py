@@ -164,7 +164,7 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
         whole = next(_text(file, sample_by="document"))
         try:
             records = json.loads(whole)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: not a JSON array ({error}); repair or remove it") from None
         for number, record in enumerate(records[len(head) :], start=len(head) + 1):
             yield document_of(record, text_field, f"{file}, record {number}")
@@ -173,7 +173,7 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
     for number, line in lines:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{file}, line {number}: not JSON ({error}); repair or remove it (there must be one object a "
                 "line, or in a .json file one array of objects)"
@@ -199,13 +199,21 @@ def _head_of_array(file: str) -> list[Any] | None:
                 continue
             try:
                 return [json.JSONDecoder().raw_decode(text, start.end())[0]]
+            except RecursionError as error:
+                raise ValueError(f"{file}, record 1: not JSON ({error}); repair or remove it") from None
             except ValueError:  # it goes on behind the piece, or there is none
                 continue
     return [] if text.strip() else None
 
 
 def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
-    rows = _rows(kind[1:], file, **({"batch_size": 2**10} if kind == ".parquet" else {}))
+    try:
+        rows = _rows(kind[1:], file, **({"batch_size": 2**10} if kind == ".parquet" else {}))
+    except ValueError as error:
+        if type(error) is not ValueError:  # of pyarrow, about damage
+            raise
+        # A column of a type that `datasets` does not have, like a map; it need not be one with text.
+        raise ValueError(f"{file}: {error.args[0]}; write the columns with text to a file of their own") from None
     fields = _fields(list(rows.features), text_field, file)
     for number, row in enumerate(rows.select_columns(fields)):
         yield document_of(row, text_field, f"{file}, row {number}")

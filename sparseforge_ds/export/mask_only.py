@@ -32,6 +32,7 @@ from sparseforge_ds.export.source import (
     read_model_config,
     require_finite,
 )
+from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.registration import load_config
@@ -136,7 +137,8 @@ class MaskedSource(Source):
         self.pattern, self.prunable, self.fused_name = masks.pattern, masks.prunable, masks.fused_name
         self.branches = {}
         prefix = self._prefix()
-        self._stored = {prefix + name: part for name, part in published_tensors(held, self._tensors.shapes).items()}
+        shapes, self.unused = divide(self._tensors.shapes, self.model_config)
+        self._stored = {prefix + name: part for name, part in published_tensors(held, shapes).items()}
         for name, weight in self.prunable.items():
             found = self._stored[name].shape if name in self._stored else None
             if found != weight.shape:

@@ -90,7 +90,8 @@ def write_model(
     write_json(folder / "sparsity.json", record)
     report = check_folder(folder, workers=workers)
     if not report.ok:
-        worst = next(iter([*report.notes, *report.missing, *report.changed]), "")
+        odd = [row.name for row in report.rows if row.violations]
+        worst = next(iter([*report.notes, *report.missing, *report.changed, *odd]), "no weight in the pattern")
         raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {worst})")
     for found in report.rows:
         rows[found.name] |= {"groups": found.groups, "nonzeros": found.nonzeros}

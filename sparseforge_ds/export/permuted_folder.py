@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from sparseforge_ds.export.adapter import CONFIG
 from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import read_model_config
+from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
 from sparseforge_ds.model.registration import load_config
@@ -36,20 +36,14 @@ class DenseFolder:
         check_family(self.model_type)
         self.config = load_config(self.folder, str(folder)).get_text_config()
         self.tensors = TensorFolder(self.folder)
-        layers = self.config.num_hidden_layers
-        self.specs = {name: spec for name, spec in self.tensors.specs.items() if _layer(name) < layers}
-        """Of the tensors that the model has; not of layers for the prediction of several tokens, which lie behind its
-        own in some folders, and which transformers does not load."""
+        self.specs, self.unused = divide(self.tensors.specs, read_model_config(self.folder))
+        """Of the tensors that the model has; and names of others, which transformers does not load, and which are not
+        written again."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the tensors that the model has."""
         return {name: spec.shape for name, spec in self.specs.items()}
-
-    @property
-    def unused(self) -> list[str]:
-        """Names of the tensors that are not written again, since transformers does not load them."""
-        return [name for name in self.tensors.specs if name not in self.specs]
 
     def require_channels(self) -> None:
         """Raise ValueError for a tensor whose channels are not known, before a search."""
@@ -103,9 +97,3 @@ class DenseFolder:
         copy_other_files(self.folder, folder)
         shutil.copyfile(self.folder / "config.json", folder / "config.json")
         permutation.save(folder)
-
-
-def _layer(name: str) -> int:
-    """The number of the decoder layer that a tensor belongs to; -1 where it is in none."""
-    found = re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.", name)
-    return -1 if found is None else int(found[1])

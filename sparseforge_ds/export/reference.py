@@ -35,6 +35,8 @@ def filled_model(source: Source) -> Any:
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     places = published_tensors(source.model_config.get("model_type"), shapes)
     places |= {name: PublishedTensor(name, 0, shape) for name, shape in shapes.items()}
+    inner = f"{model.base_model_prefix}."  # some folders leave it away, and transformers loads them
+    places |= {name.removeprefix(inner): place for name, place in places.items() if name.startswith(inner)}
     about = f"{source.model_folder}/config.json: its {type(model).__name__}"
     for name, spec in source.specs.items():
         if (place := places.get(name)) is None:

@@ -10,7 +10,7 @@ import abc
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -62,6 +62,8 @@ class Source(abc.ABC):
     """config.json, as the model was given it."""
     branches: dict[str, tuple[int, int]]
     """SLoRB: name of the module -> shape of its B, (out, rank). Empty without."""
+    unused: Sequence[str] = ()
+    """Tensors of its files that are no part of the model, and are left out."""
     permutation: Permutation | None = None
     """The order of its channels, where it is not the one that the dense model was trained in."""
     folder: Path

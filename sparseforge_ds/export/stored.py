@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights, is_quantized
+from sparseforge_ds.export.unused import divide
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, unpack24
 from sparseforge_ds.model.families import BRANCH
 
@@ -39,7 +40,10 @@ class StoredWeights:
         self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in inside}
         if self._quantized:
             self.specs |= self._quantized.specs
-        """Shape and dtype of every weight, as the network sees it."""
+        self.unused: list[str] = []
+        if not (folder / "sparsity.json").is_file():
+            self.specs, self.unused = divide(self.specs, config)
+        """Shape and dtype of every weight, as the network sees it; and names of what transformers does not load."""
 
     @property
     def size(self) -> Size:

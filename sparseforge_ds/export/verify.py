@@ -21,6 +21,7 @@ from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER_CONFIG
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
+from sparseforge_ds.export.compressed_tensors import is_only_pruned
 from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
@@ -112,7 +113,8 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
     if sparsity:
         changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
     notes = []
-    if "quantization_config" in config and not tensors.packed and not tensors.quantized:
+    ordinary = not tensors.packed and not tensors.quantized
+    if "quantization_config" in config and ordinary and not is_only_pruned(config):
         notes.append("config.json has a quantization_config: other tools will misread the weights")
     if "dtype" in sparsity and config.get("dtype", config.get("torch_dtype")) != sparsity["dtype"]:
         notes.append("config.json gives another dtype than the weights have")

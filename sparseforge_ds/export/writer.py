@@ -51,7 +51,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
 
 def require_free(out: str | Path) -> None:
     """Raise ValueError unless `out` is a name that a finished folder can be given."""
-    out = Path(out)
+    out = Path(out).absolute()
     if out.is_symlink():
         raise ValueError(f"{out}: is a symbolic link; give the name of a new folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

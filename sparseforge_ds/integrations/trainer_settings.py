@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.trainer_utils import get_last_checkpoint
 
 from sparseforge_ds.checkpoint.folder import is_whole_of_trainer, newest_of_trainer
 from sparseforge_ds.config import SparseForgeConfig
@@ -15,7 +17,9 @@ from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.train.pretrained import in_one_basis
 
+_LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
+WITHOUT_BRANCHES = "transformers would load the model without its low-rank branches (sparseforge.low_rank)"
 _ADAPTER = (
     "PEFT adapters train small matrices beside frozen weights, while a mask is found by training the weights that it "
     "prunes; leave the adapter out, or train it on the sparse model afterwards"
@@ -90,18 +94,26 @@ def refuse_settings(trainer: Any, teacher: str | Path | PreTrainedModel | None) 
         )
 
 
-def refuse_checkpoint(given: str | Path | bool | None, output: str | Path) -> None:
-    """Stop before a trainer goes on from a checkpoint that it cannot load.
+def whole_checkpoint(given: str | Path | bool | None, output: str | Path) -> str | Path | bool | None:
+    """The checkpoint from which a trainer goes on, which it can load.
 
     Args:
-        given: `resume_from_checkpoint`; True and None are the trainer's own affair.
+        given: `resume_from_checkpoint`; True is the newest that is whole, as the last may be what a kill
+            left of a save.
         output: its output folder.
 
     Raises:
         ValueError: there is no whole checkpoint.
     """
+    if given is True and (last := get_last_checkpoint(str(output))) is not None:
+        if is_whole_of_trainer(Path(last)):
+            return last
+        if (newest := newest_of_trainer(Path(output))) is None:
+            raise ValueError(f"resume_from_checkpoint True: {last} is not whole, and no other one in {output} is")
+        _LOG.warning("%s is not whole, as when a save was interrupted; training goes on from %s", last, newest)
+        return str(newest)
     if given is None or isinstance(given, bool) or is_whole_of_trainer(Path(given)):
-        return
+        return given
     why = "is not whole, or no checkpoint of a Trainer" if Path(given).is_dir() else "no such folder"
     newest = next(filter(None, map(newest_of_trainer, (Path(given), Path(given).parent, Path(output)))), None)
     cure = f"the newest that is whole is {newest}" if newest else f"there is none that is whole in {output} either"
@@ -116,8 +128,9 @@ def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:
         config: with its `max_steps`.
 
     Raises:
-        ValueError: masks would not be frozen at the last step.
+        ValueError: masks would never move, or not be frozen at the last step.
     """
+    config.check_length()
     if trainer.args.fp16 and config.release_step >= config.max_steps:
         raise ValueError(
             f"fp16 with masks that are frozen at the last step, {config.release_step} of {config.max_steps}: the "
@@ -208,6 +221,8 @@ def block_of(trainer: Any, given: SparseForgeConfig | dict[str, Any] | None, tea
             f"sparseforge.curvature.sequences = {block.curvature.sequences}: under a trainer passes that measure the "
             "curvature read the micro-batches of the step; leave it out"
         )
+    if block.low_rank is not None and trainer.args.push_to_hub:
+        raise ValueError(f"push_to_hub with sparseforge.low_rank: {WITHOUT_BRANCHES}; leave push_to_hub out")
     if block.monitor.histograms_every or block.monitor.gap_every:
         raise ValueError("sparseforge.monitor: histograms_every and gap_every are the launcher's; leave them out")
     return block

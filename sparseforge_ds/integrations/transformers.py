@@ -27,13 +27,14 @@ from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.step_text import StepText, micro_batch_of
 from sparseforge_ds.integrations.trainer_settings import (
+    WITHOUT_BRANCHES,
     block_of,
     check_teacher,
     refuse_arguments,
-    refuse_checkpoint,
     refuse_length,
     refuse_settings,
     share_sequences,
+    whole_checkpoint,
 )
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.families import prunable_weights
@@ -113,7 +114,7 @@ class SparseForgeMixin(_Trainer):
                 "train() was called before, and masks have moved since: make a new trainer, and give "
                 "resume_from_checkpoint to go on where this one is"
             )
-        refuse_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        resume_from_checkpoint = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         assert self.forge is not None
         if self.state.global_step >= self.state.max_steps:
@@ -254,12 +255,21 @@ class SparseForgeMixin(_Trainer):
         Raises:
             ValueError: it has low-rank branches, which transformers would leave out without a word.
         """
-        if self._config.low_rank is not None and not _internal_call:
-            raise ValueError(
-                "save_model: transformers would load the model without its low-rank branches (sparseforge.low_rank); "
-                f"make it from the newest checkpoint: sparseforge consolidate {self.args.output_dir} OUT"
-            )
+        if not _internal_call:
+            self._refuse_branches("save_model")
         super().save_model(output_dir, _internal_call)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own, of a model that transformers loads; raises what `save_model` does."""
+        self._refuse_branches("push_to_hub")
+        return super().push_to_hub(*args, **kwargs)
+
+    def _refuse_branches(self, what: str) -> None:
+        if self._config.low_rank is not None:
+            raise ValueError(
+                f"{what}: {WITHOUT_BRANCHES}; make it from the newest checkpoint: sparseforge consolidate "
+                f"{self.args.output_dir} OUT"
+            )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The trainer's own; with what a permuted or rotated model's folder says of it, which its exports need."""

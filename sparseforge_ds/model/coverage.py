@@ -50,7 +50,7 @@ class Coverage:
 def said(masked: int, linear: int, total: int) -> str:
     """Elements under a mask, of all linear weights and of all parameters, in words."""
     where = "of the linear weights between embedding and head"
-    return f"{percent(masked, linear)} {where} and {percent(masked, total)} of all weights under a mask"
+    return f"{percent(masked, linear)} {where} and {percent(masked, total)} of all parameters under a mask"
 
 
 def percent(part: int, whole: int) -> str:

@@ -154,6 +154,8 @@ class _Student:
         batch = self.batch
         if batch is None or not batch.states:  # no pass that is compared, or its backward is done
             return None
+        if self.found is None and not torch.is_grad_enabled():  # another pass, before a backward that is left out
+            return None
         state_BSH, teacher_BSH = _state(output), batch.states[number]
         if state_BSH.shape != teacher_BSH.shape:
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunArguments
@@ -91,10 +92,10 @@ def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Itera
 
 def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Row]:
     anew = begins_anew(spec)
-    if anew is None:
-        check_beginning(spec)
-    else:
+    if anew is not None:
         yield "resume", anew
+        spec = replace(spec, arguments=replace(spec.arguments, resume=False))
+    check_beginning(spec)
     parent = next(p for p in (spec.folder.absolute(), *spec.folder.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {spec.folder}: {parent} is no folder that can be written; give another one")

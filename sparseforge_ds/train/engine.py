@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from transformers import PreTrainedModel, set_seed
 
 import sparseforge_ds as sf
@@ -62,6 +63,9 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         model_parameters=sf.param_groups(model, spec.config, weight_decay=weight_decay),
         config=spec.deepspeed,
     )
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if isinstance(scaler, DynamicLossScaler):
+        scaler.raise_error_at_min_scale = False  # a bare Exception; the loop says what overflows and stops by itself
     _prove(model, f"--model {spec.model.name}", sequence, documents)
     forge = sf.SparseForge(engine, spec.config)
     teacher, distillation = None, spec.config.distillation

@@ -32,6 +32,8 @@ from sparseforge_ds.zero.probe import Closure
 _LOG = logging.getLogger(__name__)
 PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
+OVERFLOWS = 100
+"""Steps in a row that fp16 may skip: more than a dynamic loss scale takes from its start to its smallest value."""
 
 
 class RunDivergedError(AgreedError):
@@ -60,7 +62,7 @@ def train(
     whole = context.objective.decide(batches.at(batches.position)[:1, :1].to(context.device))
     if whole:
         _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {whole}")
-    saved, failures = first_step if spec.arguments.resume else None, 0
+    saved, failures, skipped = first_step if spec.arguments.resume else None, 0, 0
     if first_step == 0:
         forge.start(probe=ProbeText(context, 0, 1))
     _evaluate_if_due(evaluation, monitor, first_step)  # of a resumed run only where the step before it was its last
@@ -113,6 +115,10 @@ def train(
         failures = 0 if math.isfinite(total) else failures + 1
         if failures == PATIENCE:
             raise _diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before))
+        skipped = 0 if step > before else skipped + 1
+        if skipped == OVERFLOWS:
+            what = f"gradients have overflowed in {OVERFLOWS} steps in a row, which fp16 skips"
+            raise _diverged(what, step, rate(before), "use bf16, or a smaller fp16.loss_scale or fp16.min_loss_scale")
         if step > before:  # loss scaling did not skip the step
             absent = {"kl"} if context.objective.teacher is None else set()
             absent |= {name for name in ("hidden", "balance") if not mean[name]}
@@ -142,12 +148,24 @@ def train(
     forge.finish()
     if saved != max_steps:
         save(context, checkpoints, monitor, evaluation, max_steps)
+    return came_to(context, evaluation, first_step, round(time.perf_counter() - began, 1), scalars)
+
+
+def came_to(
+    context: TrainContext,
+    evaluation: Evaluation,
+    first_step: int,
+    seconds: float = 0.0,
+    scalars: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """What a finished run came to, for `result.json`: by default of a start that trained nothing."""
+    steps = context.forge.step_count
     return {
-        "steps": forge.step_count,
-        "tokens": forge.step_count * spec.tokens_per_step,
-        "seconds": round(time.perf_counter() - began, 1),
-        "steps_of_this_start": forge.step_count - first_step,
-        "last_step": scalars,
+        "steps": steps,
+        "tokens": steps * context.spec.tokens_per_step,
+        "seconds": seconds,
+        "steps_of_this_start": steps - first_step,
+        "last_step": scalars or {},
         **evaluation.result(),
     }
 
@@ -225,8 +243,10 @@ def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
         monitor.write(step, {"mask/soft_to_hard_gap": gap})
 
 
-def _diverged(what: str, step: int, rate: float) -> RunDivergedError:
+def _diverged(
+    what: str, step: int, rate: float, cure: str = "lower --learning_rate or raise --warmup"
+) -> RunDivergedError:
     return RunDivergedError(
-        f"{what}, at step {step} with learning rate {rate:.3g}; lower --learning_rate or raise --warmup, and continue "
-        "from the last checkpoint with --resume"
+        f"{what}, at step {step} with learning rate {rate:.3g}; {cure}, and continue from the last checkpoint with "
+        "--resume"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparseforge_ds.config.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, RunArguments
+from sparseforge_ds.config.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, HELD_OUT_TEXT, RunArguments
 from sparseforge_ds.data.mixture import STREAM
 
 _OWN = ("model", "data", "checkpoints", "tensorboard")
@@ -47,6 +47,8 @@ def _read(arguments: RunArguments) -> Iterator[tuple[str, str, Path]]:
     for value in arguments.dataset:
         for name in (value, value.rpartition("=")[0]):  # with a weight behind it, or without
             given.append(("--dataset", value, name.removeprefix(STREAM) if name != EMBEDDED_TEXT else ""))
+    if (held_out := arguments.eval_dataset) is not None and held_out not in (EMBEDDED_TEXT, HELD_OUT_TEXT):
+        given.append(("--eval_dataset", held_out, held_out.removeprefix(STREAM)))
     for flag, value, name in given:
         if name and Path(name).exists():
             yield flag, value, Path(name).resolve()

@@ -26,7 +26,7 @@ from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
 from sparseforge_ds.train.length import laid_out_over, lengthened, steps_of_epochs
-from sparseforge_ds.train.loop import RunDivergedError, train
+from sparseforge_ds.train.loop import RunDivergedError, came_to, train
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import rank_from_launcher, take_place, unlink_shared_buffers, world_size_from_launcher
@@ -91,11 +91,13 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         ranks.on_first(lambda: checkpoints.name_best(evaluation.ranking()))  # a kill may have kept it from being named
     ranks.on_first(lambda: write_folder(spec))
     start, max_steps = context.forge.step_count, spec.steps
+    result_file = spec.folder / "result.json"
     if found is not None and start >= max_steps:
+        if ranks.first and not result_file.exists():  # a kill came between the last checkpoint and its result
+            write_json(result_file, came_to(context, evaluation, start))
         _LOG.info(f"the run in {spec.folder} is complete ({start} steps): nothing to do")
         ranks.leave()
         return
-    result_file = spec.folder / "result.json"
     ranks.on_first(lambda: result_file.unlink(missing_ok=True))  # of an earlier start
     if trackers is not None:
         trackers.settings(_settings(spec), described, start)

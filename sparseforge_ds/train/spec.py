@@ -147,6 +147,8 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
     content = with_batch(read_deepspeed_json(arguments.deepspeed), arguments.global_batch, arguments.micro_batch)
     overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
     config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides).allowing_dense(arguments.allow_dense)
+    if arguments.epochs is None:
+        config.check_length()
     if config.max_steps < 1 and config.method.name != "oneshot":
         raise ValueError(f"sparseforge.max_steps = {config.max_steps}: nothing to train; set it or give --max_steps")
     if arguments.teacher is not None and config.distillation is None:

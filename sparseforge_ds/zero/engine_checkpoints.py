@@ -12,6 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from sparseforge_ds.checkpoint.folder import named_by
+from sparseforge_ds.checkpoint.pt_file import unreadable
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.zero.restore import together
 from sparseforge_ds.zero.shard import Layout
@@ -39,6 +43,8 @@ def carry_state(
     ) -> Any:
         given = client_state or {}
         carried = given if KEY in given else {**given, KEY: state_dict()}
+        leave_out = kwargs.get("exclude_frozen_parameters", args[1] if len(args) > 1 else False)
+        together(layout, lambda: _check_what_is_saved(layout, given, bool(leave_out)))
         return save(str(save_dir), tag, carried, *args, **kwargs)
 
     @functools.wraps(load)
@@ -59,12 +65,39 @@ def carry_state(
                 "load_module_only and custom_load_fn; to start from the weights alone, export them with "
                 "`sparseforge consolidate` and load that model"
             )
-        checkpoint = together(layout, lambda: _read(Path(load_dir) if tag is None else Path(load_dir, tag), layout))
+        checkpoint = together(layout, lambda: _read(_meant(Path(load_dir), tag), layout))
         restore(checkpoint)
         # Without the state, which is older than the forge's once training goes on: a caller saves this dict again.
         return str(checkpoint.folder), {key: value for key, value in checkpoint.client_state.items() if key != KEY}
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _check_what_is_saved(layout: Layout, client_state: dict[str, Any], without_frozen: bool) -> None:
+    """Raise ValueError for what could be saved and not be read again: loading unpickles nothing."""
+    if without_frozen and any(name not in layout.shards for name, _ in layout.engine.module.named_parameters()):
+        raise ValueError(
+            "engine.save_checkpoint: exclude_frozen_parameters leaves out weights without which a run with masks can "
+            "be neither continued nor exported; do not set it"
+        )
+    for group in layout.inner.param_groups:  # a learning rate that numpy computed is a number all the same
+        numbers = {key: value for key, value in group.items() if not isinstance(value, Tensor)}
+        group.update({key: value.item() for key, value in numbers.items() if hasattr(value, "item")})
+    scheduler = getattr(layout.engine, "lr_scheduler", None)
+    held = {} if scheduler is None else {"the scheduler's state_dict": scheduler.state_dict()}
+    for key, value in {**{f"client_state[{key!r}]": value for key, value in client_state.items()}, **held}.items():
+        if (odd := unreadable(value)) is not None:
+            raise ValueError(
+                f"engine.save_checkpoint: {key} could not be read again ({odd}), since loading unpickles nothing; save "
+                "tensors, numbers and strings, and lists and dicts of these"
+            )
+
+
+def _meant(load_dir: Path, tag: str | None) -> Path:
+    """The checkpoint that DeepSpeed would load."""
+    if tag is not None:
+        return load_dir / tag
+    return named_by(load_dir / "latest") if (load_dir / "latest").is_file() else load_dir
 
 
 def _read(folder: Path, layout: Layout) -> Checkpoint:

@@ -142,8 +142,11 @@ class Layout(ABC):
         for name, shard in self.shards.items():
             if shard.flat in flats and name not in chosen:
                 raise ValueError(f"{name} is not prunable but shares a partition with weights that are; {cure}")
-        if not any(group.get(GROUP_KEY) for group in self.inner.param_groups):
-            raise ValueError(f"no param group of the optimizer is marked as prunable; {cure}")
+        groups = zip(self.groups, self.inner.param_groups, strict=True)
+        marked = {name for names, group in groups if group.get(GROUP_KEY) for name in names}
+        if odd := sorted(marked ^ chosen.keys()):
+            what = "is not prunable by this config" if odd[0] in marked else "is prunable"
+            raise ValueError(f"{odd[0]} {what}, and its param group says otherwise; {cure}")
         return chosen
 
     def check(self, names: Iterable[str]) -> None:

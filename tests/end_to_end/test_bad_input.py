@@ -393,6 +393,15 @@ def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
     assert (resumable.run / "checkpoints" / "step_000008").is_dir()
 
 
+def test_a_finished_run_that_was_killed_before_its_result(finished):
+    file = finished.run / "result.json"
+    before = json.loads(file.read_text())
+    file.unlink()
+    assert [code for code, _ in finished.train("--resume")] == [0, 0]
+    after = json.loads(file.read_text())
+    assert [after[key] for key in ("steps", "tokens", "steps_of_this_start")] == [before["steps"], before["tokens"], 0]
+
+
 def test_random_numbers_of_something_else(resumable):
     file = shard(resumable, "random_00001.json")
     file.write_text("{}" + file.read_text()[2:])
@@ -418,6 +427,16 @@ def test_a_loss_that_stays_infinite(inputs):
     message = inputs.refused()
     assert "the loss has been nan for 10 steps in a row" in message and "lower --learning_rate" in message
     assert not (inputs.run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "scale", [{"loss_scale": 1e12}, {"initial_scale_power": 40, "min_loss_scale": 2**40, "hysteresis": 1}]
+)
+def test_gradients_that_overflow_for_ever(inputs, scale):
+    inputs.content["fp16"] = {"enabled": True, **scale}
+    message = inputs.refused()
+    assert "gradients have overflowed in 100 steps in a row" in message and "a smaller fp16.loss_scale" in message
+    assert "gradients have overflowed" in json.loads((inputs.run / "result.json").read_text())["diverged"]
 
 
 def test_an_infinite_loss_when_curvature_is_due(inputs):

@@ -54,7 +54,7 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
         "step        6 of 6, finished (hardening 2-4), 384 tokens",
         "layout      2 ranks, ZeRO-2, float32",
         "coverage    2:4 in 7 weights: 100.0% of the linear weights between embedding and head and 21.3% of all "
-        "weights under a mask (10,800 in all)",
+        "parameters under a mask (10,800 in all)",
         "mask        100.00% exactly 0 or 1, 0.00% undecided (0.05 to 0.95)",
         "hard mask: density 50.00%\n",  # nothing is left of what was pruned, to compare with
         "result      steps 6, tokens 384, seconds",

@@ -23,7 +23,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.methods import SrSteConfig
 from sparseforge_ds.export.inspection import inspect
-from sparseforge_ds.integrations.trainer_settings import refuse_checkpoint, refuse_length
+from sparseforge_ds.integrations.trainer_settings import refuse_length, whole_checkpoint
 from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.objective import Objective
@@ -289,6 +289,7 @@ def evaluated(folder: str) -> dict[str, Any]:
     trainer.train()
     found["probe"] = trainer.state.log_history, trainer.forge.needs_probe, trainer.forge.ready
     found["saved"] = said(lambda: trainer.save_model(str(place / "with branches")))
+    found["pushed"] = said(trainer.push_to_hub)
     found["heard"] = [heard(place, own_mean) for own_mean in (False, True)]
     found["counted"] = [counted(place, factored, least) for factored in (True, False) for least in (0, 40)]
     found["refused"] = {"deepspeed": without, **dict(refusals(place, trainer))}
@@ -386,6 +387,9 @@ def refusals(place: Path, trained: Any) -> Any:
     yield "basis", said(lambda: trainer_of(place, hidden, 2, str(turned)))
     yield "itself", said(lambda: SparseForgeTrainer(model=student, args=again(), teacher=student))
     yield "file", said(lambda: SparseForgeTrainer(model=student, args=again(), sparseforge="block.json"))
+    pushing = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), push_to_hub=True)
+    offline = type("Offline", (SparseForgeTrainer,), {"init_hf_repo": lambda self, token=None: None})
+    yield "branches", said(lambda: offline(model=student, args=pushing()))
     yield "sequences", said(lambda: trainer_of(place, deepspeed_json(2, curvature={"sequences": 8}), 2))
     late = SparseForgeConfig(max_steps=9, method=SrSteConfig())
     halves = SimpleNamespace(args=SimpleNamespace(fp16=True))
@@ -412,6 +416,8 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     logged, needs_probe, ready = found["probe"]
     assert needs_probe and ready and any(metrics.get("curvature/mean", 0) != 0 for metrics in logged)
     assert "save_model: transformers would load the model without its low-rank branches" in found["saved"]
+    assert "push_to_hub: transformers would load the model without its low-rank branches" in found["pushed"]
+    assert "push_to_hub with sparseforge.low_rank" in found["refused"]["branches"]
     for plain, more in (found["counted"][:2], found["counted"][2:]):  # by sums and by elements
         assert plain[0] and more[0], "passes before the first step were not in training mode"
         assert int((plain[1] != more[1]).sum()) <= 2 and plain[1].sum() * 2 == plain[1].numel()
@@ -443,12 +449,18 @@ def test_a_checkpoint_to_go_on_from_is_there_and_whole(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     for file in ("latest", "trainer_state.json"):
         (tmp_path / "checkpoint-3" / file).write_text("")
-    for given in (None, True, tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-3")):
-        refuse_checkpoint(given, tmp_path)
+    for given in (None, False, tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-3")):
+        assert whole_checkpoint(given, tmp_path) is given
+    assert whole_checkpoint(True, tmp_path) == str(tmp_path / "checkpoint-3"), "a kill in a save left the last one"
+    (tmp_path / "none").mkdir()
+    assert whole_checkpoint(True, tmp_path / "none") is True, "the trainer says so itself"
+    (tmp_path / "none" / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match="resume_from_checkpoint True: .*checkpoint-1 is not whole, and no other"):
+        whole_checkpoint(True, tmp_path / "none")
     there = f"; the newest that is whole is {tmp_path / 'checkpoint-3'}$"
     for name, why in (("checkpoint-99", "no such folder"), ("checkpoint-6", "is not whole"), ("", "is not whole")):
         with pytest.raises(ValueError, match=f"^resume_from_checkpoint {tmp_path / name}: {why}.*{there}"):
-            refuse_checkpoint(str(tmp_path / name), tmp_path / "elsewhere")
+            whole_checkpoint(str(tmp_path / name), tmp_path / "elsewhere")
 
 
 def examples(folder: str, commands: dict[str, list[str]]) -> dict[str, Any]:

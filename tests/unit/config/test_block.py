@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("block", "words"), BAD, ids=[json.dumps(block)[:60] for block, _ in BAD])
 def test_bad_value_is_an_error_that_names_it(block: dict[str, Any], words: list[str]):
     with pytest.raises(ValueError) as error:
-        build(**block)
+        build(**block).check_length()
     assert [word for word in words if word not in str(error.value)] == []
 
 
@@ -186,11 +187,22 @@ def test_longer_runs_keep_their_steps(max_steps: int) -> None:
 def test_the_least_number_of_steps_is_the_least(every: int, stop: float) -> None:
     schedule = {"update_every": every, "hardening": [0.0, stop]}
     with pytest.raises(ValueError, match="use at least") as raised:
-        build(max_steps=2, method=schedule)
+        build(max_steps=2, method=schedule).check_length()
     least = int(str(raised.value).split("use at least ")[1].split(" ")[0])
-    assert build(max_steps=least, method=schedule).resolved_schedule.freeze_step == every + 1
+    enough = build(max_steps=least, method=schedule)
+    enough.check_length()
+    assert enough.resolved_schedule.freeze_step == every + 1
     with pytest.raises(ValueError, match=f"use at least {least} steps"):
-        build(max_steps=least - 1, method=schedule)
+        build(max_steps=least - 1, method=schedule).check_length()
+
+
+def test_a_block_is_read_before_the_length_of_its_run_is_known() -> None:
+    block = {"method": {"update_every": 100}}
+    SparseForgeConfig.from_dict({**block, "max_steps": 20_000}).check_length()
+    early = SparseForgeConfig.from_dict(block)
+    with pytest.raises(ValueError, match="update_every = 100 .* masks are frozen at step 80 of 400"):
+        early.check_length()
+    replace(early, max_steps=20_000).check_length()
 
 
 def test_fixed_masks_and_runs_of_no_steps_are_valid():
@@ -295,7 +307,7 @@ def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
     assert SparseForgeConfig.from_dict({**block, **soon, "low_rank": {"k": 4, "start": 0.1}}).branch_step == 10
     for start in (0.0, 0.05):
         with pytest.raises(ValueError, match="no mask has removed anything yet"):
-            SparseForgeConfig.from_dict({**block, **soon, "low_rank": {"k": 4, "start": start}})
+            SparseForgeConfig.from_dict({**block, **soon, "low_rank": {"k": 4, "start": start}}).check_length()
     with pytest.raises(ValueError, match="low_rank.start.*the branch is there from the first step"):
         SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "shift": True, "start": 0.5}})
 

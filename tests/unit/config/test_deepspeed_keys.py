@@ -46,7 +46,10 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("timers", {"throughput": {"enable": True}}, ["DeepSpeedThroughputTimerConfig", "enable"]),
     # types and values
     (f"{ZERO}/stage", 4, [f"{ZERO}.stage = 4 is not valid: use 0, 1, 2 or 3"]),
-    *((f"{ZERO}/stage", value, [f"{ZERO}.stage = ", "use 0, 1, 2 or 3"]) for value in ("3", 2.5, None, True, -1)),
+    *(
+        (f"{ZERO}/stage", value, [f"{ZERO}.stage = ", "use 0, 1, 2 or 3"])
+        for value in ("3", "auto", 2.5, None, True, -1)
+    ),
     *((ZERO, value, [f"{ZERO} = ", 'expected an object, like {"stage": 3}']) for value in (None, [], True, 3)),
     *((key, "auto", [f'{key} = "auto": expected an object']) for key in ("bf16", "fp16", ZERO, "optimizer", "wandb")),
     *((key, "auto", [f'{key} = "auto": expected an']) for key in ("tensorboard", "comet", "checkpoint", "data_types")),

@@ -141,6 +141,8 @@ def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
         ("a.parquet", b"", r"a\.parquet: not readable .*; repair"),
         ("a.arrow", b"nothing of the kind", r"a\.arrow: not readable .*; repair"),
         ("a.arrow", b"", r"a\.arrow: not readable .*; repair"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "line 1: not JSON"),
+        ("a.json", b'[{"text": ' + b"[" * 100_000, "not JSON"),
         ("a.xml", b"<text/>", r"unknown kind of file '.xml'; use one of .txt, .jsonl, .json \(each"),
         *((f"a.json{end}", b"nothing of the kind", f"a.json{end}: not readable.*repair") for end in PACKS if end),
     ],
@@ -150,6 +152,13 @@ def test_an_unusable_file_says_why(tmp_path, name, content, message):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read(path)
+
+
+def test_a_column_of_a_type_that_datasets_does_not_have(tmp_path):
+    pairs = pyarrow.array([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "facts": pairs}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: Arrow type map<.*; write the columns with text to a file"):
+        read(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize("end", [end for end in PACKS if end])

@@ -51,6 +51,41 @@ def test_packed24_of_a_folder_from_elsewhere(tmp_path: Path, family: str, capsys
     assert json.loads((out / "sparsity.json").read_text())["source"] == {"folder": "elsewhere"}
 
 
+def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers behind the last one, `mtp` and buffers of older versions; of a mask's dense model as well."""
+    folder, dense = (write_dense(tmp_path / name, "llama") for name in ("elsewhere", "dense"))
+    prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows])
+    for place in (folder, dense):
+        held = load_file(place / "model.safetensors")
+        behind = len({name.split(".")[2] for name in held if ".layers." in name})
+        more = {name: torch.ones(8, 8) for name in (f"model.layers.{behind}.mlp.up_proj.weight", "mtp.layers.0.weight")}
+        more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        save_file({**held, **more}, place / "model.safetensors", {"format": "pt"})
+    report = check_folder(folder)
+    assert not report.violations and {row.name for row in report.rows} <= held.keys()
+    assert main(["export", str(folder), str(tmp_path / "mask"), "--format", "mask"]) == 0
+    for name, source, model in (("out", folder, folder), ("again", tmp_path / "mask", dense)):
+        capsys.readouterr()
+        assert main(["export", str(source), str(tmp_path / name), "--model", str(model)]) == 0
+        assert "3 tensors that transformers does not load are left out, the first of them" in capsys.readouterr().out
+        assert load_file(tmp_path / name / "model.safetensors").keys() == held.keys()
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24"])
+def test_names_without_that_of_the_inner_model(tmp_path: Path, format: str) -> None:
+    """As the original GPT-2 is stored: h.0... for transformer.h.0..., with a buffer of old versions."""
+    folder = write_dense(tmp_path / "elsewhere", "gpt2")
+    held = load_file(folder / "model.safetensors")
+    short = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
+    short["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(short, folder / "model.safetensors", {"format": "pt"})
+    prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows], -2)
+    assert main(["export", str(folder), str(tmp_path / "out"), "--format", format]) == 0
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
 def test_an_unknown_family(tmp_path: Path) -> None:
     """Groups run along the last axis, as nothing says otherwise."""
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "dtype": "float32"}')

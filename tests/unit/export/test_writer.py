@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
-from sparseforge_ds.export.writer import parse_size, unfinished_folder, write_tensors
+from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder, write_tensors
 
 TENSORS = {
     "matrix": torch.randn(5, 7),
@@ -41,6 +41,11 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, limit: int, workers: in
 def test_a_tensor_that_nobody_made(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="half"):
         write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, [*SPECS.keys() - {"half"}])
+
+
+def test_an_empty_folder_may_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    require_free(".")
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("20KB", 20_000), ("17", 17), ("1 mb", 10**6)])

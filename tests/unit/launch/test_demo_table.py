@@ -32,7 +32,7 @@ def test_every_number_is_in_the_table(tmp_path: Path) -> None:
     assert "one-shot magnitude 2:4 20.000 (100.0% above dense)" in lines
     assert "SparseForge 2:4 11.000 (10.0% above dense)" in lines
     assert "under a mask of the linear weights 100.0%" in lines
-    assert "of all weights 75.0%" in lines
+    assert "of all parameters 75.0%" in lines
     assert "2:4 groups checked 123,456" in lines
     assert "violations 0" in lines
     assert "training tokens 819,200 (400 steps of 8 x 256)" in lines

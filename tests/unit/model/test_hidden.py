@@ -182,6 +182,9 @@ def test_other_passes_see_nothing_and_states_go_with_the_backward_pass() -> None
     student, teacher, config = tiny_llama().train(), tiny_llama(seed=1).eval(), _config()
     ids, labels = _batch()
     before = student(input_ids=ids, use_cache=False).logits
+    loss_in_head(student, labels, config, _target(teacher, ids, config), input_ids=ids)  # and no backward pass of it
+    with torch.no_grad():
+        assert student(input_ids=ids[:1, :3]).logits.shape[:2] == (1, 3)
     target = _target(teacher, ids, config)
     assert target.states is not None and len(target.states) == len(student.model.layers)
     losses, _ = loss_in_head(student, labels, config, target, input_ids=ids)

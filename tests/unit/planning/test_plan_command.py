@@ -288,7 +288,7 @@ def test_a_proposed_block_is_pasted_and_planned(tmp_path: Path, capsys: pytest.C
     without = str(write_json(tmp_path / "ds.json", deepspeed_json(**block, exclude=["*.experts.*"])))
     assert plan(*arguments, without) == 0
     text = capsys.readouterr().out
-    assert re.search(r"pruned +2:4 in 8 weights: 11\.0% of the linear weights between .* of all weights", text)
+    assert re.search(r"pruned +2:4 in 8 weights: 11\.0% of the linear weights between .* of all parameters", text)
     assert re.search(r"left dense +model\.layers\.\*\.mlp\.experts\.gate_up_proj \(32,768 elements, 58\.9% of", text)
     (found,) = plan_json(capsys, *arguments, without)
     assert found["model"]["masked"] / found["model"]["linear"] < 0.12

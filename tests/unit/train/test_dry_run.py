@@ -57,6 +57,13 @@ def test_it_describes_the_run(dry):
     assert "hub" not in hub  # everything is here
 
 
+def test_a_queued_command_that_has_nothing_to_resume_yet_needs_the_disk_of_a_run(dry):
+    def at_once(**flags: str) -> str:
+        return re.search(r"at once on disk (.*)", dry(keep_checkpoints=0, save_every=1, **flags)[1])[1]
+
+    assert at_once(resume="auto") == at_once()
+
+
 def test_one_rank_speaks_for_all(dry, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "x 2 ranks" in dry()[1]

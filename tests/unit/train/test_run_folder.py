@@ -271,6 +271,10 @@ def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
         ({"output_dir": "teacher/run", "teacher": teacher}, f"in the folder of --teacher .*{inside}"),
         ({"output_dir": "texts/run", "dataset": [str(tmp_path / "texts")]}, f"of --dataset .*texts, .*{inside}"),
         ({"output_dir": "texts/run", "dataset": [f"stream:{tmp_path / 'texts'}=1"]}, f"of --dataset stream:.*{inside}"),
+        (
+            {"output_dir": "texts/run", "eval_dataset": str(tmp_path / "texts")},
+            f"of --eval_dataset .*texts, .*{inside}",
+        ),
         ({"output_dir": "."}, r"--model .*model lies in its folder model, which the run replaces"),
         ({"output_dir": ".", "model": teacher}, None),
         ({"output_dir": "texts/run", "dataset": [text]}, None),  # beside a file of text

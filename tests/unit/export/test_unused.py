@@ -1,0 +1,17 @@
+"""Which tensors of a model's files are no part of it."""
+
+from __future__ import annotations
+
+from sparseforge_ds.export.unused import divide
+
+
+def test_layers_behind_the_last_one_are_those_of_the_half_that_has_so_many() -> None:
+    names = {f"model.{part}.layers.{number}.w": number for part in ("language_model", "visual") for number in range(4)}
+    text = {"num_hidden_layers": 3}
+    assert divide(names, {"text_config": text})[1] == ["model.language_model.layers.3.w"]
+    assert divide({"model.layers.2.w": 0, "model.layers.3.w": 0}, text) == (
+        {"model.layers.2.w": 0},
+        ["model.layers.3.w"],
+    )
+    assert divide({"h.11.w": 0, "h.12.w": 0}, {"n_layer": 12})[1] == ["h.12.w"]
+    assert divide(names, {}) == (names, [])

@@ -1,0 +1,96 @@
+"""What an own loop may ask of the engine's own `save_checkpoint` and `load_checkpoint`, and gets refused at once."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparseforge_ds as sf
+from sparseforge_ds.checkpoint.folder import find_checkpoint
+from tests.distributed import run_distributed
+from tests.zero.case import MODELS, Case, build, build_engine, probe_of, train_step
+
+CASE = Case(stage=1)
+
+
+def said(work: Any) -> str:
+    with pytest.raises(ValueError) as refused:
+        work()
+    return str(refused.value)
+
+
+def refusals(folder: str) -> dict[str, str]:
+    engine, _ = build(CASE)
+    found = {
+        name: said(lambda state=state: engine.save_checkpoint(folder, client_state=state))
+        for name, state in {
+            "numpy": {"rng": np.random.get_state()},
+            "object": {"mine": {"args": argparse.Namespace(lr=1)}},
+            "function": {"decay": lambda step: step},
+        }.items()
+    }
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda step: np.float64(0.5))
+    found["scheduler"] = said(lambda: engine.save_checkpoint(folder))
+    model = MODELS["llama"]()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(False)
+    frozen, _ = build(CASE, model)
+    found["frozen"] = said(lambda: frozen.save_checkpoint(folder, exclude_frozen_parameters=True))
+    assert not Path(folder).exists(), "something was written"
+    elastic = build_engine(replace(CASE, zero={"elastic_checkpoint": True}))
+    found["elastic"] = said(lambda: sf.SparseForge(elastic, CASE.sparseforge))
+    less = replace(CASE, stage=0, config={"exclude": ["*.k_proj.weight"]}).sparseforge
+    unlike = build_engine(replace(CASE, stage=0))
+    found["groups"] = said(lambda: sf.SparseForge(unlike, less))
+    return found
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
+    for found in run_distributed(refusals, 2, str(tmp_path / "saved")):
+        for name, words in {
+            "numpy": "client_state['rng'] could not be read again (it has a numpy._core.multiarray._reconstruct in it)",
+            "object": "client_state['mine'] could not be read again (it has a argparse.Namespace in it)",
+            "function": "client_state['decay'] could not be read again (Can't pickle",
+            "scheduler": "the scheduler's state_dict could not be read again (it has a numpy._core.multiarray.scalar",
+            "frozen": "exclude_frozen_parameters leaves out weights",
+            "elastic": "zero_optimization.elastic_checkpoint: it saves states without the numbers",
+            "groups": "k_proj.weight is not prunable by this config, and its param group says otherwise",
+        }.items():
+            assert words in found[name], found[name]
+
+
+def gone_back(folder: str) -> list[str]:
+    """The folders that were loaded, by DeepSpeed's rule: what `latest` names."""
+    engine, forge = build(CASE)
+    forge.start(probe_of(engine, CASE, 0))
+
+    def step(number: int) -> None:
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = np.float64(1e-3)  # as a schedule that calls numpy computes it
+        train_step(engine, CASE, number)
+        forge.step(probe_of(engine, CASE, number))
+        engine.save_checkpoint(folder, tag=f"step_{number + 1:06d}", client_state={"mine": [3, "a", torch.ones(2)]})
+
+    for number in range(4):
+        step(number)
+    engine.load_checkpoint(folder, tag="step_000002")
+    step(2)
+    loaded = [engine.load_checkpoint(folder)[0]]
+    if dist.get_rank() == 0:
+        Path(folder, "step_000009").mkdir()  # what a kill left
+    dist.barrier()
+    loaded.append(engine.load_checkpoint(folder)[0])
+    assert forge.step_count == 3
+    return [Path(each).name for each in loaded]
+
+
+def test_after_going_back_the_branch_that_was_left_is_not_loaded(tmp_path: Path) -> None:
+    assert run_distributed(gone_back, 2, str(tmp_path)) == [["step_000003"] * 2] * 2
+    assert find_checkpoint(tmp_path).name == "step_000003", "and for the tools, too"
