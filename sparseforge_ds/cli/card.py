@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 _EPILOG = """\
-Every export has a card already. This writes it anew, with results that were measured since, and leaves a README.md
-alone that somebody else wrote or changed. Of paths on this machine a card says the last part only.
+Every export has a card already. This writes it anew, with results of this model that were measured since, and leaves a
+README.md alone that somebody else wrote or changed. Of paths on this machine a card says the last part only.
 
 examples:
   sparseforge card models/qwen3_14b_2to4 --results evaluation.json --license apache-2.0
@@ -30,7 +30,7 @@ def register(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what `sparseforge evaluate` wrote by --json",
+        help="what `sparseforge evaluate` wrote of this model by --json",
     )
     parser.add_argument("--license", metavar="NAME", help="licence of the model, as the hub names it, like apache-2.0")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the hub, as this model")
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.model)
     if args.private and args.push is None:
         raise ValueError("--private: it belongs to --push")
-    if write_card(folder, read_results(args.results), args.license, args.push):
+    if write_card(folder, read_results(args.results, folder, args.push), args.license, args.push):
         print(f"{folder / NAME}: written")
     else:
         print(f"{folder / NAME}: was written or changed by somebody else, and stays as it is")

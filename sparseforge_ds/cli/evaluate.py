@@ -52,8 +52,8 @@ def register(commands: Any) -> None:
     add(
         "--adapter",
         metavar="FOLDER",
-        help="PEFT adapter to put on the model (needs peft); default: the one in the model's own folder, like the "
-        "low-rank branch that export writes; none: without",
+        help="PEFT adapter to put on the model (needs peft); default: the one beside the model's own weights, "
+        "like the low-rank branch that export writes; none: without",
     )
     add("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
     add("--batch_size", type=int, default=8, metavar="N", help="sequences of one forward (default: 8)")
@@ -133,12 +133,12 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     if args.any_family and pattern is None:
         raise ValueError("--any_family: it says what --one_shot prunes; give that too, or leave it out")
-    adapter = adapter_of(args.model, args.adapter)
 
     def load() -> Any:
         models = [name for name in (args.model, args.dense) if name is not None]
         for name in models:
             require_model(name)
+        adapter = adapter_of(args.model, args.adapter)
         documents = None if args.text is None else read_text(args.text, args.text_field, args.limit)
         tokenizers = [load_tokenizer(name) for name in models]
         names = _tasks(args)
@@ -147,9 +147,9 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         if pattern is not None:
             config = SparseForgeConfig(pattern=str(pattern))
             prune_by_magnitude(model, pattern, any_family(model, config) if args.any_family else config)
-        return documents, tokenizers, tasks, model
+        return documents, tokenizers, tasks, model, adapter
 
-    documents, tokenizers, tasks, model = ranks.all_or_raise(load)
+    documents, tokenizers, tasks, model, adapter = ranks.all_or_raise(load)
     dtype = str(model.dtype).removeprefix("torch.")
     found: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"

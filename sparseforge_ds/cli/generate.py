@@ -14,7 +14,8 @@ from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
 The text goes to stdout as it comes, everything else to stderr. Without --temperature the most likely token is taken
-each time, so that two exports of one model can be compared.
+each time, so that two exports of one model can be compared. Of the model's generation_config.json only the ids of its
+special tokens are used, such as those that end a text: no penalties, beams, or choice of the top_k or top_p.
 
 examples:
   sparseforge generate models/qwen3_14b_packed24 "The capital of France is"
@@ -36,7 +37,11 @@ def register(commands: Any) -> None:
         "--max_new_tokens", type=int, metavar="N", help="stop after N (default: 128, or what the model has room for)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="sample at T; 0 takes the likeliest (default: 0)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sample from all tokens at T; 0: the likeliest (default: 0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     parser.add_argument("--chat", action="store_true", help="put PROMPT into the model's chat template")
@@ -56,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     require_model(args.model)
     with large_imports():
         import torch
-        from transformers import TextStreamer
+        from transformers import GenerationConfig, TextStreamer
 
-        from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer
+        from sparseforge_ds.evaluate.pretrained import adapter_of, check_known, load_model, load_tokenizer
         from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
         from sparseforge_ds.runtime.packed_experts import is_packed
 
@@ -73,23 +78,25 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{args.model}: has {most} positions; the prompt takes {length}, --max_new_tokens {new}; shorten one"
         )
-    if (largest := int(inputs["input_ids"].max())) >= (known := model.get_input_embeddings().num_embeddings):
-        raise ValueError(f"{args.model}: its tokenizer gives token {largest}, the model knows {known}; they differ")
-    sampling = (
-        {"temperature": args.temperature} if args.temperature else dict.fromkeys(("temperature", "top_p", "top_k"))
+    check_known(model, inputs["input_ids"].flatten().tolist())
+    own, end = model.generation_config, tokenizer.eos_token_id
+    # Put in the place of the model's own, which fills whatever another one leaves open.
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id if end is None else end,  # nothing is padded; transformers warns without
+        max_new_tokens=new,
+        do_sample=args.temperature > 0,
+        **({"temperature": args.temperature, "top_k": 0} if args.temperature else {}),
     )
-    if tokenizer.eos_token_id is not None:
-        sampling["pad_token_id"] = tokenizer.eos_token_id  # nothing is padded; transformers warns without
     if model.device.type == "cpu" and any(map(is_packed, model.modules())):
         load_cpu_kernel()  # it may have to be compiled, which is no speed of the model
     torch.manual_seed(args.seed)
     began = time.perf_counter()
     tokens = model.generate(
         **inputs.to(model.device),
-        max_new_tokens=new,
-        do_sample=args.temperature > 0,
+        generation_config=model.generation_config,
         streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
-        **sampling,
     )
     took, made = time.perf_counter() - began, tokens.shape[1] - length
     print(f"{made} tokens in {took:.1f} s, {made / took:.1f} a second, on {model.device}", file=sys.stderr)

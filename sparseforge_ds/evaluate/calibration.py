@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.evaluate.perplexity import cut, positions_of, tokenize
 from sparseforge_ds.evaluate.pretrained import load_tokenizer
 from sparseforge_ds.evaluate.text import texts_of
+from sparseforge_ds.model.tokenizer import check_tokens
 
 _LENGTH = 512
 _MARGIN = 64
@@ -25,7 +26,8 @@ def calibration(folder: str, config: Any, text: str, sequences: int, seq_length:
     folder, and at most 512 tokens long where no length is given. No more of the text is read than that takes.
 
     Raises:
-        ValueError: a length that the model's positions or the text do not allow, or a text that cannot be read.
+        ValueError: a length that the model's positions or the text do not allow, a text that cannot be read, or tokens
+            that the model does not know.
     """
     positions = positions_of(config)
     if seq_length is None:
@@ -33,6 +35,7 @@ def calibration(folder: str, config: Any, text: str, sequences: int, seq_length:
     if not 1 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 1 to {positions}")
     ids = _beginning(load_tokenizer(folder), texts_of(text), sequences * seq_length)
+    check_tokens(ids, int(config.get_text_config().vocab_size), folder)
     return [torch.tensor([window]) for window in cut(ids, seq_length, seq_length)]
 
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.documents import tokenizable
+from sparseforge_ds.evaluate.pretrained import check_known
 from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
@@ -78,7 +79,8 @@ def measure(
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
-    Raises ValueError for a length that the model or the text does not allow, and NotFiniteError.
+    Raises ValueError for a length that the model or the text does not allow, tokens that the model does not know, and
+    NotFiniteError.
 
     Args:
         seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
@@ -98,6 +100,8 @@ def measure(
         raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
     else:
         passages, total = whole_documents(tokenizer, documents, seq_length)
+    # Of all passages, so that every rank finds the same.
+    check_known(model, itertools.chain.from_iterable(passage.tokens for passage in passages))
     ranks = ranks or Ranks()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
     batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]

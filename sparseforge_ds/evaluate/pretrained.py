@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig
@@ -19,6 +21,7 @@ from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_model_classes
+from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
 NO_ADAPTER = "none"
@@ -32,16 +35,17 @@ _UNUSABLE = (
 
 
 def adapter_of(name: str, given: str | None) -> str | None:
-    """The adapter to measure a model with: what was given, else the one in the model's own folder, as export writes it.
+    """The adapter to measure a model with: what was given, else the one beside the model's own weights, in its folder
+    or its repository on the hub, as export writes it.
 
     Raises ValueError where the flag is missing, and the model was exported with an adapter that is not there.
     """
     if given is not None:
         return None if given == NO_ADAPTER else given
-    folder = Path(name)
-    if (folder / _CONFIG).is_file():
+    if _beside(name, _CONFIG) is not None:
         return name
-    if (folder / "sparsity.json").is_file() and read_json(folder / "sparsity.json").get("adapter"):
+    record = _beside(name, "sparsity.json")
+    if record is not None and read_json(record).get("adapter"):
         raise ValueError(
             f"{name}: its low-rank adapter is missing ({_CONFIG}), without which the weights compute nonsense; export "
             f"again, give --adapter FOLDER, or --adapter {NO_ADAPTER} to measure the weights alone"
@@ -76,7 +80,8 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
         raise ValueError(f"{name}: incomplete, {len(missing)} weights are missing, first {missing[0]}")
     if adapter is not None:
         try:
-            model.load_adapter(adapter)
+            cached = not Path(adapter).exists() and why_unreachable() is not None
+            model.load_adapter(adapter, adapter_kwargs={"local_files_only": True} if cached else {})
         except (*_UNUSABLE, ImportError) as error:
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
@@ -84,10 +89,31 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
 
 
 def _without_adapter(name: str) -> dict[str, Any]:
-    """What makes `from_pretrained` leave an adapter in the model's folder alone: it is to look for one elsewhere.
-    Otherwise its report would be of the adapter, and say nothing of weights that are missing."""
-    whole = all((Path(name) / file).is_file() for file in ("config.json", _CONFIG))
+    """What makes `from_pretrained` leave an adapter beside the model's weights alone: it is to look for one elsewhere.
+    Otherwise its report would be of the adapter, and say nothing of weights that are missing; and of a model on the hub
+    it would load the weights that the adapter's config names."""
+    whole = all(_beside(name, file) is not None for file in (_CONFIG, "config.json"))
     return {"adapter_kwargs": {"subfolder": "no adapter"}} if whole else {}
+
+
+def _beside(name: str, file: str) -> Path | None:
+    """A file in a model's folder, or in its repository on the hub, if it is there; from the cache where the hub cannot
+    be asked."""
+    if Path(name).exists():
+        path = Path(name) / file
+        return path if path.is_file() else None
+    asked = why_unreachable() is None
+    try:
+        found = cached_file(
+            name,
+            file,
+            local_files_only=not asked,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=asked,
+        )
+    except OSError as error:
+        raise ValueError(f"{name}: whether it has a {file} cannot be found out ({reason(error)})") from None
+    return None if found is None else Path(found)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -97,6 +123,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return tokenizer_of(name)
     except ValueError as error:
         raise ValueError(f"{name}: has no tokenizer that can be read ({reason(error)})") from None
+
+
+def check_known(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """Raise ValueError where a model has no embedding for a token of a text."""
+    weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an adapter's layer too
+    check_tokens(ids, weight.shape[0], model.name_or_path)
 
 
 @torch.no_grad()

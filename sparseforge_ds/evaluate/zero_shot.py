@@ -6,10 +6,12 @@ harness. Text of these benchmarks in the training data makes the comparison wort
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.harness import LoadedTasks
 from sparseforge_ds.evaluate.perplexity import positions_of
+from sparseforge_ds.evaluate.pretrained import check_known
 
 
 def measure(
@@ -20,7 +22,10 @@ def measure(
     batch_size: int = 8,
     max_length: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Run the tasks without examples in the prompt; metrics by task: `acc`, `acc_stderr`, ..., and `items`."""
+    """Run the tasks without examples in the prompt; metrics by task: `acc`, `acc_stderr`, ..., and `items`.
+
+    Raises ValueError for tokens that the model does not know.
+    """
     from lm_eval import simple_evaluate  # an extra, which load_tasks has found
     from lm_eval.models.huggingface import HFLM
 
@@ -33,14 +38,22 @@ def measure(
         device=str(model.device),
         trust_remote_code=False,
     )
-    output = simple_evaluate(
-        wrapped,
-        tasks=list(tasks.by_name.values()),
-        num_fewshot=0,
-        limit=limit,
-        bootstrap_iters=1,  # switches standard errors on; those of a mean have a formula
-        task_manager=tasks.manager,
-    )
+
+    def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        check_known(model, [int(inputs[0].max())])
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(check)  # the harness has the tokens to itself
+    try:
+        output = simple_evaluate(
+            wrapped,
+            tasks=list(tasks.by_name.values()),
+            num_fewshot=0,
+            limit=limit,
+            bootstrap_iters=1,  # switches standard errors on; those of a mean have a formula
+            task_manager=tasks.manager,
+        )
+    finally:
+        hook.remove()
     results: dict[str, dict[str, float]] = {}
     for task in tasks.by_name:
         metrics = {key.removesuffix(",none"): value for key, value in output["results"][task].items()}

@@ -28,8 +28,9 @@ _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
 _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->"
 
 
-def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
-    """Scores in files that `sparseforge evaluate` wrote by `--json`."""
+def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = None) -> list[EvalResult]:
+    """Scores of the model in a folder, which is `name` on the hub, in files that `sparseforge evaluate` wrote by
+    `--json`. Raises ValueError for those of another model."""
     found = []
     for path in paths:
         if not Path(path).exists():
@@ -50,7 +51,37 @@ def read_results(paths: Iterable[str | Path]) -> list[EvalResult]:
             raise ValueError(f"--results {path}: damaged ({error!r:.200}); measure again") from None
         if not {"perplexity", "zero_shot"} & content.keys():
             raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")
+        if (why := _of_another(content, folder, name)) is not None:
+            raise ValueError(f"--results {path}: {why}; give what sparseforge evaluate {folder} writes by --json")
     return found
+
+
+def _of_another(content: dict[str, Any], folder: Path, name: str | None) -> str | None:
+    """Why what was measured is not the model in a folder, or None where it is."""
+    model, adapter = content.get("model"), content.get("adapter")
+    if content.get("one_shot") is not None:
+        return f"its scores are of {model} after --one_shot {content['one_shot']}"
+    if not _is(model, folder, name):
+        return f"its scores are of {model}, and not of {folder}{'' if name is None else f' or {name}'}"
+    if adapter is None and (folder / ADAPTER).is_file():
+        return f"its scores are of {model} without the low-rank adapter that belongs to it"
+    if adapter is not None and not ((folder / ADAPTER).is_file() and _is(adapter, folder, name)):
+        return f"its scores are of {model} with another adapter, {adapter}"
+    return None
+
+
+def _is(said: Any, folder: Path, name: str | None) -> bool:
+    """Whether a result means a folder, which is `name` on the hub: what is no path from here may have been moved since,
+    or measured from elsewhere, and is known by its last part, unless that is the dense model's too."""
+    if not isinstance(said, str):
+        return False
+    if said == name:
+        return True
+    if Path(said).exists():
+        return Path(said).resolve() == folder.resolve()
+    run = _record(folder).get("run")
+    dense = run.get("model") if isinstance(run, dict) else None
+    return Path(said).name == folder.resolve().name and dense not in (said, Path(said).name)
 
 
 def make_card(
@@ -58,11 +89,7 @@ def make_card(
 ) -> ModelCard:
     """The card of a folder that `consolidate` or `export` wrote, with scores beside that of the run; `name` is
     owner/name."""
-    if not (folder / "sparsity.json").is_file():
-        raise ValueError(
-            f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
-        )
-    record, config = read_json(folder / "sparsity.json"), read_json(folder / "config.json")
+    record, config = _record(folder), read_json(folder / "config.json")
     weights, _, _ = listed_weights(folder, record)
     sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
     if odd := next((key for key, section in sections.items() if not isinstance(section, dict)), None):
@@ -105,6 +132,14 @@ def make_card(
         link=_link,
         mark=_OURS,
     )
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    if not (folder / "sparsity.json").is_file():
+        raise ValueError(
+            f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
+        )
+    return read_json(folder / "sparsity.json")
 
 
 def write_card(

@@ -7,6 +7,7 @@ first word of each becomes another token; and `tokenizer.json` alone does not sa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -23,6 +24,10 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
+_APART = (
+    "tokenizer and weights do not belong together, or tokens were added: bring the tokenizer that the weights were "
+    "trained with"
+)
 _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
 
 
@@ -53,16 +58,22 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """Refuse a tokenizer that has tokens without an embedding."""
+    """Refuse a tokenizer that has tokens without an embedding: training does not know yet which of them come."""
     size, ids = int(config.get_text_config().vocab_size), tokenizer.get_vocab()
     beyond = sorted((number, token) for token, number in ids.items() if number >= size)
     if beyond:
         number, token = beyond[0]
         raise ValueError(
             f"its tokenizer has {len(beyond)} tokens without an embedding, the first is {token!r} with id {number} in "
-            f"a vocabulary of {size} (config.json); tokenizer and weights do not belong together, or tokens were "
-            "added: bring the tokenizer that the weights were trained with"
+            f"a vocabulary of {size} (config.json); {_APART}"
         )
+
+
+def check_tokens(ids: Iterable[int], size: int, name: str) -> None:
+    """Refuse tokens of a text that a model of `size` embeddings has none for. Tokens that a tokenizer has and the text
+    does not are no matter here, such as the padding that was added to tokenizers of LLaMA-2."""
+    if (largest := max(ids, default=0)) >= size:
+        raise ValueError(f"{name}: its tokenizer gives token {largest}, the model has {size} embeddings; {_APART}")
 
 
 def _as_trained(tokenizer: PreTrainedTokenizerBase, model: Path) -> PreTrainedTokenizerBase:

@@ -16,7 +16,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.runtime import cpu_kernel
 from tests.sparse_folders import MODELS, ModelSource, write_sparse
-from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_json, write_model
 
 PROMPT = "Once upon"
 
@@ -69,6 +69,30 @@ def test_samples_by_their_seed(dense: Path, capsys: pytest.CaptureFixture[str]) 
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_the_models_own_settings_of_generation_do_not_act(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the likeliest token, or any of all, whatever generation_config.json says."""
+    own = json.loads((dense / "generation_config.json").read_text())
+    settings = {"repetition_penalty": 5.0, "num_beams": 4, "do_sample": True, "top_k": 1, "max_length": 5}
+    folder = Path(shutil.copytree(dense, tmp_path / "set"))
+    write_json(folder / "generation_config.json", own | settings)
+    for flags in ([], ["--temperature", "1", "--seed", "3"]):
+        texts = []
+        for model in (dense, folder):
+            assert main(["generate", str(model), PROMPT, "--max_new_tokens", "12", *flags]) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1], flags
+    # but a text ends where the model says that it ends
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(dense), AutoTokenizer.from_pretrained(dense)
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    third = int(model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -1])
+    write_json(folder / "generation_config.json", own | {"eos_token_id": [257, third]})
+    assert main(["generate", str(folder), PROMPT, "--max_new_tokens", "12"]) == 0
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert int(told.split(" tokens in ")[0]) <= 3, told
+
+
 def test_chat(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(dense), PROMPT, "--chat"]) == 2
     assert "has no chat template; leave out --chat" in capsys.readouterr().err
@@ -90,8 +114,10 @@ def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     (odd / "config.json").write_text(json.dumps({**content, "hidden_size": "wide"}))
     zero = Path(shutil.copytree(dense, tmp_path / "zero"))
     (zero / "config.json").write_text(json.dumps({**content, "num_attention_heads": 0}))
+    apart = write_model(tmp_path / "apart", MODELS["llama"](vocab_size=60))
     capsys.readouterr()
     for model, more, message in (
+        (apart, [], f"{apart}: its tokenizer gives token 220, the model has 60 embeddings; tokenizer and weights do"),
         (damaged, [], "damaged: cannot be loaded as a causal language model (Error while deserializing header: "),
         (odd, [], "'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
         (zero, [], "modulo by zero"),

@@ -46,6 +46,12 @@ def test_no_more_is_read_than_that_takes(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.cat(found).shape == (2, 128) and len(read) < 20
 
 
+def test_tokens_that_the_model_does_not_know(model: str, assets: Path) -> None:
+    text = str(assets / "text" / "tinystories" / "heldout.jsonl")
+    with pytest.raises(ValueError, match=f"{model}: its tokenizer gives token .*, the model has 90 embeddings"):
+        calibration(model, LlamaConfig(vocab_size=90), text, 4, 64)
+
+
 def test_a_short_text_gives_fewer(tmp_path: Path) -> None:
     path, model = tmp_path / "text.txt", str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
     path.write_text("one two three four five six seven eight nine ten")

@@ -19,7 +19,7 @@ from sparseforge_ds.evaluate.text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
 from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
-from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
+from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model, write_text
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.model.test_uncovered import tiny
 
@@ -85,6 +85,35 @@ def test_the_number_is_the_same_at_any_number_of_ranks(stories: str) -> None:
     alone = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, "documents", batch_size=2)
     for found, nll in run_distributed(share_of_ranks, 3, stories):
         assert found == alone and nll == alone.nll
+
+
+def refused_on_ranks(model: str) -> str:
+    with pytest.raises(ValueError) as refused:
+        measure(load_model(model), load_tokenizer(model), DOCUMENTS, "documents", batch_size=1, ranks=Ranks())
+    return str(refused.value)
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They ended in an IndexError of torch; on a GPU, in an assertion on the device."""
+    small = write_model(tmp_path / "small", tiny_llama(vocab_size=60))
+    (tmp_path / "text.txt").write_text("\n".join(DOCUMENTS))
+    for protocol, largest in (("documents", 256), ("windows", 220)):  # its BOS, and a space
+        command = ["evaluate", str(small), "--text", str(tmp_path / "text.txt"), "--protocol", protocol]
+        assert main([*command, "--seq_length", "16"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"{small}: its tokenizer gives token {largest}, the model has 60 embeddings; tokenizer and" in error
+    one, other = run_distributed(refused_on_ranks, 2, str(small))
+    assert one == other and "gives token 256" in one
+
+
+def test_tokens_that_the_text_does_not_have_need_no_embedding(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", tiny_llama(vocab_size=258))
+    plain = measure(load_model(str(model)), load_tokenizer(str(model)), DOCUMENTS, "documents")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(model)
+    assert len(load_tokenizer(str(model))) == 259
+    assert measure(load_model(str(model)), load_tokenizer(str(model)), DOCUMENTS, "documents") == plain
 
 
 def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

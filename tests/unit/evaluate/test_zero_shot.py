@@ -13,6 +13,8 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import pretrained
 from sparseforge_ds.evaluate.published import SUITES
 from tests.task_files import write_task
+from tests.tiny_folders import write_model
+from tests.tiny_models import tiny_llama
 
 ROWS = [
     {"goal": "The dog was happy and", "sol1": "ran to the park", "sol2": "zzz qqq xxx", "label": 0},
@@ -58,6 +60,16 @@ def test_piqa_against_likelihoods_by_hand(
     assert result["acc"] == pytest.approx(right / 3)
     share = right / 3
     assert result["acc_stderr"] == pytest.approx((share * (1 - share) / 2) ** 0.5)
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    small = write_model(tmp_path / "small", tiny_llama(vocab_size=60))
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    assert main(["evaluate", str(small), "--tasks", "piqa", "--include_path", str(tmp_path)]) == 2
+    error = capsys.readouterr().err  # progress bars and all
+    assert f"{small}: its tokenizer gives token 220, the model has 60 embeddings; tokenizer and weights" in error
 
 
 RACE = {

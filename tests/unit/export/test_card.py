@@ -52,10 +52,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
     perplexity = {
+        "model": str(folder),
         "dtype": "bfloat16",
         "perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096},
     }
-    zero_shot = {"zero_shot": {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40}}
+    zero_shot = {
+        "model": str(folder),
+        "zero_shot": {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40},
+    }
     files = [str(write_json(tmp_path / f"{n}.json", each)) for n, each in enumerate((perplexity, zero_shot))]
     assert main(["card", str(folder), "--results", *files, "--license", "apache-2.0"]) == 0
     made = ModelCard.load(folder / "README.md")
@@ -76,6 +80,43 @@ def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
     }
     for words in ("# dense-1b 2:4", "| steps | 400 |", "| tokens | 640,000 |", "`own.jsonl`", "7.38906 (sequences 8"):
         assert words in made.text, words
+
+
+def test_scores_of_another_model_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stood on the card as the model's own."""
+    scored = {"perplexity": {"text": "wikitext2", "perplexity": 12.5}}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other" / "made").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+
+    def card_of(*flags: str, **content: Any) -> str:
+        result = write_json(tmp_path / "result.json", scored | {"one_shot": None, "adapter": None} | content)
+        (folder / "README.md").unlink(missing_ok=True)
+        code = main(["card", str(folder), "--results", str(result), *flags])
+        told = capsys.readouterr().err
+        assert (folder / "README.md").exists() == (code == 0) and code == 2 * bool(told)
+        return told
+
+    # this folder, by any path; before it was moved, or from elsewhere; or as what it is called on the hub
+    for model in (str(folder), "made", "./made/", "link", "../gone/made", "/gone/made", "owner/made"):
+        assert card_of(model=model) == "", model
+    monkeypatch.setattr("sparseforge_ds.export.card.push", lambda *_: "there")
+    assert card_of("--push", "owner/sparse-1b", model="owner/sparse-1b") == ""
+    for model in ("owner/sparse-1b", "owner/dense-1b", "other/made", "/gone/other", ".", None):
+        said = f"its scores are of {model}, and not of {folder}; give what sparseforge evaluate {folder} writes by --js"
+        assert said in card_of(model=model), model
+    assert "and not of" in card_of("--push", "owner/sparse-1b", model="owner/dense-1b")
+    assert "its scores are of made after --one_shot 2:4; give" in card_of(model="made", one_shot="2:4")
+    assert "its scores are of made with another adapter, made; give" in card_of(model="made", adapter="made")
+    # a dense model that is called as the folder is
+    write_json(folder / "sparsity.json", RECORD | {"run": RUN | {"model": "owner/made"}})
+    assert "its scores are of owner/made, and not of" in card_of(model="owner/made")
+    write_json(folder / "adapter_config.json", {"r": 8})
+    assert card_of(model="made", adapter="made") == card_of(model="made", adapter=str(folder)) == ""
+    assert "made without the low-rank adapter that belongs to it; give" in card_of(model="made")
+    assert "made with another adapter, other/made; give" in card_of(model="made", adapter="other/made")
 
 
 def test_a_card_of_a_model_with_branches_says_what_loads_them(folder: Path) -> None:

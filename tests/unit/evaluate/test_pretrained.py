@@ -1,0 +1,75 @@
+"""A model of the hub is loaded as its folder is: with the adapter beside its weights, unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate.pretrained import adapter_of, load_model
+from tests.pretend_hub import REVISION
+from tests.tiny_folders import write_json, write_model, write_text
+
+ID = "own/branched"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with an adapter that matters beside its weights."""
+    made = write_model(tmp_path / "made")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(made), lora).save_pretrained(made)
+    config = json.loads((made / "adapter_config.json").read_text())
+    write_json(made / "adapter_config.json", config | {"base_model_name_or_path": None})  # as an export has it
+    return made
+
+
+@pytest.fixture
+def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same as `ID` in the cache of the hub, which is not to be asked."""
+    repository = tmp_path / "cache" / f"models--{ID.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return Path(shutil.copytree(folder, repository / "snapshots" / REVISION))
+
+
+def test_an_adapter_on_the_hub_is_that_of_a_folder(
+    folder: Path, snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["--text", str(write_text(tmp_path / "text.jsonl", documents=4))]
+
+    def measured(model: str, *flags: str) -> dict[str, Any]:
+        assert main(["evaluate", model, *text, *flags]) == 0
+        return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+    own, bare = measured(ID), measured(ID, "--adapter", "none")
+    assert (own["adapter"], bare["adapter"]) == (ID, None)
+    for found, flags in ((own, []), (bare, ["--adapter", "none"])):
+        assert found["perplexity"]["nll"] == measured(str(folder), *flags)["perplexity"]["nll"]
+    assert abs(own["perplexity"]["nll"] - bare["perplexity"]["nll"]) > 1e-4
+    assert measured(str(folder), "--adapter", ID)["perplexity"]["nll"] == own["perplexity"]["nll"]
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert main(["evaluate", ID, *text]) == 2
+    assert f"--adapter {ID}: peft is missing, which loads it; pip install" in capsys.readouterr().err
+
+
+def test_an_adapter_that_is_missing_on_the_hub(snapshot: Path) -> None:
+    (snapshot / "adapter_config.json").unlink()
+    assert adapter_of(ID, None) is None
+    write_json(snapshot / "sparsity.json", {"adapter": {"rank": 4}})
+    with pytest.raises(ValueError, match=f"{ID}: its low-rank adapter is missing"):
+        adapter_of(ID, None)
+    assert adapter_of(ID, "none") is None
+    assert adapter_of("no/model", None) is None  # which load_model will say
+    with pytest.raises(ValueError, match="no/model: cannot be loaded .*neither a folder nor in the cache; HF_HUB_OFF"):
+        load_model("no/model")
