@@ -15,8 +15,9 @@ import huggingface_hub
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 
-from sparseforge_ds.checkpoint.disk import whole_file
+from sparseforge_ds.checkpoint.disk import whole_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
@@ -160,6 +161,8 @@ def push(folder: Path, name: str, private: bool = False) -> str:
     """Upload a folder to the hub as a model, which is made if it is not there yet; returns its address."""
     if not HUB_ID.fullmatch(name) or ":" in name:
         raise ValueError(f"--push {name}: give owner/name")
+    if (folder / ADAPTER).is_file():
+        _name_base(folder, name)
     try:
         api = huggingface_hub.HfApi()
         address = api.create_repo(name, private=private, exist_ok=True)
@@ -170,6 +173,15 @@ def push(folder: Path, name: str, private: bool = False) -> str:
             f"--push {name}: the hub did not take it ({reason[0][:300]}); check name, network and token (hf auth login)"
         ) from None
     return str(address)
+
+
+def _name_base(folder: Path, name: str) -> None:
+    """Let the adapter's config name the model on the hub: of what is no folder, transformers loads the weights that it
+    names."""
+    path, record = folder / ADAPTER, _record(folder)
+    write_json(path, {**read_json(path), "base_model_name_or_path": name})
+    if "adapter_config_sha256" in record:
+        write_json(folder / "sparsity.json", {**record, "adapter_config_sha256": hash_file(path)})
 
 
 def _result(task: str, name: str, metric: str, value: float, how: dict[str, Any]) -> EvalResult:

@@ -48,7 +48,7 @@ def test_the_table_is_made_of_the_rows(study: Path) -> None:
     config, rows, lines = read(study)
     complete = {(m, s, b) for m in config.methods for s in config.seeds for b in config.budgets}
     assert {(r["method"], r["seed"], r["steps"]) for r in rows if r["kind"] == "result"} == complete
-    made = all(Path(text).exists() for text in (config.train_text, config.test_text.path))  # some are made by launch/*.py
+    made = all(Path(text).exists() for text in (config.train_text, config.test_text.path))  # by a script in launch/
     table = markdown(lines, rows, config, read_texts(config).notes if made else [])
     assert (study / "table.md").read_text() == table
     page = (RESULTS / "README.md").read_text()

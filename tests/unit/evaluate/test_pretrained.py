@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -73,3 +74,12 @@ def test_an_adapter_that_is_missing_on_the_hub(snapshot: Path) -> None:
     assert adapter_of("no/model", None) is None  # which load_model will say
     with pytest.raises(ValueError, match="no/model: cannot be loaded .*neither a folder nor in the cache; HF_HUB_OFF"):
         load_model("no/model")
+
+
+def test_plain_transformers_loads_both_once_the_adapter_names_the_model(folder: Path, snapshot: Path) -> None:
+    """As `sparseforge card --push` has it name it."""
+    config = json.loads((snapshot / "adapter_config.json").read_text())
+    write_json(snapshot / "adapter_config.json", config | {"base_model_name_or_path": ID})
+    ids = torch.arange(9)[None]
+    found, expected = (AutoModelForCausalLM.from_pretrained(name)(ids).logits for name in (ID, folder))
+    assert torch.equal(found, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import http.server
 import json
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
+from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import card
 from sparseforge_ds.export.source import published_name
@@ -227,6 +229,18 @@ def test_folder_and_card_are_uploaded(
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert 'from_pretrained("owner/made")' in files["README.md"].decode()
     assert asked[0] == "/api/repos/create" and asked[-1] == "/api/models/owner/made/commit/main"
+
+
+def test_an_adapter_names_the_model_that_it_is_uploaded_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(folder / "adapter_config.json", {"r": 4, "base_model_name_or_path": None})
+    record = json.loads((folder / "sparsity.json").read_text())
+    write_json(folder / "sparsity.json", record | {"adapter_config_sha256": hash_file(folder / "adapter_config.json")})
+    with hub_that_takes() as (address, files, _):
+        monkeypatch.setattr(card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        card.push(folder, "owner/made")
+    assert json.loads(files["adapter_config.json"]) == {"r": 4, "base_model_name_or_path": "owner/made"}
+    listed = json.loads(files["sparsity.json"])["adapter_config_sha256"]
+    assert listed == hashlib.sha256(files["adapter_config.json"]).hexdigest()
 
 
 def test_a_hub_that_refuses_or_is_not_there(
