@@ -95,6 +95,7 @@ SETTINGS: dict[str, Case] = {
     "small-sub-groups": Case(stage=3, zero={"sub_group_size": 300}),
     "nothing-persistent": Case(stage=3, zero={"stage3_param_persistence_threshold": 0}),
     "all-persistent": Case(stage=3, zero={"stage3_param_persistence_threshold": 10**6}),
+    "second-partition": Case(stage=3, zero={"zero_hpz_partition_size": 2}),  # hpZ of ZeRO++
     "round-robin": Case(stage=2, zero={"round_robin_gradients": True}),
     "all-reduce": Case(stage=2, zero={"reduce_scatter": False, "overlap_comm": True}),
 }
