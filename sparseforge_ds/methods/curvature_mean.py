@@ -30,6 +30,7 @@ from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.model.estimator_support import refuse_unmeasurable
+from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 from sparseforge_ds.zero.shard import Shard
 
@@ -57,6 +58,10 @@ class CurvatureMean:
         if config.keeps_curvature:
             module = on.engine.module
             refuse_unmeasurable(module, on.weights.values(), config)
+            if config.importance == "wanda":
+                refuse_shared(module, on.weights.values(), "be measured", '"importance": "magnitude"')
+            elif config.curvature.per_token:
+                refuse_shared(module, on.weights.values(), "be measured", '"curvature": {"per_token": false}')
             layers = {weight.name: module.get_submodule(weight.module) for weight in on.weights.values()}
             linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
             fused = {w.module: module.get_submodule(w.module) for w in on.routed if len(w.shape) == 3}

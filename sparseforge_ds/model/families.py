@@ -93,24 +93,9 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
         if is_packed(module):
             raise ValueError(f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first")
     weights = _matrices_of(model, config).chosen(config)
-    _check_holders(model, weights)
     for weight in weights:
         _check_orientation(weight, model.get_submodule(weight.module))
     return weights
-
-
-def _check_holders(model: nn.Module, weights: Iterable[PrunableWeight]) -> None:
-    """Raise ValueError for a weight that two modules have: branches and measurements are of one module each."""
-    holders: dict[int, list[str]] = {}
-    for module, part in model.named_modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append(f"{module}.{name}")
-    for weight in weights:
-        if len(names := holders[id(model.get_parameter(weight.name))]) > 1:
-            raise ValueError(
-                f"{' and '.join(names)} are one weight, and a mask is of a weight that one module has; give each its "
-                f'own, or leave it dense: "exclude": ["{names[0]}"]'
-            )
 
 
 def prunable_names(

@@ -10,14 +10,16 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
+from sparseforge_ds.model.shared_weights import refuse_shared
 
 
 def plain_layers(
     model: nn.Module, config: SparseForgeConfig, attribute: str, words: str, cure: str
 ) -> dict[PrunableWeight, nn.Linear | Conv1D]:
-    """The layer of every prunable weight. Raises ValueError where a layer has the attribute already, or is not
-    plain. `words` name what the layers are to get, and `cure` is what to set in the block to do without."""
+    """The layer of every prunable weight. Raises ValueError where a layer has the attribute already, is not plain, or
+    shares its weight. `words` name what the layers are to get, and `cure` is what to set in the block to do without."""
     layers = {weight: model.get_submodule(weight.module) for weight in prunable_weights(model, config)}
+    refuse_shared(model, layers, f"have its {words}", cure)
     for weight, layer in layers.items():
         if hasattr(layer, attribute):
             raise ValueError(f"{weight.module} has its {attribute} already; call prepare once per model")

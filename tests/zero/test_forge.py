@@ -425,6 +425,11 @@ def refusals() -> dict[str, str]:
         engine = build_engine(offload)
         setattr(engine._config.zero_config.offload_optimizer, key, value)
         said[name] = message_of(lambda engine=engine: sf.SparseForge(engine, offload.sparseforge))
+    deep = Case(stage=2, model="llama_deep", config={"exclude": ["*.down_proj.weight"]})
+    shared = MODELS["llama_deep"]()
+    shared.model.layers[1].self_attn.q_proj.weight = shared.model.layers[0].self_attn.q_proj.weight
+    engine = build_engine(deep, shared)
+    said["shared"] = message_of(lambda: sf.SparseForge(engine, deep.sparseforge))
     engine = build_engine(cases["fine"])
     engine._config.zero_config.zero_quantized_weights = True
     said["quantized"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
@@ -449,4 +454,5 @@ def test_settings_that_cannot_work_are_refused() -> None:
     }.items():
         assert said[name].startswith("ValueError: cannot train a mask"), said[name]
         assert [word for word in words if word not in said[name]] == [], said[name]
+    assert "are one weight, and one of the layers alone would be measured; set" in said["shared"]
     assert said["fine"] == "no error"

@@ -459,13 +459,3 @@ def test_tiles_lie_in_one_matrix() -> None:
     with pytest.raises(ValueError, match=r"experts.gate_up_proj .*cannot be block16:0.5: its matrix is 24 x 32"):
         prunable_weights(model, SparseForgeConfig(pattern="block16", exclude=("*.experts.down_proj",)))
     assert prunable_weights(BUILDERS["qwen3_moe"](), SparseForgeConfig(pattern="block16"))
-
-
-def test_a_weight_of_two_modules_is_refused() -> None:
-    model = tiny_llama()
-    first, second = (layer.self_attn for layer in model.model.layers[:2])
-    second.q_proj.weight = first.q_proj.weight
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight and .*layers\.1\.self_attn\.q_proj\."):
-        prunable_weights(model, SparseForgeConfig())
-    names = {weight.name for weight in prunable_weights(model, SparseForgeConfig(exclude=("*.0.self_attn.q_proj.*",)))}
-    assert not any("q_proj" in name for name in names)
