@@ -109,10 +109,16 @@ def few_rows(  # type: ignore[no-untyped-def]
         result = _sum_of_whole_quads(x, values, positions, m, n, rows, outputs, groups // 4, GROUPS // 4, AHEAD)
     else:
         result = _sum_of_groups(x, values, positions, m, n, rows, outputs, groups, GROUPS, EVEN)
+    _store(result, bias, y, m, m < rows, n, outputs, HAS_BIAS)
+
+
+@triton.jit
+def _store(result, bias, y, row, wanted, n, outputs, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of a tile, (rows, outputs) in fp32, plus the bias, where they belong."""
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    inside = (m < rows)[:, None] & (n < outputs)[None, :]
-    tl.store(y + m[:, None] * outputs + n[None, :], result.to(y.dtype.element_ty), mask=inside)
+    inside = wanted[:, None] & (n < outputs)[None, :]
+    tl.store(y + row[:, None] * outputs + n[None, :], result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -186,11 +192,7 @@ def many_rows(  # type: ignore[no-untyped-def]
         inside = (m < rows)[:, None] & (k < 4 * groups)[None, :]
         part = tl.load(x + row[:, None] * (4 * groups) + k[None, :], mask=inside, other=0.0)
         total = tl.dot(weight, tl.trans(part), total, input_precision="ieee")
-    total = tl.trans(total)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    inside = (m < rows)[:, None] & (n < outputs)[None, :]
-    tl.store(y + row[:, None] * outputs + n[None, :], total.to(y.dtype.element_ty), mask=inside)
+    _store(tl.trans(total), bias, y, row, m < rows, n, outputs, HAS_BIAS)
 
 
 @triton.jit
