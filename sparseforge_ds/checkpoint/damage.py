@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files
+from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files
 from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, take_entry
-from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content
+from sparseforge_ds.checkpoint.manifest import Manifest, check_content
 
 
 def check_whole(folder: Path) -> None:
     """Read every byte of a checkpoint. Raises ValueError where it differs from its checksums, or a file is missing."""
-    if (folder / NAME).exists():
+    if (folder / MANIFEST).exists():
         manifest = Manifest.read(folder)
         manifest.check_sizes()
         for name in manifest.files:

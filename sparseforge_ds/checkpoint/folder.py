@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MANIFEST = "checkpoint.json"
+"""In a checkpoint that the launcher saved: its files, and their checksums."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"step_(\d{6,18})")
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")
@@ -42,7 +44,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Of a folder of checkpoints the newest `step_*` that the launcher wrote, or, where DeepSpeed alone saved, the one
     that `latest` names."""
     steps, latest = list_checkpoints(folder), folder / "latest"
-    if latest.is_file() and not any((step / "checkpoint.json").is_file() for step in steps):
+    if latest.is_file() and not any((step / MANIFEST).is_file() for step in steps):
         return named_by(latest)
     return steps[-1] if steps else None
 

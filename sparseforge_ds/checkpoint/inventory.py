@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files, newest_checkpoint
-from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
+from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files, newest_checkpoint
 from sparseforge_ds.checkpoint.manifest import Manifest
 
 _STEP = re.compile(r"\d+")

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import MANIFEST, read_json
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.tensors import hash_file
 
 FORMAT = 2
-NAME = "checkpoint.json"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a checkpoint."""
         try:
-            record = read_json(folder / NAME)
+            record = read_json(folder / MANIFEST)
         except ValueError as error:
             raise ValueError(f"{folder} was not written by this trainer, or is damaged: {error}") from None
         if (version := record.get("format")) != FORMAT:
@@ -57,7 +56,7 @@ class Manifest:
             odd += ["files and fingerprints"] if files.keys() != prints.keys() else []
         if odd:
             raise ValueError(
-                f"{folder} was not written by this trainer, or is damaged: {NAME} cannot be read ({odd[0]:.200})"
+                f"{folder} was not written by this trainer, or is damaged: {MANIFEST} cannot be read ({odd[0]:.200})"
             )
         return cls(folder, record["step"], record["world_size"], record["zero_stage"], files, prints)
 
@@ -74,7 +73,7 @@ class Manifest:
 
     def check_sizes(self) -> None:
         """Every file is there in its full length, and no other; reads nothing."""
-        paths = [path for path in self.folder.iterdir() if path.name != NAME]
+        paths = [path for path in self.folder.iterdir() if path.name != MANIFEST]
         present = {path.name: path.stat().st_size if path.is_file() else 0 for path in paths}
         for name, size in self.files.items():
             if present.get(name) != size:
@@ -88,7 +87,9 @@ class Manifest:
         shows."""
         for name in (name for name in self.files if name.endswith(".pt")):
             if fingerprint(self.folder / name) != self.fingerprints[name]:
-                raise ValueError(f"{self.folder / name}: damaged, or of another step or run: not the file in {NAME}")
+                raise ValueError(
+                    f"{self.folder / name}: damaged, or of another step or run: not the file in {MANIFEST}"
+                )
 
     def check_file(self, name: str) -> None:
         """Read a file whole: it is the one that was saved, and holds nothing but plain tensors and values."""
@@ -96,7 +97,7 @@ class Manifest:
         if name not in self.fingerprints:
             raise ValueError(f"{path}: does not belong to this checkpoint; remove it")
         if fingerprint(path) != self.fingerprints[name]:
-            raise ValueError(f"{path}: damaged, or of another step or run: its checksums are not those in {NAME}")
+            raise ValueError(f"{path}: damaged, or of another step or run: its checksums are not those in {MANIFEST}")
         check_content(path)
 
 

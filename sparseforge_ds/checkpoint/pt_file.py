@@ -62,6 +62,11 @@ _UNREADABLE = (
     AssertionError,
 )
 
+_GLOBAL = re.compile(r"nsupported (?:global: )?GLOBAL ([\w.]+)")
+"""How torch names a class that it refuses."""
+_OPENING = threading.Lock()
+"""The list of classes that torch accepts belongs to the process, so files are opened one at a time."""
+
 
 def unreadable(value: object) -> str | None:
     """Why a checkpoint with `value` in it could be saved, and not be read by `PtFile`; None if it can."""
@@ -75,12 +80,6 @@ def unreadable(value: object) -> str | None:
         found = _GLOBAL.search(str(error))
         return f"it has a {found[1]} in it" if found else str(error).strip().partition("\n")[0][:200]
     return None
-
-
-_GLOBAL = re.compile(r"nsupported (?:global: )?GLOBAL ([\w.]+)")
-"""How torch names a class that it refuses."""
-_OPENING = threading.Lock()
-"""The list of classes that torch accepts belongs to the process, so files are opened one at a time."""
 
 
 class PtFile:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint
-from sparseforge_ds.checkpoint.manifest import NAME as MANIFEST
+from sparseforge_ds.checkpoint.folder import MANIFEST, find_checkpoint
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.places import FlatShapes, read_aliases, read_flat_shapes, read_shapes, read_slots
 from sparseforge_ds.checkpoint.rank_files import RankFiles

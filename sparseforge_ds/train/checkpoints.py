@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.disk import sync, whole_file, write_json
-from sparseforge_ds.checkpoint.folder import list_checkpoints, list_files, step_of
-from sparseforge_ds.checkpoint.manifest import NAME, Manifest, check_content, fingerprint
+from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files, step_of
+from sparseforge_ds.checkpoint.manifest import Manifest, check_content, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.random_state import random_file, random_state
 
@@ -160,7 +160,7 @@ class Checkpoints:
         listed = {name for name in manifest.files if name.startswith("random_")}
         if odd := sorted(names ^ listed):
             state = "is missing in" if odd[0] in names else "does not belong in"
-            raise ValueError(f"{folder} is incomplete: {odd[0]} {state} {NAME}")
+            raise ValueError(f"{folder} is incomplete: {odd[0]} {state} {MANIFEST}")
         return manifest
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class Checkpoints:
         return _by_size(names)
 
     def _publish(self, tag: str, manifest: Manifest) -> None:
-        write_json(manifest.folder / NAME, manifest.record())
+        write_json(manifest.folder / MANIFEST, manifest.record())
         sync(manifest.folder)
         os.replace(manifest.folder, self.folder / tag)
         sync(self.folder)

@@ -9,7 +9,8 @@ import torch
 
 from sparseforge_ds.checkpoint.damage import check_entry, check_whole, naming_a_whole_one
 from sparseforge_ds.checkpoint.disk import write_json
-from sparseforge_ds.checkpoint.manifest import NAME, Manifest, fingerprint
+from sparseforge_ds.checkpoint.folder import MANIFEST
+from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
 
 FILE = "mp_rank_00_model_states.pt"
 
@@ -20,7 +21,7 @@ def write_checkpoint(folder: Path, manifest: bool = True) -> Path:
     torch.save({"weight": torch.arange(5000.0)}, file)
     if manifest:
         held = Manifest(folder, 3, 1, 0, {FILE: file.stat().st_size}, {FILE: fingerprint(file)})
-        write_json(folder / NAME, held.record())
+        write_json(folder / MANIFEST, held.record())
     return folder
 
 
