@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     require_free(args.out)
     source = open_source(args.source, args.model, args.dtype)
     if source.unused:
-        print(said(source.model_folder, list(source.unused)))
+        print(said(source.model_folder, source.unused))
     record = export(source, args.out, args.format, args.max_shard_size, args.workers, args.skip_proof)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")

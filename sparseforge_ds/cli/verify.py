@@ -47,12 +47,16 @@ def run(args: argparse.Namespace) -> int:
     """Check, print the table, and say it in the exit code."""
     require_model(args.model, hub=False)
     with large_imports():
+        from sparseforge_ds.export.unused import said
         from sparseforge_ds.export.verify import check_folder
         from sparseforge_ds.mask.pattern import parse_pattern
 
     pattern = None if args.pattern is None else parse_pattern(args.pattern)
     report = check_folder(args.model, pattern, args.workers)
     _print_table(report)
+    if report.unused:
+        print(said(args.model, report.unused))
+    print("OK" if report.ok else "NOT OK")
     if args.json is not None:
         try:
             Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -86,4 +90,3 @@ def _print_table(report: FolderReport) -> None:
     ):
         for entry in entries:
             print(f"{kind}: {entry}")
-    print("OK" if report.ok else "NOT OK")

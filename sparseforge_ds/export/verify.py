@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class FolderReport:
     size: Size = Size(0, 0, 0)
     quantized: int = 0
     """How many weights were stored quantized, and turned back by the compressed-tensors library."""
+    unused: Sequence[str] = ()
+    """Tensors that were left out, since transformers does not load them."""
 
     @property
     def violations(self) -> int:
@@ -68,6 +71,7 @@ class FolderReport:
         result["elements"] = sum(torch.Size(row.shape).numel() for row in self.rows)
         result["bytes"] = asdict(self.size)
         result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
+        result["unused"] = list(self.unused)
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
@@ -134,7 +138,9 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
             for key, file in (("adapter_sha256", TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
                 if key in sparsity and sparsity[key] != hash_file(folder / file):
                     changed.append(str(folder / file))
-    return FolderReport(str(pattern), rows, missing + misfits, changed, notes, tensors.size, tensors.quantized)
+    return FolderReport(
+        str(pattern), rows, missing + misfits, changed, notes, tensors.size, tensors.quantized, tensors.unused
+    )
 
 
 def _prunable(

@@ -397,6 +397,8 @@ def refusals(place: Path, trained: Any) -> Any:
     yield "key", said(lambda: trainer_of(place, deepspeed_json(2, patern="2:4"), 2))
     fresh = trainer_of(place / "none", config, 2)
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(place / "none" / "checkpoint-99")))
+    seldom = deepspeed_json(2, method={"update_every": 100})
+    yield "length", said(trainer_of(place / "seldom", seldom, 2).train)  # when it was made, its steps were not known
     del config["sparseforge"]
     yield "block", said(lambda: trainer_of(place, config, 2))
 
@@ -441,6 +443,7 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     assert "sparseforge.distillation is null" in refused["no distillation"]
     assert "patern" in refused["key"]
     assert 'no "sparseforge" block' in refused["block"]
+    assert f"update_every = 100 is not valid: masks are frozen at step 2 of {STEPS}" in refused["length"]
     assert "trains on DeepSpeed" in refused["deepspeed"]
 
 

@@ -63,6 +63,8 @@ def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
         more = {name: torch.ones(8, 8) for name in (f"model.layers.{behind}.mlp.up_proj.weight", "mtp.layers.0.weight")}
         more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         save_file({**held, **more}, place / "model.safetensors", {"format": "pt"})
+    main(["verify", str(folder)])
+    assert f"{folder}: 3 tensors that transformers does not load are left out" in capsys.readouterr().out
     report = check_folder(folder)
     assert not report.violations and {row.name for row in report.rows} <= held.keys()
     assert main(["export", str(folder), str(tmp_path / "mask"), "--format", "mask"]) == 0

@@ -273,3 +273,12 @@ def test_a_hub_id_without_a_network_says_so(arguments, monkeypatch):
         ValueError, match="--model owner/name: neither a folder nor a model that can be had from the hub"
     ):
         make_spec(arguments(model="owner/name"), world_size=2)
+
+
+def test_the_length_of_a_run_is_judged_once_it_is_known(arguments) -> None:
+    content = deepspeed_json()
+    content["sparseforge"]["method"] = {"update_every": 100}
+    assert make_spec(arguments(content, epochs=50.0), world_size=2).config.method.update_every == 100
+    with pytest.raises(ValueError, match="update_every = 100 is not valid: masks are frozen at step 2 of 8"):
+        make_spec(arguments(content), world_size=2)
+    assert make_spec(arguments(content, max_steps=20_000), world_size=2).config.resolved_schedule.freeze_step == 4000
