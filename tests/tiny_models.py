@@ -40,6 +40,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -124,6 +126,10 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
+_LINEAR_ATTENTION = {
+    **{"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+}
 _MIXTURES: dict[type[PreTrainedConfig], dict[str, Any]] = {
     DeepseekConfig: {**_ROUTED, "num_key_value_heads": 4},
     DeepseekV2Config: _LATENT,
@@ -142,9 +148,12 @@ _MIXTURES: dict[type[PreTrainedConfig], dict[str, Any]] = {
     Qwen2MoeConfig: {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     Qwen3MoeConfig: {**_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
     Qwen3NextConfig: {
-        **{**_EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [0], "shared_expert_intermediate_size": 32},
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
-        **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+        **{**_EXPERTS, "num_experts": 4, "mlp_only_layers": [0], "shared_expert_intermediate_size": 32},
+        **_LINEAR_ATTENTION,
+    },
+    Qwen3_5MoeTextConfig: {
+        **{**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        **_LINEAR_ATTENTION,
     },
 }
 
@@ -165,6 +174,7 @@ _DENSE: dict[type[PreTrainedConfig], dict[str, Any]] = {
     Olmo3Config: {"sliding_window": 8, "layer_types": _GEMMA["layer_types"]},
     Phi3Config: {},
     Qwen2Config: {},
+    Qwen3_5TextConfig: _LINEAR_ATTENTION,
     SmolLM3Config: {"no_rope_layers": [1, 0]},
     Starcoder2Config: {},
 }

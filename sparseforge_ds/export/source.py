@@ -173,10 +173,13 @@ def buffer_names(folder: Path) -> set[str]:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a dense model. Raises ValueError where it describes quantized weights."""
+    """config.json of a dense model, as `load_config` takes it. Raises ValueError for quantized weights."""
     config = read_json(folder / "config.json")
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
+    if "text_config" in config:
+        taken = load_config(folder, str(folder), cached=True)
+        return config if taken.model_type == config.get("model_type") else dict(json.loads(taken.to_json_string()))
     return config
 
 

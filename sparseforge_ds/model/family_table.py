@@ -168,14 +168,24 @@ _DEEPSEEK = replace(_OLMOE, prunable=(*_QWEN3_MOE.prunable, *_gated("mlp.shared_
 _DEEPSEEK_MLA = replace(_OLMOE, prunable=(*_LATENT_ATTENTION, *_gated("mlp"), *_EXPERTS, *_gated("mlp.shared_experts")))
 
 # Of linear attention, the projections to and from its state; its decay, its convolution and what weighs it stay dense.
+_FROM_STATE = Row("layers.*.linear_attn.out_proj.weight")
+_CONVOLUTION = "layers.*.linear_attn.conv1d.weight"
 _QWEN3_NEXT = replace(
     _QWEN2_MOE,
-    prunable=(
-        *_QWEN2_MOE.prunable,
-        Row("layers.*.linear_attn.in_proj_qkvz.weight"),
-        Row("layers.*.linear_attn.out_proj.weight"),
-    ),
-    dense=(*_QWEN2_MOE.dense, "layers.*.linear_attn.in_proj_ba.weight", "layers.*.linear_attn.conv1d.weight"),
+    prunable=(*_QWEN2_MOE.prunable, Row("layers.*.linear_attn.in_proj_qkvz.weight"), _FROM_STATE),
+    dense=(*_QWEN2_MOE.dense, "layers.*.linear_attn.in_proj_ba.weight", _CONVOLUTION),
+)
+_LINEAR_ATTENTION = (
+    Row("layers.*.linear_attn.in_proj_qkv.weight"),
+    Row("layers.*.linear_attn.in_proj_z.weight"),
+    _FROM_STATE,
+)
+_DECAY = "layers.*.linear_attn.in_proj_[ab].weight"
+_QWEN3_5 = Family(prunable=(*_LLAMA.prunable, *_LINEAR_ATTENTION), dense=(*_HEAD, _DECAY, _CONVOLUTION))
+_QWEN3_5_MOE = replace(
+    _QWEN2_MOE,
+    prunable=(*_OLMOE.prunable, *_gated("mlp.shared_expert"), *_LINEAR_ATTENTION),
+    dense=(*_QWEN2_MOE.dense, _DECAY, _CONVOLUTION),
 )
 
 # Experts are stored (experts, in, out); gate and up of GPT-OSS alternate along the last axis, those of Llama 4 do not.
@@ -228,6 +238,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _LLAMA,
     "qwen2_moe": _QWEN2_MOE,
     "qwen3": _LLAMA,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_next": _QWEN3_NEXT,
     "smollm3": _LLAMA,

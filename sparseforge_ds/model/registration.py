@@ -32,16 +32,33 @@ def register_model_classes() -> None:
 
 
 def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
-    """transformers' config of a folder, a config.json, or a model on the hub (`cached`: without asking it). Raises
-    ValueError, which begins with `who`, where it cannot be used."""
+    """transformers' config of a folder, a config.json, or a model on the hub (`cached`: without asking it), as
+    `AutoModelForCausalLM` takes it: of the text model alone where it leaves out what sees (Qwen3.5, Llama 4).
+
+    Raises ValueError, which begins with `who`, where it cannot be used.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     register_model_classes()
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
+    return _of_text_alone(config)
+
+
+def _of_text_alone(config: Any) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text, found = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text is config or getattr(found, "config_class", None) is not type(text):
+        return config
+    text.architectures, text.name_or_path = [found.__name__], config.name_or_path
+    for name in ("dtype", "quantization_config"):
+        if getattr(text, name, None) is None and getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    return text
 
 
 def register_with_transformers() -> None:

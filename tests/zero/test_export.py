@@ -73,6 +73,7 @@ MORE_FAMILIES = {
     **dict.fromkeys(("cohere2", "gemma2", "gemma3_text", "granite", "internlm3", "olmo2", "olmo3", "smollm3"), 14),
     **{"falcon": 8, "glm4": 12, "gpt_neo": 12, "gpt_neox": 8, "phi3": 8, "starcoder2": 12},
     **{"glm4_moe": 26, "gpt_oss": 12, "llama4_text": 16, "qwen3_next": 24},
+    **{"qwen3_5_text": 13, "qwen3_5_moe_text": 37},
 }
 """The same of families of which nothing but this is tried; GPT-OSS and Llama 4 are published with fused experts."""
 WEIGHTS |= MORE_FAMILIES

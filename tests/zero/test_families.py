@@ -189,7 +189,8 @@ def _train_all(case: Case, families: list[Family]) -> list[dict[str, Any]]:
 
 def _check_frozen(result: dict[str, Any]) -> None:
     """Every prunable weight is 2:4 along the axis that its matmul contracts, and the dense weight where it is kept."""
-    parts = ("gate.weight", "router.weight", "project_", ".conv1d.", ".in_proj_ba.")  # routers, OPT's, Qwen3-Next's
+    routers, state = ("gate.weight", "router.weight"), (".conv1d.", ".in_proj_ba.", ".in_proj_b.", ".in_proj_a.")
+    parts = (*routers, "project_", *state)  # OPT's, and of linear attention
     assert all(any(part in name for part in parts) for name in result["left_dense"])
     for weight in result["weights"]:
         value = result["published"][weight.name]
@@ -342,7 +343,7 @@ def _check_frozen_in_bf16(result: dict[str, Any]) -> None:
 def test_ranks_that_call_different_experts(text: str, implementation: str) -> None:
     """No rank waits for another, and the result is that of one rank which sees everything."""
     case = replace(ZERO3, eps=1e-6, config={"importance": "magnitude"})  # see the last line
-    alike = ("glm4_moe", "llama4_text", "qwen3_next")  # as DeepSeek; calls all experts; as Qwen2-MoE
+    alike = ("glm4_moe", "llama4_text", "qwen3_next", "qwen3_5_moe_text")  # as DeepSeek; calls all; as Qwen2-MoE
     every = [name for name in MIXTURES if name not in alike]
     names = every if (text, implementation) == ("apart", "eager") else ("deepseek", "qwen3_moe", "mixtral")
     families = [Family(name, implementation, text=text) for name in names]

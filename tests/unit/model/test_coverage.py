@@ -49,6 +49,8 @@ def test_every_matrix_but_embeddings_and_head_is_linear(family: str) -> None:
     routers_and_factors = (
         "router.weight",
         "linear_attn.conv1d.weight",
+        "linear_attn.in_proj_a.weight",
+        "linear_attn.in_proj_b.weight",
         "linear_attn.in_proj_ba.weight",
         "mlp.gate.weight",
         "mlp.shared_expert_gate.weight",

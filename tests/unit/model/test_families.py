@@ -59,6 +59,8 @@ PER_MODEL = {
     "qwen2": 14,
     "qwen2_moe": 16,
     "qwen3": 14,
+    "qwen3_5_moe_text": 17,
+    "qwen3_5_text": 13,
     "qwen3_moe": 13,
     "qwen3_next": 14,
     "smollm3": 14,
@@ -69,7 +71,16 @@ VARIANTS: dict[str, dict[str, Any]] = {"deepseek_v2": {"q_lora_rank": None}, "de
 """Settings that swap some matrices for others."""
 OLD_ROWS = {"h.*.attn.bias", "h.*.attn.attention.bias", "layers.*.attention.bias"}
 """Rows for what present models do not have."""
-DENSE_LINEAR = ("lm_head", "project_in", "project_out", "shared_expert_gate", "router", "in_proj_ba")
+DENSE_LINEAR = (
+    "lm_head",
+    "project_in",
+    "project_out",
+    "shared_expert_gate",
+    "router",
+    "in_proj_ba",
+    "in_proj_a",
+    "in_proj_b",
+)
 """nn.Linear modules that stay dense."""
 LISTED = [name for name in MIXTURES if FAMILIES[name].published]
 """Those in whose files every expert has weights of its own; others are published as they are in memory."""
@@ -136,7 +147,7 @@ def test_only_routers_embeddings_and_heads_stay_dense(family: str) -> None:
     dense = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and name not in masked}
     dense = {name for name in dense if not name.endswith("_bias")}  # of all experts of a layer
     parts = ("embed_tokens", "embed_positions", "embed_in", "word_embeddings", "wte", "wpe", "lm_head")
-    parts += ("project_in", "project_out", "conv1d", "in_proj_ba")
+    parts += ("project_in", "project_out", "conv1d", "in_proj_ba", "in_proj_a", "in_proj_b")
     gates = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", ".router.weight")
     routers = {name for name in dense if name.endswith(gates)}
     assert {name for name in dense if name.split(".")[-2] in parts} == dense - routers

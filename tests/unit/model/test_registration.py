@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
+from sparseforge_ds.model.registration import load_config
 from tests.conftest import ROOT
 
 KNOWN = """
@@ -67,3 +70,23 @@ def test_our_families_are_known_when_asked_for() -> None:
         "    assert type(config).__module__.startswith('sparseforge_ds'), config\n"
         "    assert AutoModelForCausalLM._model_mapping[type(config)].__module__.startswith('sparseforge_ds')\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken", "architecture"),
+    [
+        ("llama4", "llama4_text", "Llama4ForCausalLM"),
+        ("qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM"),
+        ("gemma3", "gemma3", "as it was"),  # whose causal class sees, too
+        ("llama", "llama", "as it was"),
+    ],
+)
+def test_a_config_is_that_of_what_the_causal_class_takes(
+    kind: str, taken: str, architecture: str, tmp_path: Path
+) -> None:
+    written = CONFIG_MAPPING[kind]()
+    written.architectures, written.dtype = ["as it was"], "bfloat16"
+    written.save_pretrained(tmp_path)
+    config = load_config(tmp_path, "it")
+    assert (config.model_type, config.architectures) == (taken, [architecture])
+    assert str(config.dtype).endswith("bfloat16") and config.name_or_path == str(tmp_path)

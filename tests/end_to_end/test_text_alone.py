@@ -1,0 +1,40 @@
+"""A model that also sees, of which transformers' causal class takes the text alone: trained, exported, masked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.cli.main import main
+from tests.end_to_end.test_train import flags_of, train
+from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text
+from tests.tiny_models import BUILDERS
+
+
+def test_the_export_is_a_model_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = BUILDERS["qwen3_5_text"](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257).config
+    seeing = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config=text.to_dict(),
+        vision_config={**seeing, "patch_size": 4, "num_position_embeddings": 16},
+        **{"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203},
+    )
+    torch.manual_seed(0)
+    write_model(tmp_path / "model", AutoModelForImageTextToText.from_config(config))
+    write_text(tmp_path / "text.jsonl", documents=200)
+    train(*flags_of(tmp_path, deepspeed_json(batch=4)))
+    run = str(tmp_path / "run")
+
+    for out, given in (("out", []), ("again", ["--model", str(tmp_path / "model")])):
+        assert main(["export", run, str(tmp_path / out), "--format", "hf", *given]) == 0
+        assert main(["verify", str(tmp_path / out)]) == 0
+        described = json.loads((tmp_path / out / "config.json").read_text())
+        assert (described["model_type"], described["architectures"]) == ("qwen3_5_text", ["Qwen3_5ForCausalLM"])
+        assert not any("language_model" in name or "visual" in name for name in TensorFolder(tmp_path / out).specs)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert model.config.model_type == "qwen3_5_text" and not any(report.values())
