@@ -168,25 +168,13 @@ _DEEPSEEK = replace(_OLMOE, prunable=(*_QWEN3_MOE.prunable, *_gated("mlp.shared_
 _DEEPSEEK_MLA = replace(_OLMOE, prunable=(*_LATENT_ATTENTION, *_gated("mlp"), *_EXPERTS, *_gated("mlp.shared_experts")))
 
 # Of linear attention, the projections to and from its state; its decay, its convolution and what weighs it stay dense.
-_FROM_STATE = Row("layers.*.linear_attn.out_proj.weight")
-_CONVOLUTION = "layers.*.linear_attn.conv1d.weight"
+_LINEAR_ATTENTION = (Row("layers.*.linear_attn.in_proj_[qz]*.weight"), Row("layers.*.linear_attn.out_proj.weight"))
+_STATE = ("layers.*.linear_attn.in_proj_[ab]*.weight", "layers.*.linear_attn.conv1d.weight")
 _QWEN3_NEXT = replace(
-    _QWEN2_MOE,
-    prunable=(*_QWEN2_MOE.prunable, Row("layers.*.linear_attn.in_proj_qkvz.weight"), _FROM_STATE),
-    dense=(*_QWEN2_MOE.dense, "layers.*.linear_attn.in_proj_ba.weight", _CONVOLUTION),
+    _QWEN2_MOE, prunable=(*_QWEN2_MOE.prunable, *_LINEAR_ATTENTION), dense=(*_QWEN2_MOE.dense, *_STATE)
 )
-_LINEAR_ATTENTION = (
-    Row("layers.*.linear_attn.in_proj_qkv.weight"),
-    Row("layers.*.linear_attn.in_proj_z.weight"),
-    _FROM_STATE,
-)
-_DECAY = "layers.*.linear_attn.in_proj_[ab].weight"
-_QWEN3_5 = Family(prunable=(*_LLAMA.prunable, *_LINEAR_ATTENTION), dense=(*_HEAD, _DECAY, _CONVOLUTION))
-_QWEN3_5_MOE = replace(
-    _QWEN2_MOE,
-    prunable=(*_OLMOE.prunable, *_gated("mlp.shared_expert"), *_LINEAR_ATTENTION),
-    dense=(*_QWEN2_MOE.dense, _DECAY, _CONVOLUTION),
-)
+_QWEN3_5 = Family(prunable=(*_LLAMA.prunable, *_LINEAR_ATTENTION), dense=(*_HEAD, *_STATE))
+_QWEN3_5_MOE = replace(_QWEN3_NEXT, prunable=(*_OLMOE.prunable, *_gated("mlp.shared_expert"), *_LINEAR_ATTENTION))
 
 # Experts are stored (experts, in, out); gate and up of GPT-OSS alternate along the last axis, those of Llama 4 do not.
 _GPT_OSS = Family(

@@ -49,6 +49,7 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
 
 
 def _of_text_alone(config: Any) -> Any:
+    """The text model's part of a config, where the causal class that transformers has for the whole is made of that."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text, found = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -1,7 +1,8 @@
 """What one program of a Triton kernel does with packed 2:4 weights; `triton_kernel` launches them.
 
 They are compiled for a device and for every set of constants (tl.constexpr). AMD's GPUs and Triton's interpreter take
-the plain path, NVIDIA's inline assembly of `triton_words`.
+the plain path, NVIDIA's inline assembly of `triton_words`. What is no constant has no type: an annotation would be
+Triton's to read, and it has none for a pointer or a tile.
 """
 
 from __future__ import annotations
