@@ -237,7 +237,8 @@ class SparseForge:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
 
-        All that trains, counts or is saved is what it was, bit for bit on the same layout, and no pickle is executed.
+        All that trains, counts or is saved is what it was, bit for bit on the same layout (DeepSpeed's own Adam on CPUs
+        differs in the last bits), and no pickle is executed.
         `engine.load_checkpoint` calls it with a checkpoint whose bytes it has checked.
 
         Raises:

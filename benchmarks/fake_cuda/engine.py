@@ -232,7 +232,7 @@ def attach(
     model: nn.Module, config: sf.SparseForgeConfig, rank: Rank, counter: Counter, fused: bool = True
 ) -> tuple[sf.SparseForge, BareEngine]:
     """A forge on a rank, inside `process_group` and a FakeTensorMode; the model is prepared and on CUDA."""
-    groups = sf.param_groups(model, config)
+    groups = sf.param_groups(model, config, weight_decay=0.0)
     if rank.only_prunable:
         groups = groups[:1]
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}

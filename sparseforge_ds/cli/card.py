@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 _EPILOG = """\
-Every export has a card already. This writes it anew, with results of this model that were measured since, and leaves a
-README.md alone that somebody else wrote or changed. Of paths on this machine a card says the last part only.
+Every export has a card already. This writes it anew, with results of this model that were measured since; where none
+are given, with those that it has. It leaves a README.md alone that somebody else wrote or changed. Of paths on this
+machine a card says the last part only.
 
 examples:
   sparseforge card models/qwen3_14b_2to4 --results evaluation.json --license apache-2.0

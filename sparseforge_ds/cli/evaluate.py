@@ -158,7 +158,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         options = (args.seq_length, args.stride, args.batch_size)
         began = time.monotonic()
         score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks)
-        how = {"stride": args.stride, "ranks": ranks.world_size}
+        how = {"stride": args.stride, "limit": args.limit, "ranks": ranks.world_size}
         seconds = round(time.monotonic() - began, 2)
         found["perplexity"] = {"text": args.text, **asdict(score), **how, "seconds": seconds}
         if ranks.first:

@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.writer import require_free
 
     require_free(args.out)
+    if args.format == "mask" and args.dtype != "auto":
+        raise ValueError(f"--dtype {args.dtype}: a mask has no dtype; leave it out")
     source = open_source(args.source, args.model, args.dtype)
     if source.unused:
         print(said(source.model_folder, source.unused))

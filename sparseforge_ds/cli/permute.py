@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.writer import parse_size, unfinished_folder
 
     parse_size(args.max_shard_size)  # for its error, before the search
+    if args.workers is not None and args.workers < 1:
+        raise ValueError(f"--workers {args.workers}: use an integer >= 1")
     for flag in ("sequences", "seq_length"):
         if args.text is None and getattr(args, flag) is not None:
             raise ValueError(

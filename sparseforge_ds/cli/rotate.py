@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.rotation.rotate import rotate
 
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
-    parse_size(args.max_shard_size)  # for its error, before the search
+    shard_bytes = parse_size(args.max_shard_size)
     require_free(args.out)
     batches = calibration(args.model, DenseFolder(args.model).config, args.text, args.sequences, args.seq_length)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
     with unfinished_folder(args.out) as folder:
         model = load_model(str(Path(args.model)))
         facts = rotate(model, batches, config, args.steps)
-        model.save_pretrained(folder, max_shard_size=args.max_shard_size)
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
         copy_other_files(Path(args.model), folder)
         write_json(folder / FILE, facts)
     print(

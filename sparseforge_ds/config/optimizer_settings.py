@@ -54,6 +54,10 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
             f'optimizer.type = "{name}": ZeRO puts another one in its place, past the step hooks that publish masks; '
             f"{_USE}, or stage 0"
         )
+    if not stage and kind.__name__ == "Adafactor":  # under ZeRO weights are flat, and it keeps a number for each
+        raise ValueError(
+            f'optimizer.type = "{name}": keeps sums of rows and columns, which no checkpoint of ours can hold; {_USE}'
+        )
     if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
         _check_made(name, kind, params)
 

@@ -14,6 +14,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
+from yaml import YAMLError
 
 from sparseforge_ds.checkpoint.disk import whole_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json
@@ -40,7 +41,9 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
         try:
             if (scored := content.get("perplexity")) is not None:
                 said = {"dtype": content.get("dtype"), **scored}
-                how = {key: said[key] for key in ("protocol", "seq_length", "stride", "dtype") if said.get(key)}
+                how = {
+                    key: said[key] for key in ("protocol", "seq_length", "stride", "limit", "dtype") if said.get(key)
+                }
                 text = published_name(scored["text"])
                 found.append(_result("text-generation", text, "perplexity", scored["perplexity"], how))
             answered = content.get("zero_shot") or {"tasks": {}}
@@ -96,7 +99,8 @@ def make_card(
     if odd := next((key for key, section in sections.items() if not isinstance(section, dict)), None):
         raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")
     run, score = sections["run"], sections["run"].get("evaluation")
-    scored = [*_of_run(score), *results]
+    of_run = _of_run(score)
+    scored = [*of_run, *(result for result in results if result not in of_run)]
     title = f"{Path(str(run.get('model', 'A model'))).name} {record.get('pattern')}"
     data = ModelCardData(
         model_name=title,
@@ -146,15 +150,29 @@ def _record(folder: Path) -> dict[str, Any]:
 def write_card(
     folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
 ) -> bool:
-    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`. Returns whether it
-    did."""
+    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`. Without results or a
+    license, those of the card that is there stay. Returns whether it did. Raises ValueError where that is damaged."""
     path = folder / NAME
-    if path.is_file() and _OURS not in path.read_text(errors="replace"):
-        return False
+    if path.is_file():
+        if _OURS not in (text := path.read_text(errors="replace")):
+            return False
+        kept = _data(text, path)
+        license = license or kept.license
+        results = results or kept.eval_results or ()
     content = str(make_card(folder, results, license, name))
     with whole_file(path) as file:
         file.write(content.encode())
     return True
+
+
+def _data(text: str, path: Path) -> ModelCardData:
+    """What a card of ours says in its head."""
+    try:
+        data = ModelCard(text).data
+    except (ValueError, YAMLError) as error:
+        raise ValueError(f"{path}: its head is damaged ({str(error).splitlines()[0]:.200}); delete the file") from None
+    assert isinstance(data, ModelCardData)
+    return data
 
 
 def push(folder: Path, name: str, private: bool = False) -> str:

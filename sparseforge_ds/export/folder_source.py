@@ -28,6 +28,7 @@ from sparseforge_ds.export.source import (
     choose_dtype,
     read_model_config,
     require_finite,
+    said_dtype,
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.export.verify import check_folder
@@ -66,6 +67,8 @@ class FolderSource(Source):
         stored = self.record["dtype"]
         if not isinstance(stored, str) or stored not in DTYPES:
             raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored!r}; export again")
+        if dtype == "auto" and not self._exported and (said_dtype(self.model_config) or stored) != stored:
+            dtype = str(said_dtype(self.model_config))  # transformers computes in that, whatever the files hold
         self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
         weights, dense, branches = listed_weights(self.folder, self._sparsity)
@@ -138,6 +141,10 @@ class FolderSource(Source):
             value += 0.0  # no -0.0, of rounding or of others
         require_finite(value, name, self.folder)
         return value
+
+    @override
+    def _nonzero(self, name: str) -> Tensor:
+        return self._checked(name) != 0  # as stored: a narrower dtype rounds small ones away
 
     @override
     def read_branch(self, name: str) -> Tensor:

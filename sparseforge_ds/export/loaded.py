@@ -10,9 +10,11 @@ import sys
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-model, report = AutoModelForCausalLM.from_pretrained(
+config = AutoConfig.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False)
+loader = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+model, report = loader.from_pretrained(
     sys.argv[1], output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False
 )
 if getattr(model, "hf_quantizer", None) is not None:

@@ -14,19 +14,18 @@ from sparseforge_ds.export.published_names import PublishedTensor, published_ten
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.registration import auto_class, load_config
 
 
 def filled_model(source: Source) -> Any:
     """The source's model, in evaluation mode, on the CPU. Raises ValueError where transformers has no class for its
     config.json, or the tensors of the source are not exactly those of the model that config.json describes."""
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     config = load_config(source.model_folder, str(source.model_folder), cached=True)
     try:
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=source.dtype, trust_remote_code=False)
+            model = auto_class(config).from_config(config, dtype=source.dtype, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(f"{source.model_folder}/config.json: {reason(error)}") from None
     model.tie_weights()

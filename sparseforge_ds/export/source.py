@@ -26,7 +26,7 @@ from sparseforge_ds.export.counting import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.registration import auto_class, load_config
 from sparseforge_ds.permutation.record import FOLDER, Permutation
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
@@ -125,12 +125,14 @@ class Source(abc.ABC):
         Where fewer than N are not zero, the first zeros count as kept; a group with more raises ValueError.
         """
         weight, pattern = self.prunable[name], self.pattern
-        there_GM = pattern.to_groups(
-            (self.read(name) != 0).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis
-        )
+        there_GM = pattern.to_groups(self._nonzero(name).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis)
         if bool((there_GM.sum(1) > pattern.kept).any()):
             raise ValueError(f"{self.folder}: {name} is not {pattern}; run `sparseforge verify` on the folder")
         return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)
+
+    def _nonzero(self, name: str) -> Tensor:
+        """Where a weight is not zero, bool in its shape."""
+        return self.read(name) != 0
 
     def read_branch(self, name: str) -> Tensor:
         """A tensor of `branch_specs`, in `dtype`."""
@@ -146,11 +148,18 @@ def published_name(name: str) -> str:
     return name if hub else Path(name).name or name
 
 
+def said_dtype(model_config: dict[str, Any]) -> str | None:
+    """The dtype that config.json has; of a model that also sees it may stand with its text model's settings alone."""
+    parts = (model_config, model_config.get("text_config") or {})
+    said = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next((str(dtype) for dtype in said if dtype is not None), None)
+
+
 def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -> torch.dtype:
     """One of `DTYPES`, or what config.json says for auto."""
     if dtype == "auto":
         where = f"{model_folder / 'config.json'}: dtype"
-        dtype = str(model_config.get("dtype", model_config.get("torch_dtype", "float32")))
+        dtype = said_dtype(model_config) or "float32"
     else:
         where = "--dtype"
     if dtype not in DTYPES:
@@ -161,12 +170,10 @@ def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -
 def buffer_names(folder: Path) -> set[str]:
     """Buffers of the model that a folder's config.json describes, such as the biases of a router: a chosen dtype is
     that of the parameters, and rounds no buffer. Raises ValueError where transformers has no class for it."""
-    from transformers import AutoModelForCausalLM
-
     config = load_config(folder, f"--dtype: {folder}", cached=True)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = auto_class(config).from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(f"--dtype: {folder}/config.json: {reason(error)}") from None
     return {name for name, _ in model.named_buffers()}

@@ -36,7 +36,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
     ValueError where `out` is in use, or cannot be written.
     """
     require_free(out)
-    out = Path(out)
+    out = Path(out).absolute()
     name = f".{out.name}.{socket.gethostname()}."
     try:
         for left in out.parent.glob(f"{glob.escape(name)}*.tmp"):
@@ -56,6 +56,10 @@ def require_free(out: str | Path) -> None:
         raise ValueError(f"{out}: is a symbolic link; give the name of a new folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: exists and is not an empty folder; give another name")
+    if out.exists() and out.samefile(Path.cwd()):
+        raise ValueError(
+            f"{out}: is the folder that this command runs in, which none can replace; give a name inside it"
+        )
     if out.is_mount():
         raise ValueError(f"{out}: a file system is mounted there, which a folder cannot replace; give a name inside it")
 

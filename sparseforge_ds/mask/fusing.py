@@ -82,7 +82,8 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
             # Rows and columns of a square matrix are as many by chance, which would make a graph of its own. What torch
             # adds to a module of settings when it is imported, a checker does not see.
             chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-            with torch._dynamo.config.patch(recompile_limit=VARIANTS), chance:
+            # Also in hooks, for which a model's compiled code stands back (`zero.layer_hooks.uncompiled`).
+            with torch._dynamo.config.patch(recompile_limit=VARIANTS), chance, torch.compiler.set_stance("default"):
                 return one_kernel()(*given, **named)
 
         schema = torch.library.infer_schema(function, mutates_args=writes)

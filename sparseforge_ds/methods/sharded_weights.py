@@ -64,7 +64,8 @@ class ShardedWeights:
         """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses."""
         inner = self.layout.inner
         for group in inner.param_groups:
-            if not {"betas", "eps", "weight_decay"} <= set(group) or group.get("amsgrad"):
+            named = {"betas", "eps", "weight_decay"} <= set(group)
+            if not named or group.get("amsgrad") or isinstance(inner, torch.optim.Adamax):
                 raise ValueError(
                     f'method "{method}" works on the moments of Adam, which {type(inner).__name__} does not keep; '
                     'use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'

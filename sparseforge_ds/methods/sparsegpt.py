@@ -7,7 +7,7 @@ a time is whole, and the X^T X of one block exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.restore import together
@@ -149,9 +150,10 @@ class SparseGPT:
         self.on.state.write_mask(shard, both[1])
 
 
-def weights_of_blocks(model: nn.Module, weights: Iterable[PrunableWeight]) -> dict[str, list[str]]:
+def weights_of_blocks(model: nn.Module, weights: Collection[PrunableWeight]) -> dict[str, list[str]]:
     """Names of the weights of each decoder block. Raises ValueError where one belongs to no linear layer, as those of
-    fused experts."""
+    fused experts, or to several."""
+    refuse_shared(model, weights, "be measured", '"importance": "magnitude"')
     blocks: dict[str, list[str]] = {}
     for weight in weights:
         layer = model.get_submodule(weight.module)

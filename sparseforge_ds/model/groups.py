@@ -17,7 +17,9 @@ PERMUTED = "channels_are_permuted"
 """Attribute of a model that says so; `permutation.apply` sets it."""
 
 
-def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, config: SparseForgeConfig, weight_decay: float | None = None
+) -> list[dict[str, Any]]:
     """What to give to `deepspeed.initialize` as `model_parameters`.
 
     Four groups, in this order, empty ones left out: `prunable` (marked with the key `sparseforge`, which travels
@@ -28,7 +30,8 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
     Args:
         model: after `prepare`, before `deepspeed.initialize`; its parameters may be partitioned by ZeRO-3.
         config: decides which weights are prunable.
-        weight_decay: of the first two groups.
+        weight_decay: of the first two groups; by default what the optimizer is given, in the DeepSpeed JSON or by its
+            constructor.
 
     Raises:
         ValueError: a prunable weight is frozen, the model is not permuted as `config.permute` wants it, or
@@ -58,9 +61,10 @@ def param_groups(model: nn.Module, config: SparseForgeConfig, weight_decay: floa
             matrix.append(parameter)
         else:
             vector.append(parameter)
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = [
-        {"name": "prunable", "params": prunable, "weight_decay": weight_decay, "sparseforge": "prunable"},
-        {"name": "matrix", "params": matrix, "weight_decay": weight_decay},
+        {"name": "prunable", "params": prunable, **decay, "sparseforge": "prunable"},
+        {"name": "matrix", "params": matrix, **decay},
         {"name": "vector", "params": vector, "weight_decay": 0.0},
         {"name": "low_rank", "params": low_rank, "weight_decay": 0.0},
     ]

@@ -48,6 +48,14 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     return _of_text_alone(config)
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' Auto class for the model that a config describes: the causal one, or where there is none for it,
+    that of a model that also sees."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
 def _of_text_alone(config: Any) -> Any:
     """The text model's part of a config, where the causal class that transformers has for the whole is made of that."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

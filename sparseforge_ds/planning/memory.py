@@ -96,7 +96,8 @@ def _memory(
         device["gradient bucket"] = settings.bucket * low if settings.contiguous else 0
         (host if settings.optimizer_on_host else device)["gradients"] = kept_gradients(model, settings)
     if settings.teacher:
-        (host if settings.weights_on_host else device)["teacher"] = teacher_weights(teacher, settings)
+        hosted = settings.weights_on_host and settings.divided_teacher  # a replicated one is whole on every device
+        (host if hosted else device)["teacher"] = teacher_weights(teacher, settings)
         device["teacher's persistent weights"] = _persistent(teacher, settings) if settings.divided_teacher else 0
     if settings.optimizer_on_host:
         host["fp32 gradients"] = 4 * local(model, settings, 1)

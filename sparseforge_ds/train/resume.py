@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.manifest import Manifest
@@ -109,6 +110,19 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
     return checkpoint
 
 
+def _check_optimizer(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ValueError for numbers of the optimizer that would be the checkpoint's whatever the JSON says; the learning
+    rate is set at every step."""
+    was, present = ((each.get("optimizer") or {}).get("params") or {} for each in (before, now))
+    for key in sorted((was.keys() | present.keys()) - {"lr"}):
+        old, new = was.get(key), present.get(key)
+        if old != new and not isinstance(old, (bool, str)) and not isinstance(new, (bool, str)):
+            raise ValueError(
+                f"--resume: optimizer.params.{key} was {json.dumps(old)}, is {json.dumps(new)}: a run that goes on "
+                "keeps that of its checkpoint; put it back, or begin a new run in another folder"
+            )
+
+
 def changed_flags(spec: RunSpec) -> list[str]:
     """Run flags and DeepSpeed keys that a resumed run has otherwise than before, as lines for the log."""
     run, engine = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
@@ -122,6 +136,8 @@ def changed_flags(spec: RunSpec) -> list[str]:
                 f"--resume: {spec.folder / 'sparseforge.json'} is damaged: `run` is no object; bring it back"
             )
         now = json.loads(json.dumps(after))
+        if name == "deepspeed":
+            _check_optimizer(before, now)
         for either in (before, now):
             either.pop("resume", None)
             either.pop("sparseforge", None)  # no change, or the run would have been refused

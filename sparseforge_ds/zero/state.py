@@ -104,8 +104,16 @@ class ShardState:
         return {key: value for key, value in found.items() if value.numel() == flat.numel()}
 
     def require_numbers(self, index: int) -> None:
-        """After the optimizer's first step of a partition: raise where it keeps codes of another meaning per element,
-        of which 0 is not the code of 0 and a checkpoint cannot be cut into elements."""
+        """After the optimizer's first step of a partition: raise where it keeps anything but a number per element, of
+        which 0 is the number 0, or one for all, since a checkpoint cannot be cut into elements there."""
+        flat = self.layout.flats[index]
+        for key, value in self.layout.inner.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.numel() not in (1, flat.numel()):
+                raise ValueError(
+                    f"optimizer {type(self.layout.inner).__name__} keeps {key} of shape {tuple(value.shape)} for "
+                    f"weights of shape {tuple(flat.shape)}, which no checkpoint of ours can hold; use one with a "
+                    "number per weight, like AdamW"
+                )
         for key, value in self._of_optimizer(index).items():
             if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(

@@ -121,10 +121,10 @@ class StepHooks:
             before = self._before.pop(index, None)
             if self.cautious and before is not None and flat.grad is not None:
                 hold_back(flat.data, before, flat.grad)
-            if index not in prunable:
-                continue
             if self.method.next_step == 1:
                 self.state.require_numbers(index)
+            if index not in prunable:
+                continue
             self.state.join(index)
             self.method.after_step(index, group)
             if self.state.released and not self._by_element:

@@ -106,7 +106,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.hub": {"huggingface_hub"},
     "data.splits": {"yaml", "huggingface_hub"},
     "export.compressed_tensors": {"compressed_tensors", "pydantic"},
-    "export.card": {"huggingface_hub"},
+    "export.card": {"huggingface_hub", "yaml"},
     "export.folder_source": {"model.branch"},
     "export.loaded": {"safetensors"},
     "export.free_memory": {"psutil"},

@@ -430,6 +430,9 @@ def refusals() -> dict[str, str]:
     shared.model.layers[1].self_attn.q_proj.weight = shared.model.layers[0].self_attn.q_proj.weight
     engine = build_engine(deep, shared)
     said["shared"] = message_of(lambda: sf.SparseForge(engine, deep.sparseforge))
+    config = {"exclude": ["*.down_proj.weight"], "method": "naive_retrain", "importance": "sparsegpt"}
+    by_inputs = Case(stage=2, model="llama_deep", config=config)
+    said["shared, sparsegpt"] = message_of(lambda: sf.SparseForge(engine, by_inputs.sparseforge))
     engine = build_engine(cases["fine"])
     engine._config.zero_config.zero_quantized_weights = True
     said["quantized"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
@@ -454,5 +457,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
     }.items():
         assert said[name].startswith("ValueError: cannot train a mask"), said[name]
         assert [word for word in words if word not in said[name]] == [], said[name]
-    assert "are one weight, and one of the layers alone would be measured; set" in said["shared"]
+    for name in ("shared", "shared, sparsegpt"):
+        assert "are one weight, and one of the layers alone would be measured; set" in said[name], said[name]
     assert said["fine"] == "no error"

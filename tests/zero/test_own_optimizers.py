@@ -60,6 +60,47 @@ def test_masks_and_weights_are_those_of_torch_adamw() -> None:
             assert close.float().mean() > 0.95, (name, weight, close.float().mean())
 
 
+WORN = {"name": "cast", "every": 2, "decay": 1.0, "ramp": [0, 0], "frozen": 0.2, "scaling": False}
+
+
+def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str]]:
+    """How large the weights that CAST wears away are at the end, by optimizer; why others are refused."""
+    largest = {}
+    for name, params in (("DeepSpeed's", {}), ("torch's", {"torch_adam": True})):
+        more = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, **params}}}
+        case = Case(model="llama_24", config={"method": WORN, "importance": "magnitude"}, more=more)
+        engine, forge = build(case)
+        forge.start()
+        for step in range(6):
+            train_step(engine, case, step)
+            forge.step()
+        mask, dense = gathered(forge, "mask"), gathered(forge, "dense")
+        largest[name] = {key: dense[key][mask[key] == 0].abs().max().item() for key in mask}
+    refused = []
+    for kind, method in (("Adamax", WORN), ("Adafactor", "naive_retrain")):
+        more = {"optimizer": {"type": kind, "params": {"lr": 3e-3}}}
+        case = Case(model="llama_24", config={"method": method, "importance": "magnitude"}, more=more)
+        try:
+            engine, forge = build(case)
+            forge.start()
+            train_step(engine, case, 0)
+        except ValueError as error:
+            refused.append(str(error))
+    return largest, refused
+
+
+def test_every_weight_is_worn_away_and_what_no_checkpoint_holds_is_refused() -> None:
+    largest, refused = run_distributed(of_every_optimizer, 2)[0]
+    for name, weights in largest.items():
+        assert len(weights) == 7 and set(weights.values()) == {0.0}, (name, weights)
+    adamax, adafactor = refused
+    assert 'method "cast" works on the moments of Adam, which Adamax does not keep' in adamax
+    assert (
+        "optimizer Adafactor keeps row_var of shape" in adafactor
+        and "which no checkpoint of ours can hold" in adafactor
+    )
+
+
 @pytest.mark.gpu
 def test_a_gpu_runs_the_whole_life_of_a_mask() -> None:
     assert run_distributed(on_a_gpu, 1, (0, 1, 2, 3), device="cuda") == [[]]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedModel, Qwen3VLConfig
 
+from sparseforge_ds.cli.main import main
 from tests.distributed import ROOT, run_distributed
 from tests.tiny_models import _LLAMA_LIKE
 from tests.zero.case import Case, StepText, build, published, train_step
@@ -58,7 +61,7 @@ def seeing(family: str) -> PreTrainedModel:
     return model
 
 
-def train_towers() -> list[tuple[Any, ...]]:
+def train_towers(folder: Path) -> list[tuple[Any, ...]]:
     found = []
     for family, block in BLOCKS.items():
         case = Case(stage=STAGES[family], config=block)
@@ -68,13 +71,19 @@ def train_towers() -> list[tuple[Any, ...]]:
             losses.append(train_step(engine, case, step))
             forge.step(StepText(engine, case, step))
         forge.finish()
+        engine.save_checkpoint(str(folder / family))
         found.append(([weight.name for weight in forge.weights], losses, published(engine)))
     return found
 
 
 @pytest.fixture(scope="module")
-def towers() -> dict[str, tuple[Any, ...]]:
-    return dict(zip(BLOCKS, run_distributed(train_towers, 2)[0], strict=True))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("towers")
+
+
+@pytest.fixture(scope="module")
+def towers(folder: Path) -> dict[str, tuple[Any, ...]]:
+    return dict(zip(BLOCKS, run_distributed(train_towers, 2, folder)[0], strict=True))
 
 
 @pytest.mark.parametrize("family", BLOCKS)
@@ -91,6 +100,26 @@ def test_the_language_tower_is_sparse_and_the_others_are_as_they_were(
         assert not torch.equal(after[name].view_as(kept)[kept], before[name][kept]), name
     seen = [name for name, parameter in before.items() if not parameter.requires_grad]
     assert seen and all(torch.equal(after[name].view_as(before[name]), before[name]) for name in seen)
+
+
+def test_an_export_is_the_whole_model(
+    towers: dict[str, tuple[Any, ...]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a class that is no causal one, in the dtype that config.json has with the text model's settings alone."""
+    dense = seeing("qwen3_vl").bfloat16()
+    dense.save_pretrained(folder / "dense")
+    config = json.loads((folder / "dense" / "config.json").read_text())
+    config["text_config"]["dtype"] = config.pop("dtype")
+    (folder / "dense" / "config.json").write_text(json.dumps(config))
+    out, checkpoint = folder / "out", str(folder / "qwen3_vl")
+    assert main(["consolidate", checkpoint, str(out), "--model", str(folder / "dense")]) == 0
+    assert "proved: loaded by transformers, logits bit-equal" in capsys.readouterr().out
+    model, report = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()) and model.dtype == torch.bfloat16
+    after = towers["qwen3_vl"][2]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, after[name].view_as(parameter).bfloat16()), name
+    assert main(["export", str(out), str(folder / "half"), "--dtype", "float16"]) == 0
 
 
 def test_the_guide_has_these_blocks() -> None:

@@ -74,6 +74,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         return capsys.readouterr().err
 
     assert "use an integer >= 1" in error(str(folder), str(out), "--rows", "0")
+    assert "--workers 0: use an integer >= 1" in error(str(folder), str(out), "--workers", "0")
     assert "n:m patterns only" in error(str(folder), str(out), "--pattern", "block16")
     assert main(["permute", str(folder), str(out)]) == 0
     assert "exists and is not an empty folder" in error(str(folder), str(out))
@@ -103,9 +104,10 @@ def test_what_can_be_seen_before_the_search(command: str, tmp_path: Path, capsys
         assert main([command, str(folder), str(out), "--text", str(text), *steps, *options]) == 2
         assert said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "pruned", "text.jsonl"]
-    assert main([command, str(dense), str(out), "--text", str(text), *steps]) == 0, (
+    assert main([command, str(dense), str(out), "--text", str(text), *steps, "--max_shard_size", "20000"]) == 0, (
         "the default is no longer than it can read"
     )
+    assert len(list(out.glob("model-*.safetensors"))) > 1
 
 
 def test_a_layer_that_predicts_several_tokens_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,9 +218,15 @@ def test_an_optimizer_that_zero_does_not_know_is_for_stage_0_or_by_request(tmp_p
         {**deepspeed_json(stage=0), "optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}},
     ):
         assert read_deepspeed_json(str(write_json(tmp_path / "ds.json", content))) == content
-    lbfgs = {**deepspeed_json(stage=0), "optimizer": {"type": "LBFGS"}}
-    with pytest.raises(ValueError, match="LBFGS doesn't support per-parameter options"):
-        read_deepspeed_json(str(write_json(tmp_path / "ds.json", lbfgs)))
+    for kind, words in (
+        ("LBFGS", "doesn't support per-parameter options"),
+        ("Adafactor", "keeps sums of rows and col"),
+    ):
+        content = {**deepspeed_json(stage=0), "optimizer": {"type": kind}}
+        with pytest.raises(ValueError, match=f"{kind}.*{words}"):
+            read_deepspeed_json(str(write_json(tmp_path / "ds.json", content)))
+    flat = {**deepspeed_json(stage=1), "optimizer": {"type": "Adafactor"}, "zero_allow_untested_optimizer": True}
+    assert read_deepspeed_json(str(write_json(tmp_path / "ds.json", flat))) == flat
 
 
 @pytest.mark.parametrize(

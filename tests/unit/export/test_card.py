@@ -56,7 +56,7 @@ def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
     perplexity = {
         "model": str(folder),
         "dtype": "bfloat16",
-        "perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096},
+        "perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096, "limit": 5},
     }
     zero_shot = {
         "model": str(folder),
@@ -78,10 +78,41 @@ def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
     assert found["wikitext2", "perplexity"].dataset_args == {
         "protocol": "windows",
         "seq_length": 4096,
+        "limit": 5,
         "dtype": "bfloat16",
     }
     for words in ("# dense-1b 2:4", "| steps | 400 |", "| tokens | 640,000 |", "`own.jsonl`", "7.38906 (sequences 8"):
         assert words in made.text, words
+
+
+def test_what_is_not_given_again_stays(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and licence went with the upload that came after them."""
+
+    def said() -> tuple[str | None, list[tuple[str, float]]]:
+        data = ModelCard.load(folder / "README.md").data
+        return data.license, [(each.dataset_name, each.metric_value) for each in data.eval_results]
+
+    def result(value: float) -> str:
+        scored = {"text": "wikitext2", "perplexity": value, "protocol": "windows"}
+        return str(write_json(tmp_path / "result.json", {"model": str(folder), "perplexity": scored}))
+
+    monkeypatch.setattr("sparseforge_ds.export.card.push", lambda *_: "there")
+    assert main(["card", str(folder), "--results", result(12.5), "--license", "apache-2.0"]) == 0
+    of_run, found = ("held_out.jsonl", 7.389056), ("wikitext2", 12.5)
+    for again in ((), ("--push", "owner/made"), ("--license", "mit")):
+        assert main(["card", str(folder), *again]) == 0
+        assert said() == ("mit" if "mit" in again else "apache-2.0", [of_run, found])
+    assert main(["card", str(folder), "--results", result(11.5)]) == 0
+    assert said() == ("mit", [of_run, ("wikitext2", 11.5)]), "new results in place of old ones"
+
+
+def test_a_damaged_card_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["card", str(folder)]) == 0
+    text = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(text.replace("library_name:", "library_name: [", 1))
+    capsys.readouterr()
+    assert main(["card", str(folder)]) == 2
+    assert "README.md: its head is damaged (" in capsys.readouterr().err
 
 
 def test_scores_of_another_model_are_refused(

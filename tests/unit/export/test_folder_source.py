@@ -111,6 +111,21 @@ def test_dtype_of_one_that_has_two(tmp_path: Path) -> None:
     assert open_source(tmp_path, dtype="float16").read("model.norm.weight").dtype == torch.float16
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_auto_is_what_config_json_says_and_not_the_files(tmp_path: Path, key: str) -> None:
+    """transformers computes in that, so that another one in the export would be another model."""
+    write_dense(tmp_path, "llama", "bfloat16")
+    tensors = prune(tmp_path, [row.name for row in check_folder(tmp_path, NM(2, 4)).rows])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    for said, dtype in (({}, torch.bfloat16), ({key: "float32"}, torch.float32), ({key: "bfloat16"}, torch.bfloat16)):
+        (tmp_path / "config.json").write_text(json.dumps(config | said))
+        source = open_source(tmp_path)
+        assert source.dtype == dtype and source.record["dtype"] == str(dtype).removeprefix("torch.")
+        assert {spec.dtype for spec in source.specs.values()} == {dtype}
+        assert torch.equal(source.read(DOWN), tensors[DOWN].to(dtype))
+
+
 def test_a_chosen_dtype_leaves_the_biases_of_a_router_alone(tmp_path: Path) -> None:
     """transformers keeps them in fp32, and so does the export of a run."""
     dense = write_dense(tmp_path / "dense", "glm4_moe")

@@ -121,6 +121,22 @@ def test_from_a_folder_groups_with_fewer_non_zeros_are_filled_up(tmp_path: Path)
     assert mask[4, 8:12].tolist() == [True, True, False, False]
 
 
+def test_what_a_chosen_dtype_rounds_to_zero_is_kept_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    (sparse / "sparsity.json").unlink()
+    tensors = load_file(sparse / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] *= 1e-6
+    save_file(tensors, sparse / "model.safetensors", {"format": "pt"})
+    source = open_source(sparse, dtype="float16")
+    assert (source.read(name) != 0).sum() < (tensors[name] != 0).sum()
+    assert torch.equal(source.read_mask(name), tensors[name] != 0)
+    assert main(["export", str(sparse), str(tmp_path / "mask"), "--format", "mask", "--dtype", "float16"]) == 2
+    assert "--dtype float16: a mask has no dtype; leave it out" in capsys.readouterr().err
+
+
 def test_minus_zero_does_not_survive() -> None:
     value = masked(torch.tensor([-0.0, -1.0, -2.0]), torch.tensor([True, True, False]))
     assert torch.equal(bits(value), bits(torch.tensor([0.0, -1.0, 0.0])))

@@ -43,9 +43,17 @@ def test_a_tensor_that_nobody_made(tmp_path: Path) -> None:
         write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, [*SPECS.keys() - {"half"}])
 
 
-def test_an_empty_folder_may_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_folder_may_be_there_but_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced, this one would be gone under the feet of whoever works in it."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for here in (".", tmp_path / "empty", "../empty"):
+        with pytest.raises(ValueError, match="is the folder that this command runs in"):
+            require_free(here)
     monkeypatch.chdir(tmp_path)
-    require_free(".")
+    with unfinished_folder("empty") as folder:
+        (folder / "a").write_text("a")
+    assert (tmp_path / "empty" / "a").read_text() == "a"
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("20KB", 20_000), ("17", 17), ("1 mb", 10**6)])

@@ -23,6 +23,7 @@ from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_s
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
 from sparseforge_ds.zero.cautious import hold_back
+from sparseforge_ds.zero.layer_hooks import uncompiled
 from tests.reference import updated_mask
 
 DIALS = Dials(0.3, 0.4, 0.7, 0.5, 0.3, x=1.0)
@@ -249,6 +250,21 @@ def test_compiled_is_step_by_step() -> None:
             with fusing.compiled(True):
                 one_step = step_of(*arguments, 0.7, 0.6, aliased)
             assert all(torch.equal(a, b) for a, b in zip(one_step, plain_step, strict=True))
+
+
+def test_what_hooks_call_is_compiled_where_the_model_is_not() -> None:
+    """While layers are heard, compiled code of the model stands back; ours ran step by step there, with whole copies of
+    the inputs in fp32."""
+
+    def steps() -> set[str]:
+        with torch.profiler.profile() as seen:
+            sum_squares(torch.ones(12, 20), torch.ones(12))
+        return {event.key for event in seen.key_averages()} & {"aten::mul", "aten::pow", "aten::mv"}
+
+    assert steps() == {"aten::pow", "aten::mv"}
+    with fusing.compiled(True), uncompiled():
+        steps()  # in which the compiler runs some of its own
+        assert steps() == set()
 
 
 def test_no_rate_makes_a_graph_of_its_own() -> None:

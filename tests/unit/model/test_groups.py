@@ -33,6 +33,12 @@ def test_every_parameter_is_in_one_group(family: str) -> None:
     assert all(parameter.ndim == 1 for parameter in groups[2]["params"])
 
 
+def test_decay_is_the_optimizers_own_unless_one_is_given() -> None:
+    """A 0 in the groups won over what the DeepSpeed JSON says."""
+    optimizer = torch.optim.SGD(param_groups(tiny_llama(), SparseForgeConfig()), lr=1.0, weight_decay=0.3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
+
+
 def test_what_is_excluded_stays_a_decayed_matrix() -> None:
     model = tiny_llama()
     groups = param_groups(model, SparseForgeConfig(exclude=("*.q_proj.*",)))

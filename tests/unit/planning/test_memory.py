@@ -123,6 +123,8 @@ def test_teachers() -> None:
 
     whole = 2 * 6_738_415_616
     assert teacher_of("replicated", 3).resident["teacher"] == whole
+    stays = teacher_of("replicated", 3, offload_param={"device": "cpu"})  # the student's weights alone leave the device
+    assert stays.resident["teacher"] == whole and "teacher" not in stays.host
     assert teacher_of("zero3", 2).resident["teacher"] == pytest.approx(whole / 8, rel=1e-3)
     offloaded = teacher_of("zero3", 3, offload_param={"device": "cpu"})
     assert "teacher" not in offloaded.resident

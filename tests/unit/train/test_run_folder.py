@@ -217,6 +217,16 @@ def test_what_changed_is_said(spec):
     ]
 
 
+def test_numbers_of_the_optimizer_stay_those_of_the_checkpoint(spec):
+    """They were announced as changed, written down, and had no effect."""
+    check_folder(spec())
+    write_folder(spec(weight_decay=0.1))
+    assert changed_flags(spec(resume=True, weight_decay=0.1)) == []
+    message = "optimizer.params.weight_decay was 0.1, is 0.7: a run that goes on keeps that of its checkpoint; put it"
+    with pytest.raises(ValueError, match=message):
+        changed_flags(spec(resume=True, weight_decay=0.7))
+
+
 def test_a_second_run_in_the_folder_is_refused(spec, tmp_path):
     check_folder(spec())
     lock = lock_folder(tmp_path / "run")
