@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -24,6 +25,24 @@ class AgreedError(ValueError):
     """An error that every rank raises together, so that it needs to be printed once."""
 
 
+def _patient_group() -> dist.ProcessGroup:
+    """A gloo group, over the network interface that NCCL was told to take, unless gloo has one of its own.
+
+    Raises:
+        ValueError: the ranks do not reach each other.
+    """
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if wanted in [name for _, name in socket.if_nameindex()]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", wanted)
+    try:
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_PATIENCE))
+    except RuntimeError as error:
+        raise ValueError(
+            f"ranks do not reach each other by gloo ({str(error).strip().splitlines()[0]:.300}); set "
+            "GLOO_SOCKET_IFNAME to the network interface that joins the machines, on each of them"
+        ) from None
+
+
 class Ranks:
     """This process among all; without a process group it is alone."""
 
@@ -31,7 +50,7 @@ class Ranks:
         joined = dist.is_initialized()
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if joined else None
+        self._group = _patient_group() if joined else None
 
     @property
     def first(self) -> bool:

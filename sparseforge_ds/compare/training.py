@@ -42,6 +42,8 @@ class Trainer:
     """
 
     def __init__(self, ranks: int, threads: int, data: Path | None) -> None:
+        if 0 < (count := torch.cuda.device_count()) < ranks:
+            raise ValueError(f"ranks = {ranks}: a run of so many needs as many GPUs, and there are {count}")
         self.ranks = ranks
         self.threads = threads
         self.data = data

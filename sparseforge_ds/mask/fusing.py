@@ -12,7 +12,7 @@ compiled, and whoever counts operations sees the one kernel that it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -73,17 +73,12 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
             return torch.compile(function, dynamic=True, fullgraph=True, options=options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            import torch._dynamo
-            import torch.fx.experimental._config
-
             device = args[0].device
             given = [_as_tensor(value, device, place) for place, value in enumerate(args)]
             named = {key: _as_tensor(value, device, key) for key, value in kwargs.items()}
-            # Rows and columns of a square matrix are as many by chance, which would make a graph of its own. What torch
-            # adds to a module of settings when it is imported, a checker does not see.
-            chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            limit, chance = _settings()
             # Also in hooks, for which a model's compiled code stands back (`zero.layer_hooks.uncompiled`).
-            with torch._dynamo.config.patch(recompile_limit=VARIANTS), chance, torch.compiler.set_stance("default"):
+            with limit, chance, torch.compiler.set_stance("default"):
                 return one_kernel()(*given, **named)
 
         schema = torch.library.infer_schema(function, mutates_args=writes)
@@ -102,6 +97,18 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
         return either
 
     return decorate
+
+
+@cache  # each that is made leaves something behind in torch for good
+def _settings() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The compiler's settings for ours."""
+    import torch._dynamo
+    import torch.fx.experimental._config
+
+    # Rows and columns of a square matrix are as many by chance, which would make a graph of its own. What torch adds to
+    # a module of settings when it is imported, a checker does not see.
+    chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return torch._dynamo.config.patch(recompile_limit=VARIANTS), chance
 
 
 def _as_tensor(value: Any, device: torch.device, place: int | str) -> Any:

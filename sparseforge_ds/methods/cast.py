@@ -51,7 +51,9 @@ class Cast(RefreshedMask):
     def after_step(self, index: int, group: dict[str, Any]) -> None:
         state = self.on.state.partition(index)
         if self.on.step < self.on.schedule.freeze_step and "exp_avg_sq" in state:
-            correction = (1 - group["betas"][1] ** self._steps(group)).sqrt()
+            # Where Adam counts its steps on the device, nothing asks for the number.
+            count = torch.as_tensor(self._steps(state, group)).double()
+            correction = (1 - group["betas"][1] ** count).sqrt()
             dense, second = state["dense"].view(-1), state["exp_avg_sq"].view(-1)
             for run, pruned in self.pruned_runs(index):
                 divisor = second[run].float().sqrt().div_(correction)
@@ -59,12 +61,13 @@ class Cast(RefreshedMask):
                 dense[run] = dense[run].sign() * (dense[run].abs() - pull).clamp_(min=0)
         super().after_step(index, group)
 
-    def _steps(self, group: dict[str, Any]) -> Tensor:
-        """() fp64: how many steps Adam has made. DeepSpeed's counts them with one of a group's parameters alone. Where
-        the count is on the device, nothing asks for the number."""
+    def _steps(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | int:
+        """How many steps Adam has made. DeepSpeed's counts in integers, with one of a group's parameters alone."""
+        count: Tensor | int = state.get("step", group.get("step", 0))
+        if isinstance(count, Tensor):
+            return count
         held = self.on.layout.inner.state
-        steps = [held[flat]["step"] for flat in group["params"] if "step" in held.get(flat, {})]
-        return torch.stack([torch.as_tensor(step).double() for step in steps or [group["step"]]]).max()
+        return max(count, *(held.get(flat, {}).get("step", 0) for flat in group["params"]))
 
     @override
     def is_due(self, step: int) -> bool:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config.arguments import RunArguments, flags
@@ -21,6 +23,7 @@ from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.runtime.extension_locks import clear_extension_locks
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.compiler import require_compiler
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
@@ -68,6 +71,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         spec = dataclasses.replace(spec, arguments=dataclasses.replace(arguments, resume=False))
     checkpoints = Checkpoints(spec.folder / "checkpoints", ranks, spec.stage, arguments.keep_checkpoints)
     ranks.all_or_raise(lambda: check_folder(spec))
+    ranks.all_or_raise(lambda: require_compiler(torch.device(get_accelerator().current_device_name())))
     ranks.on_first(lambda: lock_folder(spec.folder))
     ranks.on_first(checkpoints.recover)
     found = find_resumption(spec, ranks, checkpoints) if spec.arguments.resume else None

@@ -11,24 +11,45 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_FLEX = "flex_attention"
 
 TokenHook = Callable[[str, Tensor, Tensor], None]
 InputHook = Callable[[str, Tensor], None]
 DisplacementHook = Callable[[str, Tensor], Tensor]
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """While active, what torch.compile has compiled runs as it is: its code does not look for new hooks.
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """While active, what torch.compile has compiled runs as it is: its code does not look for new hooks. Flex attention
+    does not, for it is a compiled function that no hook looks into, and as it is it forms all scores of a layer.
 
-    Nothing is, where the compiler was never loaded, which takes seconds.
+    Nothing is compiled where the compiler was never loaded, which takes seconds.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    flex = ALL_ATTENTION_FUNCTIONS[_FLEX]
+
+    @wraps(flex)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("default"):
+            return flex(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(_FLEX, compiled)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(_FLEX, flex)
 
 
 class _Hook(torch.autograd.Function):

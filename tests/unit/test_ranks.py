@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,25 @@ def test_every_rank_gets_the_same_verdict():
     rest = [{"from": 0}, "first", "on rank 1: second", "OSError: [Errno 28] No space left on device", [0, 1]]
     assert first == [0, *rest]
     assert second == [10, *rest]
+
+
+def _joined_by(interfaces):
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ.update(interfaces)
+    try:
+        Ranks()
+    except ValueError as error:
+        return str(error)
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of interfaces are those of Linux")
+def test_gloo_takes_the_interface_of_nccl_unless_it_has_one():
+    for wanted in ("lo", "=lo"):
+        assert run_distributed(_joined_by, 2, {"NCCL_SOCKET_IFNAME": wanted}) == ["lo", "lo"]
+    own = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "nowhere0"}
+    for said in run_distributed(_joined_by, 2, own):
+        assert "ranks do not reach each other by gloo (" in said and "set GLOO_SOCKET_IFNAME to the network" in said
 
 
 def _other_error():

@@ -1,0 +1,70 @@
+"""Hooks and torch.compile: what stands back for hooks, and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo.eval_frame
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparseforge_ds.mask import fusing
+from sparseforge_ds.mask.curvature import add_fisher_sums
+from sparseforge_ds.zero.layer_hooks import token_gradients, uncompiled
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+@pytest.fixture
+def flex() -> Iterator[list[str]]:
+    """Flex attention that notes how the compiler stands when it is called."""
+    before, seen = ALL_ATTENTION_FUNCTIONS["flex_attention"], []
+    ALL_ATTENTION_FUNCTIONS.register("flex_attention", lambda: seen.append(stance()))
+    yield seen
+    ALL_ATTENTION_FUNCTIONS.register("flex_attention", before)
+
+
+def test_flex_attention_stays_compiled(flex: list[str]) -> None:
+    """As it is, it forms the scores of all pairs of tokens."""
+    held = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    with uncompiled():
+        assert stance() == "force_eager"
+        with uncompiled():
+            ALL_ATTENTION_FUNCTIONS["flex_attention"]()
+        ALL_ATTENTION_FUNCTIONS["flex_attention"]()
+        assert stance() == "force_eager"
+    assert flex == ["default", "default"] and stance() == "default"
+    assert ALL_ATTENTION_FUNCTIONS["flex_attention"] is held
+
+
+def test_settings_of_the_compiler_are_made_once() -> None:
+    assert fusing._settings() is fusing._settings()
+
+
+def sums_in_backward(device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer, given = nn.Linear(24, 16, bias=False).to(device), torch.randn(12, 24, device=device)
+    found = [torch.zeros(size, dtype=torch.float64, device=device) for size in (16, 24)]
+
+    def hear(_name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
+        add_fisher_sums(grad_TO, input_TI, 1.0, *found)
+
+    with token_gradients({"layer": layer}, hear):
+        output = layer(given)
+        output.square().sum().backward()
+    gradient = 2 * output.detach().double()
+    square = (gradient.square().T @ given.double().square()).cpu()
+    return [value.cpu() for value in found] + [square.sum(1), square.sum(0)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_hooks_compile_inside_a_backward_pass(device: str) -> None:
+    """On a GPU that is in a thread of autograd's."""
+    with fusing.compiled(True):
+        outputs, inputs, *expected = sums_in_backward(device)
+    torch.testing.assert_close(outputs, expected[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(inputs, expected[1], rtol=1e-5, atol=0)
