@@ -141,6 +141,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "runtime.triton_programs": {"triton"},
     "runtime.triton_words": {"triton"},
     "zero.expert_hooks": {"transformers.integrations.moe"},
+    "zero.layer_hooks": {"transformers.modeling_utils"},
 }
 # The public names.
 FREE = {"__init__", "__main__"}
