@@ -156,7 +156,7 @@ def write_card(
     if path.is_file():
         if _OURS not in (text := path.read_text(errors="replace")):
             return False
-        kept = _data(text, path)
+        kept = _metadata(text, path)
         license = license or kept.license
         results = results or kept.eval_results or ()
     content = str(make_card(folder, results, license, name))
@@ -165,12 +165,13 @@ def write_card(
     return True
 
 
-def _data(text: str, path: Path) -> ModelCardData:
-    """What a card of ours says in its head."""
+def _metadata(text: str, path: Path) -> ModelCardData:
+    """What the hub reads of a card of ours."""
     try:
         data = ModelCard(text).data
     except (ValueError, YAMLError) as error:
-        raise ValueError(f"{path}: its head is damaged ({str(error).splitlines()[0]:.200}); delete the file") from None
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{path}: its metadata is damaged ({why:.200}); delete the file") from None
     assert isinstance(data, ModelCardData)
     return data
 

@@ -26,9 +26,9 @@ from sparseforge_ds.export.source import (
     buffer_names,
     check_config,
     choose_dtype,
+    configured_dtype,
     read_model_config,
     require_finite,
-    said_dtype,
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
 from sparseforge_ds.export.verify import check_folder
@@ -67,8 +67,9 @@ class FolderSource(Source):
         stored = self.record["dtype"]
         if not isinstance(stored, str) or stored not in DTYPES:
             raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored!r}; export again")
-        if dtype == "auto" and not self._exported and (said_dtype(self.model_config) or stored) != stored:
-            dtype = str(said_dtype(self.model_config))  # transformers computes in that, whatever the files hold
+        configured = configured_dtype(self.model_config)
+        if dtype == "auto" and not self._exported and configured is not None and configured != stored:
+            dtype = configured  # transformers computes in that, whatever the files hold
         self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
         weights, dense, branches = listed_weights(self.folder, self._sparsity)

@@ -148,7 +148,7 @@ def published_name(name: str) -> str:
     return name if hub else Path(name).name or name
 
 
-def said_dtype(model_config: dict[str, Any]) -> str | None:
+def configured_dtype(model_config: dict[str, Any]) -> str | None:
     """The dtype that config.json has; of a model that also sees it may stand with its text model's settings alone."""
     parts = (model_config, model_config.get("text_config") or {})
     said = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
@@ -159,7 +159,7 @@ def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -
     """One of `DTYPES`, or what config.json says for auto."""
     if dtype == "auto":
         where = f"{model_folder / 'config.json'}: dtype"
-        dtype = said_dtype(model_config) or "float32"
+        dtype = configured_dtype(model_config) or "float32"
     else:
         where = "--dtype"
     if dtype not in DTYPES:

@@ -311,6 +311,12 @@ def test_a_checkpoint_of_another_batch(resumable):
     assert "has 8 sequences a step, here there are 16" in message and "set train_batch_size to 8" in message
 
 
+def test_another_weight_decay_than_the_checkpoints(resumable):
+    resumable.flags["weight_decay"] = "0.5"
+    message = resumable.refused("--resume")
+    assert "optimizer.params.weight_decay was" in message and "keeps that of its checkpoint; put it back" in message
+
+
 def test_an_older_checkpoint(resumable):
     path = resumable.run / "checkpoints" / "step_000004" / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 0}))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import sparseforge_ds as sf
 from tests.distributed import run_distributed
-from tests.zero.case import Case, build, gathered, probe_of, published, train_step
+from tests.zero.case import MODELS, Case, build, build_engine, gathered, probe_of, published, train_step
 
 OWN: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
 PAIRS: dict[str, tuple[str, Case, Case]] = {
@@ -63,8 +64,9 @@ def test_masks_and_weights_are_those_of_torch_adamw() -> None:
 WORN = {"name": "cast", "every": 2, "decay": 1.0, "ramp": [0, 0], "frozen": 0.2, "scaling": False}
 
 
-def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str]]:
-    """How large the weights that CAST wears away are at the end, by optimizer; why others are refused."""
+def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[float]]:
+    """How large the weights that CAST wears away are at the end, by optimizer; why others are refused; the decay of
+    each param group of README's loop."""
     largest = {}
     for name, params in (("DeepSpeed's", {}), ("torch's", {"torch_adam": True})):
         more = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, **params}}}
@@ -86,13 +88,17 @@ def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str]]:
             train_step(engine, case, 0)
         except ValueError as error:
             refused.append(str(error))
-    return largest, refused
+    decaying = Case(more={"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.3}}})
+    model = sf.prepare(MODELS[decaying.model](), decaying.sparseforge)
+    engine = build_engine(decaying, model, sf.param_groups(model, decaying.sparseforge))
+    return largest, refused, [group["weight_decay"] for group in engine.basic_optimizer.param_groups]
 
 
 def test_every_weight_is_worn_away_and_what_no_checkpoint_holds_is_refused() -> None:
-    largest, refused = run_distributed(of_every_optimizer, 2)[0]
+    largest, refused, decays = run_distributed(of_every_optimizer, 2)[0]
     for name, weights in largest.items():
         assert len(weights) == 7 and set(weights.values()) == {0.0}, (name, weights)
+    assert decays == [0.3, 0.3, 0.0], "the JSON's, but for norms"
     adamax, adafactor = refused
     assert 'method "cast" works on the moments of Adam, which Adamax does not keep' in adamax
     assert (

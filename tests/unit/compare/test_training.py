@@ -10,7 +10,7 @@ from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trai
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
-    trainer, log = Trainer(2, 1, None), tmp_path / "run.log"
+    trainer, log = Trainer(1, 1, None), tmp_path / "run.log"
     trainer._judge([0, 0], {}, log)
     with pytest.raises(ValueError, match=r"the run run failed: its processes ended with -9, 0 \(-9: killed"):
         trainer._judge([-9, 0], {}, log)
@@ -47,3 +47,9 @@ def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFi
         _wait_for(lock)
         assert released.is_set()
     assert "an earlier start of this run is saving still" in capsys.readouterr().out
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="ranks = 2: a run of so many needs as many GPUs, and there are 1"):
+        Trainer(2, 1, None)

@@ -112,7 +112,7 @@ def test_a_damaged_card_is_one_line(folder: Path, capsys: pytest.CaptureFixture[
     (folder / "README.md").write_text(text.replace("library_name:", "library_name: [", 1))
     capsys.readouterr()
     assert main(["card", str(folder)]) == 2
-    assert "README.md: its head is damaged (" in capsys.readouterr().err
+    assert "README.md: its metadata is damaged (" in capsys.readouterr().err
 
 
 def test_scores_of_another_model_are_refused(
