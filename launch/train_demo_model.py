@@ -7,11 +7,12 @@ r"""Train the demo's language model and its tokenizer from scratch on the docume
 
 The second line makes a mixture of experts of it, for `launch/compare_mixture.json`: small, but trained. With
 `--hold_back 3` every third document is not read, so that a run under a mask can have text that is new to the model.
+`--text TRAIN HELDOUT` reads two JSONL files instead of the documentation.
 
-Plain PyTorch in one process; the README of the shipped model names the two commands that made it. The model is small
-and trained for long, because an undertrained model is pruned for free and would show nothing. At the end it prints the
-held-out perplexity of the dense model and of its one-shot magnitude 2:4 projection. The result is a Hugging Face
-folder with the tokenizer beside the weights.
+Plain PyTorch in one process, on a GPU where there is one; the README of the shipped model names the two commands that
+made it. The model is small and trained for long, because an undertrained model is pruned for free and would show
+nothing. At the end it prints the held-out perplexity of the dense model and of its one-shot magnitude 2:4 projection.
+The result is a Hugging Face folder with the tokenizer beside the weights.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable_progress_bar()
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
-    train, heldout = stdlib_documents("train"), stdlib_documents("heldout")
+    if args.text is None:
+        train, heldout = stdlib_documents("train"), stdlib_documents("heldout")
+    else:
+        train, heldout = ([json.loads(line)["text"] for line in path.open(encoding="utf-8")] for path in args.text)
     if args.hold_back is not None:
         unread = train[:: args.hold_back]
         del train[:: args.hold_back]
@@ -64,7 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
         copy_tokenizer(args.continue_from, args.output_dir)
         model = LlamaForCausalLM.from_pretrained(args.continue_from, dtype=torch.float32, trust_remote_code=False)
         model = model if args.experts is None else mixture_of(model, args.experts)
-    train_N, heldout_N = encode(train, args.output_dir), encode(heldout, args.output_dir)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")  # TF32 where there is it: a GPU multiplies several times as fast
+    model.to(device)
+    train_N, heldout_N = (encode(documents, args.output_dir).to(device) for documents in (train, heldout))
     prunable = sum(weight.numel() for weight in prunable_weights(model))
     total = sum(parameter.numel() for parameter in model.parameters())
     for split, documents, tokens_N in (("train", train, train_N), ("held-out", heldout, heldout_N)):
@@ -87,6 +94,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the finished model and tokenizer")
     parser.add_argument("--continue_from", type=Path, help="folder of an earlier result, for one more cosine cycle")
     parser.add_argument("--experts", type=positive, help="of every MLP of --continue_from, two of which a token takes")
+    parser.add_argument(
+        "--text", type=Path, nargs=2, metavar=("TRAIN", "HELDOUT"), help="JSONL files with a text in every line"
+    )
     parser.add_argument(
         "--hold_back", type=positive, help="of the documents every N-th is not read; both parts go to --output_dir"
     )

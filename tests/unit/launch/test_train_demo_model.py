@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -59,3 +60,17 @@ def test_something_is_left_to_read(script: ModuleType, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         script.parse_arguments(["--output_dir", "x", "--hold_back", "1"])
     assert "--hold_back 1 leaves no document to read; use 2 or more" in capsys.readouterr().err
+
+
+def test_another_text_takes_the_place_of_the_documentation(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for name, documents in (("train", stdlib_documents("train")[:40]), ("heldout", ["Some words. " * 40])):
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    sizes = ["--hidden_size", "16", "--intermediate_size", "16", "--layers", "1", "--heads", "1", "--kv_heads", "1"]
+    lengths = ["--steps", "1", "--batch_size", "1", "--sequence_length", "8", "--warmup_steps", "1"]
+    script.main(["--output_dir", str(tmp_path), "--text", *map(str, files), "--vocab_size", "512", *sizes, *lengths])
+    said = capsys.readouterr().out
+    assert "in 40 documents" in said and "in 1 documents" in said
