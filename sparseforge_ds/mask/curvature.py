@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparseforge_ds.mask.fusing import fused, is_compiled
+from sparseforge_ds.mask.fusing import fused, in_rows, is_compiled
 
 EXPERT_BYTES = 1 << 28
 """Of the sums of squares that exist at a time, where a weight holds many experts."""
 TOKEN_BYTES = 1 << 26
 """Of the squares of a layer's inputs and gradients that exist at a time."""
+
+SUMMED_TOKENS = 128
+"""Tokens whose squares compiled code sums first."""
 
 # Odd constants of the splitmix64 finalizer (Steele et al., 2014), as signed 64-bit integers.
 _GOLDEN = -7046029254386353131
@@ -161,13 +164,14 @@ def token_squares(values_TN: Tensor) -> Tensor:
     return values_TN.float().square().sum(dim=1)
 
 
-@fused()
+@fused(kernels=2)
 def sum_squares(values_TN: Tensor, weight_T: Tensor) -> Tensor:
     """(N,) fp32 sum_t v_tn^2 weight_t."""
     square_TN = values_TN.float().square()
-    # Compiled, a product with a vector would be a kernel of its own.
-    summed = torch.compiler.is_compiling()
-    return (square_TN * weight_T[:, None]).sum(dim=0) if summed else square_TN.t() @ weight_T
+    if not torch.compiler.is_compiling():
+        return square_TN.t() @ weight_T
+    # A product with a vector would be a kernel of its own. Of fixed numbers of tokens first: see `row_sums`.
+    return in_rows(square_TN * weight_T[:, None], SUMMED_TOKENS).sum(dim=1).sum(dim=0)
 
 
 def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacked: int = 1) -> tuple[Tensor, Tensor]:

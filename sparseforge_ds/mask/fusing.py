@@ -11,13 +11,14 @@ compiled, and whoever counts operations sees the one kernel that it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +32,8 @@ _OPTIONS = {
     "max_fusion_size": 512,
     "cpp.max_horizontal_fusion_size": 512,
 }
+ROW = 4096
+"""Elements that compiled code sums first: a power of 2, of which a whole chunk has no more than a few thousand."""
 KERNELS: dict[str, int] = {}
 """What the compiler makes of each fused function, by name."""
 _wanted: bool | None = None
@@ -121,6 +124,25 @@ def _scalar(value: float, device: torch.device, place: int | str) -> Tensor:
     each, in seconds of compiling, and after `VARIANTS` of them the run would end. Two arguments of one value are two
     tensors, because a graph knows which are the same. Operands are fp32 or fp64: a sum with bf16 would round it."""
     return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def row_sums(values: Sequence[Tensor]) -> Tensor:
+    """(k, rows) sums of k tensors of (n,), which are to be summed once more, outside, as a part of a fused function.
+
+    How many multiprocessors share a sum over everything, the compiler decides by the size that it meets first. The graph
+    is then every size's, also in later processes, which find it on disk: after a small matrix, a single multiprocessor
+    would sum up a large one. Rows of a fixed length are as many as there is work. Step by step there is one.
+    """
+    if not torch.compiler.is_compiling():
+        return torch.stack([one.sum() for one in values])[:, None]
+    return torch.stack([in_rows(one, ROW).sum(dim=1) for one in values])
+
+
+def in_rows(values: Tensor, length: int) -> Tensor:
+    """(n, ...) -> (rows, length, ...), the last ones padded with zeros, as a part of a fused function."""
+    # One row more than there must be: a single row would be a graph of its own.
+    padding = length + -values.shape[0] % length
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, padding)).view(-1, length, *values.shape[1:])
 
 
 def from_nearer(share: float) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.factored import rank_one
-from sparseforge_ds.mask.fusing import fused
+from sparseforge_ds.mask.fusing import fused, row_sums
 
 STATS = 7
 """Columns of `score_stats`: count, H, H W^2, W^2, (H W^2)^2, H W^4, W^4."""
@@ -57,10 +57,11 @@ def score_stats(dense: Tensor, curvature: Curvature) -> Tensor:
     """
     found = []
     for chunk in chunks(dense):
-        sums = _sum_moments(dense[chunk], *part_of(curvature, chunk))
-        count = sums[0].new_full((), dense[chunk].numel())
-        ones = (count, count, sums[0], sums[0], sums[1], sums[1], sums[1])  # H = 1
-        found.append(torch.stack(ones if curvature is None else (count, *sums)))
+        sums = _sum_moments(dense[chunk], *part_of(curvature, chunk)).sum(dim=1)
+        count = sums.new_full((1,), dense[chunk].numel())
+        square, fourth = sums[:1], sums[-1:]
+        ones = (count, count, square, square, fourth, fourth, fourth)  # H = 1
+        found.append(torch.cat(ones if curvature is None else (count, sums)))
     if len(found) == 1:
         return found[0]
     return torch.stack(found).sum(0) if found else dense.new_zeros(STATS, dtype=torch.float64)
@@ -75,15 +76,16 @@ def magnitude_stats(moments: Tensor) -> Tensor:
 @fused()
 def _sum_moments(
     dense: Tensor, elements: Tensor | None, share_R: Tensor | None, column_C: Tensor | None, first: int
-) -> list[Tensor]:
+) -> Tensor:
+    """(6, rows) fp64, or (2, rows) where H = 1."""
     if share_R is not None and column_C is not None:
         elements = rank_one(share_R, column_C, first, first + dense.numel())
     square = dense.double().square()
     if elements is None:
-        return [square.sum(), square.square().sum()]
+        return row_sums([square, square.square()])
     positive = elements.double().clamp(min=0)
     obd = positive * square
-    return [one.sum() for one in (positive, obd, square, obd.square(), obd * square, square.square())]
+    return row_sums([positive, obd, square, obd.square(), obd * square, square.square()])
 
 
 def scalings(moments: Tensor, damping: float) -> Tensor:

@@ -20,7 +20,7 @@ from sparseforge_ds.mask.bits import pack, set_bits
 from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.mask.factored import rank_one
-from sparseforge_ds.mask.fusing import between, from_nearer, fused
+from sparseforge_ds.mask.fusing import between, from_nearer, fused, row_sums
 from sparseforge_ds.mask.importance import Curvature, part_of, score
 from sparseforge_ds.mask.pattern import NM, SMALL, Pattern, beaten_by, rank_in_group
 
@@ -117,7 +117,7 @@ def tally(mask: Tensor, target: Tensor, kept: Tensor | None, before: Tensor | No
         targets.append(bits)
         if kept is not None:
             keeps.append(found.pop(0))
-        sums.append(found)
+        sums.append([total for rows in found for total in rows.sum(dim=1).unbind()])
     totals = sums[0] if len(sums) == 1 else [torch.stack(list(one)).sum() for one in zip(*sums, strict=True)]
     return Tally(_end_to_end(targets), _end_to_end(keeps) if keeps else None, totals)
 
@@ -209,13 +209,14 @@ def _end_to_end(found: Sequence[Tensor]) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(list(found))
 
 
-@fused(kernels=3)
+@fused(kernels=4)
 def _tally(mask: Tensor, target: Tensor, kept: Tensor | None, before: Tensor | None) -> list[Tensor]:
+    """Bits of each that is given, then (2, rows) sums of the mask and, where there is one before, (1, rows) of flips."""
     values = values_of(mask).double()
     found = [_packed(one) for one in (target, kept) if one is not None]
-    sums = [(values * (1 - values)).sum(), values.sum()]
+    sums = [row_sums([values * (1 - values), values])]
     if before is not None:
-        sums.append(set_bits(found[0] ^ before).sum(dtype=torch.float64))
+        sums.append(row_sums([set_bits(found[0] ^ before).double()]))
     return found + sums
 
 
