@@ -153,25 +153,34 @@ def add_fisher_sums(grad_TO: Tensor, input_TI: Tensor, factor: float, output_O: 
     """
     stored = not is_compiled(grad_TO.device)
     for rows in _token_chunks(grad_TO, input_TI) if stored else (slice(None),):
-        grad, given = grad_TO[rows], input_TI[rows]
-        output_O.add_(sum_squares(grad, token_squares(given)), alpha=factor)
-        input_I.add_(sum_squares(given, token_squares(grad)), alpha=factor)
+        of_output, of_input = fisher_sums(grad_TO[rows], input_TI[rows])
+        output_O.add_(of_output, alpha=factor)
+        input_I.add_(of_input, alpha=factor)
 
 
-@fused()
-def token_squares(values_TN: Tensor) -> Tensor:
+def _token_squares(values_TN: Tensor) -> Tensor:
     """(T,) fp32 |v_t|^2."""
     return values_TN.float().square().sum(dim=1)
 
 
-@fused(kernels=2)
-def sum_squares(values_TN: Tensor, weight_T: Tensor) -> Tensor:
+token_squares = fused()(_token_squares)
+
+
+def _sum_squares(values_TN: Tensor, weight_T: Tensor) -> Tensor:
     """(N,) fp32 sum_t v_tn^2 weight_t."""
     square_TN = values_TN.float().square()
     if not torch.compiler.is_compiling():
         return square_TN.t() @ weight_T
     # A product with a vector would be a kernel of its own. Of fixed numbers of tokens first: see `row_sums`.
     return in_rows(square_TN * weight_T[:, None], SUMMED_TOKENS).sum(dim=1).sum(dim=0)
+
+
+@fused(kernels=6)
+def fisher_sums(grad_TO: Tensor, input_TI: Tensor) -> list[Tensor]:
+    """(out,) and (in,) fp32: what `add_fisher_sums` adds, as one function, as a call costs the host more than a kernel
+    costs a GPU."""
+    of_output = _sum_squares(grad_TO, _token_squares(input_TI))
+    return [of_output, _sum_squares(input_TI, _token_squares(grad_TO))]
 
 
 def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacked: int = 1) -> tuple[Tensor, Tensor]:

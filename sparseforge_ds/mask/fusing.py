@@ -129,7 +129,7 @@ def _scalar(value: float, device: torch.device, place: int | str) -> Tensor:
 def row_sums(values: Sequence[Tensor]) -> Tensor:
     """(k, rows) sums of k tensors of (n,), which are to be summed once more, outside, as a part of a fused function.
 
-    How many multiprocessors share a sum over everything, the compiler decides by the size that it meets first. The graph
+    By the size that the compiler meets first it decides how many multiprocessors share a sum over everything. The graph
     is then every size's, also in later processes, which find it on disk: after a small matrix, a single multiprocessor
     would sum up a large one. Rows of a fixed length are as many as there is work. Step by step there is one.
     """

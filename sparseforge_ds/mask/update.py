@@ -211,7 +211,7 @@ def _end_to_end(found: Sequence[Tensor]) -> Tensor:
 
 @fused(kernels=4)
 def _tally(mask: Tensor, target: Tensor, kept: Tensor | None, before: Tensor | None) -> list[Tensor]:
-    """Bits of each that is given, then (2, rows) sums of the mask and, where there is one before, (1, rows) of flips."""
+    """Bits of each that is given, (2, rows) sums of the mask and, where there is a `before`, (1, rows) of flips."""
     values = values_of(mask).double()
     found = [_packed(one) for one in (target, kept) if one is not None]
     sums = [row_sums([values * (1 - values), values])]

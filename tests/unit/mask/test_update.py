@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sparseforge_ds.mask import fusing
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.bits import pack, unpack
 from sparseforge_ds.mask.codes import CODE, decode, stored_as, values_of
-from sparseforge_ds.mask.curvature import sum_squares, token_squares, weighted_squares
+from sparseforge_ds.mask.curvature import fisher_sums, token_squares, weighted_squares
 from sparseforge_ds.mask.effective_mask import masked_gradient, soft_publish, soft_step
 from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_stats, standardized_score
@@ -214,7 +215,7 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
         "hold_back": lambda: hold_back(dense.clone(), dense, torch.randn_like(dense)),
         "keep_in_place": lambda: masked_gradient(dense.clone(), bits),
         "token_squares": lambda: token_squares(given),
-        "sum_squares": lambda: sum_squares(given, torch.rand(12)),
+        "fisher_sums": lambda: fisher_sums(given, given[:, :20].clone()),
         "weighted_squares": lambda: weighted_squares(given, torch.rand(12)),
     }
     assert functions.keys() == fusing.KERNELS.keys()
@@ -258,13 +259,34 @@ def test_what_hooks_call_is_compiled_where_the_model_is_not() -> None:
 
     def steps() -> set[str]:
         with torch.profiler.profile() as seen:
-            sum_squares(torch.ones(12, 20), torch.ones(12))
+            fisher_sums(torch.ones(12, 20), torch.ones(12, 8))
         return {event.key for event in seen.key_averages()} & {"aten::mul", "aten::pow", "aten::mv"}
 
     assert steps() == {"aten::pow", "aten::mv"}
     with fusing.compiled(True), uncompiled():
         steps()  # in which the compiler runs some of its own
         assert steps() == set()
+
+
+def test_sums_of_any_size_are_of_rows_by_one_graph() -> None:
+    """Sums over everything are divided among a GPU's multiprocessors by the first size; rows do for every size."""
+
+    def sums(rows: int, columns: int) -> list[Tensor]:
+        dense, mask, curvature = problem((rows, columns), "product", CODE, ties=False, seed=rows)
+        found = tally(mask, dense > 0, dense > 0, pack(dense > 0.25))
+        grad, given = dense.view(rows, columns), dense.view(rows, columns)[:, :20].clone()
+        return [score_stats(dense, curvature), *found.sums, *fisher_sums(grad, given)]
+
+    graphs = []
+    for rows, columns in ((16, 24), (128, 32), (130, 68), (1024, 40)):  # less than a row, exactly one, some
+        plain = sums(rows, columns)
+        with fusing.compiled(True):
+            torch.testing.assert_close(sums(rows, columns), plain)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * 4
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+        found = [fusing.row_sums([torch.ones(count, dtype=torch.float64)]) for count in (1, 4096, 16385)]
+    assert [one.tolist()[0] for one in found] == [[1, 0], [4096, 0], [4096] * 4 + [1, 0]]
 
 
 def test_no_rate_makes_a_graph_of_its_own() -> None:
