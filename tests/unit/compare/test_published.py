@@ -119,6 +119,8 @@ def test_the_readme_says_no_more_than_the_tables() -> None:
     of = found["young_unread"]
     behind = [1 - of[name, 200] / of[ours, 200] for name in ("sr_ste", "naive_retrain_magnitude")]
     assert f"SR-STE and a fixed magnitude mask are ahead, by {behind[0]:.1%} and {behind[1]:.1%}." in prose
+    short = [1 - f["naive_retrain_sparsegpt", 40] / f[ours, 40] for f in (found["stories_short"], found["demo_short"])]
+    assert f"its retrained mask is {short[0]:.1%} ahead here and {short[1]:.1%} on the demo's model" in prose
     added = found["rotated"]["sparseforge_falling_permute", 300]
     assert f"bring {defaults[ours, 300]:.4g} at 300 steps to {added:.2f} (three seeds), ahead of the two" in prose
     branch = found["rotated"]["sparseforge_falling_permute_k16", 300]
@@ -135,8 +137,10 @@ def test_every_choice_with_the_defaults_is_inside_its_grid() -> None:
         "defaults_additions",
         "defaults_long",
         "demo",
+        "demo_short",
         "mixture",
         "rotated",
+        "stories_short",
         "young",
         "young_unread",
     ):
