@@ -7,7 +7,7 @@ r"""Train the demo's language model and its tokenizer from scratch on the docume
 
 The second line makes a mixture of experts of it, for `launch/compare_mixture.json`: small, but trained. With
 `--hold_back 3` every third document is not read, so that a run under a mask can have text that is new to the model.
-`--text TRAIN HELDOUT` reads two JSONL files instead of the documentation.
+`--text TRAIN HELDOUT` reads two files instead of the documentation.
 
 Plain PyTorch in one process, on a GPU where there is one; the README of the shipped model names the two commands that
 made it. The model is small and trained for long, because an undertrained model is pruned for free and would show
@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from launch.demo_tokenizer import BOS, EOS, copy_tokenizer, encode, train_tokenizer
-from sparseforge_ds.data.stdlib_text import stdlib_documents
+from sparseforge_ds.evaluate.text import read_documents
 
 # Shapes: N tokens of a split, B sequences of a batch, T tokens of a sequence, V vocabulary, O x I a weight, G groups of
 # M neighbours.
@@ -50,12 +50,12 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    try:
+        train, heldout = map(read_documents, args.text)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
-    if args.text is None:
-        train, heldout = stdlib_documents("train"), stdlib_documents("heldout")
-    else:
-        train, heldout = ([json.loads(line)["text"] for line in path.open(encoding="utf-8")] for path in args.text)
     if args.hold_back is not None:
         unread = train[:: args.hold_back]
         del train[:: args.hold_back]
@@ -68,8 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
         copy_tokenizer(args.continue_from, args.output_dir)
         model = LlamaForCausalLM.from_pretrained(args.continue_from, dtype=torch.float32, trust_remote_code=False)
         model = model if args.experts is None else mixture_of(model, args.experts)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_float32_matmul_precision("high")  # TF32 where there is it: a GPU multiplies several times as fast
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+        torch.set_float32_matmul_precision("high")  # by TF32, several times as fast
     model.to(device)
     train_N, heldout_N = (encode(documents, args.output_dir).to(device) for documents in (train, heldout))
     prunable = sum(weight.numel() for weight in prunable_weights(model))
@@ -95,7 +97,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--continue_from", type=Path, help="folder of an earlier result, for one more cosine cycle")
     parser.add_argument("--experts", type=positive, help="of every MLP of --continue_from, two of which a token takes")
     parser.add_argument(
-        "--text", type=Path, nargs=2, metavar=("TRAIN", "HELDOUT"), help="JSONL files with a text in every line"
+        "--text",
+        nargs=2,
+        metavar=("TRAIN", "HELDOUT"),
+        default=("stdlib:train", "stdlib:heldout"),
+        help="what is read and what measures it, as `sparseforge evaluate --text` takes it",
     )
     parser.add_argument(
         "--hold_back", type=positive, help="of the documents every N-th is not read; both parts go to --output_dir"

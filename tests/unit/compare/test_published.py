@@ -44,6 +44,11 @@ def test_the_shipped_config_is_the_one_that_was_run(study: Path) -> None:
     assert (study / "config.json").read_text() == (ROOT / "launch" / f"compare_{study.name}.json").read_text()
 
 
+def test_commands_have_no_path_of_the_machine_that_ran_them(study: Path) -> None:
+    commands = [json.loads(line)["command"] or "" for line in (study / "results.jsonl").read_text().splitlines()]
+    assert [word for command in commands for word in command.split() if word.startswith("/")] == []
+
+
 def test_the_table_is_made_of_the_rows(study: Path) -> None:
     config, rows, lines = read(study)
     complete = {(m, s, b) for m in config.methods for s in config.seeds for b in config.budgets}
