@@ -17,6 +17,9 @@ The text goes to stdout as it comes, everything else to stderr. Without --temper
 each time, so that two exports of one model can be compared. Of the model's generation_config.json only the ids of its
 special tokens are used, such as those that end a text: no penalties, beams, or choice of the top_k or top_p.
 
+On CUDA the model keeps a static cache and is compiled for it, with CUDA graphs, where transformers can do that. The first
+tokens wait for the compiler, up to a minute; --eager does without.
+
 examples:
   sparseforge generate models/qwen3_14b_packed24 "The capital of France is"
   sparseforge generate models/qwen3_14b_2to4 "Tell me about lions." --chat --temperature 0.7 --seed 3
@@ -45,6 +48,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     parser.add_argument("--chat", action="store_true", help="put PROMPT into the model's chat template")
+    parser.add_argument("--eager", action="store_true", help="on CUDA: start at once, and wait for the host each token")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
     parser.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; default: the model's own; none: without")
     parser.set_defaults(run=run)
@@ -88,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=new,
         do_sample=args.temperature > 0,
         **({"temperature": args.temperature, "top_k": 0} if args.temperature else {}),
+        **({} if args.eager else cache_settings(model)),
     )
     if model.device.type == "cpu" and any(map(is_packed, model.modules())):
         load_cpu_kernel()  # it may have to be compiled, which is no speed of the model
@@ -101,6 +106,12 @@ def run(args: argparse.Namespace) -> int:
     took, made = time.perf_counter() - began, tokens.shape[1] - length
     print(f"{made} tokens in {took:.1f} s, {made / took:.1f} a second, on {model.device}", file=sys.stderr)
     return 0
+
+
+def cache_settings(model: Any) -> dict[str, Any]:
+    """Return the generation settings that let transformers compile decoding of `model` on CUDA, or none elsewhere."""
+    compiles = model.device.type == "cuda" and getattr(model, "_can_compile_fullgraph", False)
+    return {"cache_implementation": "static"} if compiles else {}
 
 
 def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:

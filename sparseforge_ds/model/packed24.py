@@ -169,6 +169,11 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
 
     @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile decoding with a static cache: packed products are operators of their own."""
+        return not self.quantization_config.semi_structured
+
+    @property
     def is_trainable(self) -> bool:
         """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
         return not self.quantization_config.semi_structured and not self.quantization_config.low_rank

@@ -59,6 +59,18 @@ def test_the_kernel_is_built_before_the_clock_starts(
     assert events == [*(["kernel"] if format == "packed24" else []), "clock", "clock"]
 
 
+def test_a_static_cache_on_cuda_alone(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers can compile the whole model; --eager leaves it out."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    static = {"cache_implementation": "static"}
+    assert generate.cache_settings(SimpleNamespace(device=cuda, _can_compile_fullgraph=True)) == static
+    assert generate.cache_settings(SimpleNamespace(device=cuda, _can_compile_fullgraph=False)) == {}
+    assert generate.cache_settings(SimpleNamespace(device=cpu, _can_compile_fullgraph=True)) == {}
+    monkeypatch.setattr(generate, "cache_settings", lambda model: {"cache_implementation": "refused"})
+    assert main(["generate", str(dense), PROMPT, "--max_new_tokens", "2", "--eager"]) == 0
+    assert main(["generate", str(dense), PROMPT, "--max_new_tokens", "2"]) != 0
+
+
 def test_samples_by_their_seed(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):

@@ -10,12 +10,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, CompileConfig, Trainer, TrainingArguments
 
 import sparseforge_ds  # noqa: F401  # packed24
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.packed24 import Packed24Config, Packed24Quantizer
 from sparseforge_ds.model.packed24_loading import Packed24Conv1D
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
 from sparseforge_ds.train.pretrained import find_model
@@ -93,6 +95,22 @@ def test_compiled_whole(folders: FOLDERS) -> None:
     packed = load(folders["llama-odd"][1], dtype=torch.bfloat16, device_map="cpu")
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(logits(compiled), logits(packed))
+
+
+def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> None:
+    """One graph, no breaks and the same tokens; semi-structured tensors are not compiled."""
+    packed = load(folders["llama-odd"][1])
+    expected = packed.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    how = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    how._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    made = packed.generate(
+        IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static", compile_config=how
+    )
+    assert torch.equal(made, expected)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert not Packed24Quantizer(Packed24Config(semi_structured=True)).is_compileable
 
 
 def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, tmp_path: Path) -> None:
