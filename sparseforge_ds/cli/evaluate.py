@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 --text asks for perplexity, --tasks or --suite (extra zero_shot) for accuracy, and both may be asked for at once.
+--dense adds what was lost: the KL divergence to the dense model on the same tokens, in nats a token, and the share of
+items that are answered as the dense model answers them. KL needs both models in memory.
 On several GPUs each has a whole copy of the model and scores its share of a text, which gives the same number:
   torchrun --nproc_per_node 8 -m sparseforge_ds evaluate MODEL --text wikitext2
 
@@ -31,7 +33,7 @@ protocols of perplexity, which give different numbers:
              records
 
 examples:
-  sparseforge evaluate models/qwen3_14b_2to4 --text wikitext2 --seq_length 4096
+  sparseforge evaluate models/qwen3_14b_2to4 --dense Qwen/Qwen3-14B --text wikitext2 c4.jsonl --seq_length 4096
   sparseforge evaluate models/qwen3_14b_2to4 --suite paper --dense Qwen/Qwen3-14B --json evaluation.json
   sparseforge evaluate Qwen/Qwen3-14B --one_shot 2:4 --text wikitext2 --tasks arc_easy,boolq
 """
@@ -41,8 +43,9 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="perplexity on a text and zero-shot accuracy of a model",
-        description="Measure a dense or sparse Hugging Face model: its perplexity on a text, and its accuracy on "
-        "the tasks of lm-evaluation-harness.",
+        usage="sparseforge evaluate MODEL [flags]",  # a flag of several values behind which MODEL stood would take it
+        description="Measure a dense or sparse Hugging Face model: its perplexity on texts, its accuracy on the tasks "
+        "of lm-evaluation-harness, and how close it is to the dense model.",
         epilog=_EPILOG,
     )
     add = parser.add_argument
@@ -58,13 +61,16 @@ def register(commands: Any) -> None:
     add("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
     add("--batch_size", type=int, default=8, metavar="N", help="sequences of one forward (default: 8)")
     add("--limit", type=int, metavar="N", help="at most this many documents of a text and items of a task, the first")
+    add("--dense", metavar="MODEL", help="compare with the dense model, in the same dtype: KL on texts, same answers")
     add("--json", metavar="FILE", help="also write the result to a file")
     add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     add = parser.add_argument_group("perplexity").add_argument
     add(
         "--text",
         metavar="TEXT",
-        help="a file of any kind that training reads, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or "
+        nargs="+",
+        action="extend",
+        help="files of any kind that training reads, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or "
         "wikitext2:PATH (its rows)",
     )
     add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
@@ -76,7 +82,6 @@ def register(commands: Any) -> None:
     which.add_argument("--tasks", metavar="NAMES", help="names of the harness, with commas between")
     which.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
     add("--include_path", metavar="DIR", help="folder of task files in the harness' format, which win over its own")
-    add("--dense", metavar="MODEL", help="run the dense model too, in the same dtype")
     add("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
     parser.set_defaults(run=run)
 
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     given = vars(args)
     for flags, asked, of in (
         (("protocol", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
-        (("include_path", "dense", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
+        (("include_path", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not asked and (odd := [flag for flag in flags if given[flag] is not None]):
             raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
@@ -125,6 +130,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate import perplexity, zero_shot
         from sparseforge_ds.evaluate.harness import load_tasks
+        from sparseforge_ds.evaluate.perplexity import require_same_tokens
         from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
         from sparseforge_ds.evaluate.text import as_one, read_text
         from sparseforge_ds.mask.pattern import parse_pattern
@@ -139,41 +145,55 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         for name in models:
             require_model(name)
         adapter = adapter_of(args.model, args.adapter)
-        documents = None if args.text is None else read_text(args.text, args.text_field, args.limit)
+        texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
         names = _tasks(args)
         tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
+        if args.dense is not None:
+            for documents in texts.values():
+                require_same_tokens(tokenizers[0], tokenizers[1], documents)
         model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
             config = SparseForgeConfig(pattern=str(pattern))
             prune_by_magnitude(model, pattern, any_family(model, config) if args.any_family else config)
-        return documents, tokenizers, tasks, model, adapter
+        # KL needs both models at once; accuracies are measured one after the other.
+        dense = load_model(args.dense, str(model.dtype).removeprefix("torch.")) if args.dense and texts else None
+        return texts, tokenizers, tasks, model, dense, adapter
 
-    documents, tokenizers, tasks, model, adapter = ranks.all_or_raise(load)
+    texts, tokenizers, tasks, model, dense, adapter = ranks.all_or_raise(load)
     dtype = str(model.dtype).removeprefix("torch.")
     found: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
-    if documents is not None:
-        protocol: perplexity.Protocol = args.protocol or ("windows" if as_one(args.text) else "documents")
+    scores = []
+    for text, documents in texts.items():
+        protocol: perplexity.Protocol = args.protocol or ("windows" if as_one(text) else "documents")
         options = (args.seq_length, args.stride, args.batch_size)
         began = time.monotonic()
-        score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks)
+        score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks, dense)
         how = {"stride": args.stride, "limit": args.limit, "ranks": ranks.world_size}
         seconds = round(time.monotonic() - began, 2)
-        found["perplexity"] = {"text": args.text, **asdict(score), **how, "seconds": seconds}
+        scores.append({"text": text, **asdict(score), **how, "seconds": seconds})
         if ranks.first:
-            print(f"{title} on {args.text}\n{score}, {seconds} s")
+            print(f"{title} on {text}\n{score}, {seconds} s")
+    if scores:
+        # Tools that measure one text read `perplexity`.
+        found |= {"dense": args.dense, "perplexity": scores[0], "texts": scores}
+        if ranks.first and (len(scores) > 1 or dense is not None):
+            print(perplexity.table(scores))
     if tasks is not None:
-        results = {"this": zero_shot.measure(model, tokenizers[0], tasks, args.limit, args.batch_size)}
+        limits = (args.limit, args.batch_size)
+        results = {"this": zero_shot.measure(model, tokenizers[0], tasks, *limits)}
         if args.dense is not None:
             del model
-            dense = load_model(args.dense, dtype)
-            results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, args.limit, args.batch_size)
-        this, *other = ({"tasks": each, "means": means(each)} for each in results.values())
+            dense = dense or load_model(args.dense, dtype)
+            results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, *limits)
+            zero_shot.compare_answers(results["this"], results["dense"])
+        metrics = {name: result.metrics for name, result in results.items()}
+        this, *other = ({"tasks": each, "means": means(each)} for each in metrics.values())
         found["zero_shot"] = {**this, "limit": args.limit}
         if other:
             found["zero_shot"]["dense"] = {"model": args.dense, **other[0]}
-        print(accuracy_table(results, args.paper))
+        print(accuracy_table(metrics, args.paper))
     return found
 
 

@@ -8,23 +8,26 @@ scored. The tail is dropped; with `stride` a window scores only what no earlier 
 
 `documents` scores each document by itself: a BOS in front (the EOS where a tokenizer has no BOS), then all tokens of
 the document are scored, cut where the model's positions (or `seq_length`) end.
+
+Beside a dense model, the KL divergence to it is the mean over the same tokens of KL(dense || model), in nats.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.documents import tokenizable
 from sparseforge_ds.evaluate.pretrained import check_known
+from sparseforge_ds.evaluate.token_scores import score_tokens
 from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
@@ -45,10 +48,16 @@ class Perplexity:
     protocol: Protocol
     seq_length: int
     documents: int
+    kl: float | None = None
+    """Mean KL(dense || model) of a scored token, in nats; None without a dense model."""
+    dense_perplexity: float | None = None
+    """Perplexity of the dense model on the same tokens."""
 
     def __str__(self) -> str:
+        beside = "" if self.kl is None else f"  KL to dense {self.kl:.5f} nats a token"
+        beside += "" if self.dense_perplexity is None else f", whose perplexity is {self.dense_perplexity:.4f}\n"
         return (
-            f"  perplexity {self.perplexity:.4f}  ({self.nll:.5f} nats a token)\n"
+            f"  perplexity {self.perplexity:.4f}  ({self.nll:.5f} nats a token)\n{beside}"
             f"  {self.tokens} tokens of {self.documents} documents scored, {self.unscored} not\n"
             f"  protocol {self.protocol}, seq_length {self.seq_length}"
         )
@@ -76,18 +85,21 @@ def measure(
     stride: int | None = None,
     batch_size: int = 8,
     ranks: Ranks | None = None,
+    dense: PreTrainedModel | None = None,
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
-    Raises ValueError for a length that the model or the text does not allow, tokens that the model does not know, and
-    NotFiniteError.
+    Raises ValueError for a length that a model or the text does not allow, tokens that a model does not know, two
+    vocabularies of different sizes, and NotFiniteError.
 
     Args:
         seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
             for windows.
         ranks: those that work on this together; collective then, and every rank gets the whole result.
+        dense: the model to compare with on the same tokens, which must mean the same to it.
     """
-    positions = positions_of(model.config)
+    models = [model] if dense is None else [model, dense]
+    positions = min(positions_of(one.config) for one in models)
     if seq_length is None:
         seq_length = min(positions, LONGEST_DEFAULT) if protocol == "windows" else positions
     if not 2 <= seq_length <= positions:
@@ -101,21 +113,60 @@ def measure(
     else:
         passages, total = whole_documents(tokenizer, documents, seq_length)
     # Of all passages, so that every rank finds the same.
-    check_known(model, itertools.chain.from_iterable(passage.tokens for passage in passages))
+    for one in models:
+        check_known(one, itertools.chain.from_iterable(passage.tokens for passage in passages))
     ranks = ranks or Ranks()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
     batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
     mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=None if ranks.first else True)
     # Batches do not depend on the number of ranks, and fsum rounds once: the number is the same to the last bit.
-    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch) for batch in mine])))
-    nll, tokens = math.fsum(score for score, _ in scores), sum(count for _, count in scores)
-    if not math.isfinite(nll):
-        raise NotFiniteError(
-            f"the loss is {nll}: the model's weights or activations are not finite; try --dtype float32"
-        )
-    mean = nll / tokens
-    perplexity = math.exp(mean) if mean < 700 else math.inf
-    return Perplexity(perplexity, mean, tokens, total - tokens, protocol, seq_length, len(documents))
+    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch, dense) for batch in mine])))
+    tokens = sum(count for count, _ in scores)
+    nll, *beside = (math.fsum(column) / tokens for column in zip(*(sums for _, sums in scores), strict=True))
+    for mean in (nll, *beside):
+        if not math.isfinite(mean):
+            whose = "dense model's" if math.isfinite(nll) else "model's"
+            raise NotFiniteError(
+                f"the loss is {mean}: the {whose} weights or activations are not finite; try --dtype float32"
+            )
+    kl, dense_nll = beside or (None, None)
+    return Perplexity(
+        perplexity=_exp(nll),
+        nll=nll,
+        tokens=tokens,
+        unscored=total - tokens,
+        protocol=protocol,
+        seq_length=seq_length,
+        documents=len(documents),
+        kl=kl,
+        dense_perplexity=None if dense_nll is None else _exp(dense_nll),
+    )
+
+
+def table(scores: Sequence[Mapping[str, Any]]) -> str:
+    """Lay out the fields of several results and the `text` of each as a Markdown table."""
+    lines = ["| text | perplexity | dense | KL to dense | tokens |", "|---|---:|---:|---:|---:|"]
+    for score in scores:
+        dense = "" if score["dense_perplexity"] is None else f"{score['dense_perplexity']:.4f}"
+        kl = "" if score["kl"] is None else f"{score['kl']:.5f}"
+        lines.append(f"| {score['text']} | {score['perplexity']:.4f} | {dense} | {kl} | {score['tokens']} |")
+    return "\n".join(lines)
+
+
+def require_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, dense: PreTrainedTokenizerBase, documents: Iterable[str]
+) -> None:
+    """Raise ValueError where two tokenizers make different tokens of a text: KL would have no meaning there."""
+    for document in documents:
+        if tokenize(tokenizer, document, special=True) != tokenize(dense, document, special=True):
+            raise ValueError(
+                f"--dense {dense.name_or_path}: its tokenizer makes other tokens of the text than that of "
+                f"{tokenizer.name_or_path}, so that KL has no meaning; give the dense model that this one was made of"
+            )
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def windows(
@@ -160,25 +211,39 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> li
 
 
 @torch.no_grad()
-def _score(model: PreTrainedModel, batch: list[Passage]) -> tuple[float, int]:
-    """Summed negative log-likelihood and number of the scored tokens of a batch, padded on the right."""
+def _score(model: PreTrainedModel, batch: list[Passage], dense: PreTrainedModel | None) -> tuple[int, list[float]]:
+    """Return how many tokens of a batch are scored, and the sums of `score_tokens` over them."""
+    # Pad on the right.
     length = max(len(passage.tokens) for passage in batch)
     input_BS = torch.zeros(len(batch), length, dtype=torch.long)
     mask_BS = torch.zeros(len(batch), length, dtype=torch.long)
-    target_BS = torch.full((len(batch), length), -100)
     for row, passage in enumerate(batch):
         end = len(passage.tokens)
         input_BS[row, :end] = torch.tensor(passage.tokens)
         mask_BS[row, :end] = 1
-        target_BS[row, passage.skip : end] = input_BS[row, passage.skip : end]
-    logits_BSV = model(
-        input_ids=input_BS.to(model.device), attention_mask=mask_BS.to(model.device), use_cache=False
-    ).logits
-    target_BS = target_BS.to(model.device)
-    nll = 0.0
-    for logits_SV, target_S in zip(logits_BSV[:, :-1], target_BS[:, 1:], strict=True):
-        nll += float(cross_entropy(logits_SV.float(), target_S, ignore_index=-100, reduction="none").double().sum())
-    return nll, int((target_BS[:, 1:] != -100).sum())
+    inputs = {"input_ids": input_BS, "attention_mask": mask_BS}
+    logits_BSV = _logits(model, inputs)
+    dense_BSV = None if dense is None else _logits(dense, inputs)
+    if dense_BSV is not None and dense_BSV.shape != logits_BSV.shape:
+        raise ValueError(
+            f"the dense model's head has {dense_BSV.shape[-1]} entries and the model's {logits_BSV.shape[-1]}; KL "
+            "compares them entry by entry, so give the dense model that this one was made of, or leave --dense out"
+        )
+    scores = []
+    for row, passage in enumerate(batch):
+        # Logits at a position predict the token after it.
+        before = slice(passage.skip - 1, len(passage.tokens) - 1)
+        target_T = input_BS[row, passage.skip : len(passage.tokens)].to(logits_BSV.device)
+        dense_TV = None if dense_BSV is None else dense_BSV[row, before]
+        scores.append(score_tokens(logits_BSV[row, before], target_T, dense_TV))
+    scores_TC = torch.cat(scores)
+    return len(scores_TC), scores_TC.double().sum(0).tolist()
+
+
+def _logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    there = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    logits_BSV: Tensor = model(**there, use_cache=False).logits
+    return logits_BSV
 
 
 def positions_of(config: Any) -> int:

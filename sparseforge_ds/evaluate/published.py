@@ -51,8 +51,11 @@ PUBLISHED = {
 }
 """By the name that `--paper` takes."""
 
+SAME = "same_as_dense"
+"""Metric: the share of items that are answered as the dense model answers them."""
+
 Results = Mapping[str, Mapping[str, float]]
-"""Metrics by task, as shares: `acc`, `acc_stderr`, `acc_norm`, `acc_norm_stderr`, `items`."""
+"""Metrics by task, as shares: `acc`, `acc_stderr`, `acc_norm`, `acc_norm_stderr`, `items`, `same_as_dense`."""
 
 
 def mean_accuracy(results: Results, suite: str) -> float | None:
@@ -71,22 +74,26 @@ def means(results: Results) -> dict[str, float]:
 
 
 def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
-    """The table, in percent, with columns for every named model, and for the paper's of this name in `PUBLISHED`."""
+    """The table, in percent, with columns for every named model, for answers that are the dense model's where these
+    were compared, and for the paper's model of this name in `PUBLISHED`."""
     published = [] if paper is None else [PUBLISHED[paper].dense, PUBLISHED[paper].sparse]
-    head = ["task", "items", *(f"{name}: {metric}" for name in models for metric in ("acc", "acc_norm"))]
+    columns = [(name, metric) for name in models for metric in ("acc", "acc_norm")]
+    columns += [(name, SAME) for name in models if any(SAME in metrics for metrics in models[name].values())]
+    head = ["task", "items", *(f"{name}: {metric}" for name, metric in columns)]
     if paper is not None:
         tokens = PUBLISHED[paper].tokens
         head += [f"paper, dense {paper}", f"paper, 2:4{f', {tokens} tokens' if tokens else ''}"]
     rows = []
     for task in dict.fromkeys(task for results in models.values() for task in results):
         items = sorted({f"{results[task]['items']:g}" for results in models.values() if task in results})
-        ours = [_cell(results.get(task, {}), metric) for results in models.values() for metric in ("acc", "acc_norm")]
+        ours = [_cell(models[name].get(task, {}), metric) for name, metric in columns]
         rows.append([task, " / ".join(items), *ours, *(_known(values, task) for values in published)])
-    averages = [means(results) for results in models.values()]
+    averages = {name: means(results) for name, results in models.items()}
     for suite in (*MEANS, "seven"):
         title = f"mean acc of {', '.join(SUITES[suite])}" if suite in MEANS else "mean of seven tasks, not known which"
-        if any(suite in average for average in averages) or (suite == "seven" and any(suite in v for v in published)):
-            ours = [cell for average in averages for cell in (_known(average, suite, 100), "")]
+        known = suite == "seven" and any(suite in values for values in published)
+        if known or any(suite in average for average in averages.values()):
+            ours = [_known(averages[name], suite, 100) if metric == "acc" else "" for name, metric in columns]
             rows.append([title, "", *ours, *(_known(values, suite) for values in published)])
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -6,12 +6,25 @@ harness. Text of these benchmarks in the training data makes the comparison wort
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.harness import LoadedTasks
 from sparseforge_ds.evaluate.perplexity import positions_of
 from sparseforge_ds.evaluate.pretrained import check_known
+from sparseforge_ds.evaluate.published import SAME
+
+
+class ZeroShot(NamedTuple):
+    """Result of a model on tasks, by the name of a task."""
+
+    metrics: dict[str, dict[str, float]]
+    """`acc`, `acc_stderr`, ..., and `items`."""
+    answers: dict[str, dict[Hashable, Any]]
+    """What the model answered, by item; empty for tasks that score likelihoods of texts."""
 
 
 def measure(
@@ -21,8 +34,8 @@ def measure(
     limit: int | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
-) -> dict[str, dict[str, float]]:
-    """Run the tasks without examples in the prompt; metrics by task: `acc`, `acc_stderr`, ..., and `items`.
+) -> ZeroShot:
+    """Run the tasks without examples in the prompt.
 
     Raises ValueError for tokens that the model does not know.
     """
@@ -55,8 +68,31 @@ def measure(
     finally:
         hook.remove()
     results: dict[str, dict[str, float]] = {}
-    for task in tasks.by_name:
-        metrics = {key.removesuffix(",none"): value for key, value in output["results"][task].items()}
-        results[task] = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
-        results[task]["items"] = output["n-samples"][task]["effective"]
-    return results
+    answers: dict[str, dict[Hashable, Any]] = {}
+    for name, task in tasks.by_name.items():
+        metrics = {key.removesuffix(",none"): value for key, value in output["results"][name].items()}
+        results[name] = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        results[name]["items"] = output["n-samples"][name]["effective"]
+        answers[name] = {
+            (sample["doc_id"], sample["filter"]): _answer(task, sample)
+            for sample in output["samples"][name]
+            if task.OUTPUT_TYPE != "loglikelihood_rolling"
+        }
+    return ZeroShot(results, answers)
+
+
+def compare_answers(result: ZeroShot, dense: ZeroShot) -> None:
+    """Add to a result's metrics the share of items that both models answer the same, right or wrong."""
+    for task, answers in result.answers.items():
+        if answers:
+            same = sum(answer == dense.answers[task][item] for item, answer in answers.items())
+            result.metrics[task][SAME] = same / len(answers)
+
+
+def _answer(task: Any, sample: Mapping[str, Any]) -> Any:
+    """Return the place of the chosen answer, the written text, or whether a text is the likeliest."""
+    responses = sample["filtered_resps"]
+    if task.OUTPUT_TYPE == "multiple_choice":  # behind the choices there may be their unconditional likelihoods
+        likelihoods = [likelihood for likelihood, _ in responses[: len(task.doc_to_choice(sample["doc"]))]]
+        return likelihoods.index(max(likelihoods))
+    return [response[1] for response in responses] if task.OUTPUT_TYPE == "loglikelihood" else responses

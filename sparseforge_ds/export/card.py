@@ -39,7 +39,8 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
             raise ValueError(f"--results {path}: no such file; give what sparseforge evaluate writes by --json")
         content = read_json(Path(path))
         try:
-            if (scored := content.get("perplexity")) is not None:
+            one_text = [] if content.get("perplexity") is None else [content["perplexity"]]
+            for scored in content.get("texts", one_text):
                 said = {"dtype": content.get("dtype"), **scored}
                 how = {
                     key: said[key] for key in ("protocol", "seq_length", "stride", "limit", "dtype") if said.get(key)

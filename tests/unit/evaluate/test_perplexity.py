@@ -13,6 +13,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import token_scores
 from sparseforge_ds.evaluate.perplexity import LONGEST_DEFAULT, Perplexity, measure, positions_of
 from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.text import read_documents
@@ -71,7 +72,9 @@ def test_windows_against_a_naive_loop(stories: str, seq_length: int, stride: int
 
 def share_of_ranks(model: str) -> tuple[Perplexity, float]:
     ranks = Ranks()
-    found = measure(load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents", batch_size=2, ranks=ranks)
+    dense = load_model(model, "bfloat16")
+    given = (load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents")
+    found = measure(*given, batch_size=2, ranks=ranks, dense=dense)
     with pytest.raises(ValueError, match="^on rank 1: odd$"):
         ranks.all_or_raise(lambda: refuse() if ranks.rank == 1 else None)
     return found, found.nll
@@ -82,7 +85,8 @@ def refuse() -> None:
 
 
 def test_the_number_is_the_same_at_any_number_of_ranks(stories: str) -> None:
-    alone = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, "documents", batch_size=2)
+    given = (load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, "documents")
+    alone = measure(*given, batch_size=2, dense=load_model(stories, "bfloat16"))
     for found, nll in run_distributed(share_of_ranks, 3, stories):
         assert found == alone and nll == alone.nll
 
@@ -160,6 +164,70 @@ def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
     assert dense["protocol"] == "documents" and dense["documents"] == 40
     assert 3.4 < dense["perplexity"] < 4.0
     assert 80 < pruned["perplexity"] < 150
+
+
+def test_kl_to_the_dense_model_against_a_naive_loop(
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two texts, each by its protocol, in one call."""
+    texts = [str(tmp_path / "records.jsonl"), str(tmp_path / "joined.txt")]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    (tmp_path / "joined.txt").write_text("\n\n".join(DOCUMENTS))
+    command = ["evaluate", stories, "--one_shot", "2:4", "--dense", stories, "--text", *texts, "--seq_length", "16"]
+    assert main([*command, "--json", str(tmp_path / "result.json")]) == 0
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["dense"] == stories and written["perplexity"] == written["texts"][0]
+
+    dense, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    pruned = AutoModelForCausalLM.from_pretrained(stories)
+    prune_by_magnitude(pruned, NM(2, 4))
+    documents = [[1, *tokenizer(text, add_special_tokens=False)["input_ids"]][:16] for text in DOCUMENTS]
+    joined = tokenizer("\n\n".join(DOCUMENTS))["input_ids"]
+    for score, passages in zip(
+        written["texts"], (documents, [joined[i : i + 16] for i in range(0, len(joined) - 15, 16)]), strict=True
+    ):
+        kl, nll, count = 0.0, 0.0, 0
+        for ids in passages:
+            with torch.no_grad():
+                p_SV, q_SV = (
+                    torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
+                    for model in (dense, pruned)
+                )
+            kl += float((p_SV.exp() * (p_SV - q_SV)).sum())
+            nll += naive_nll(dense, ids)[0]
+            count += len(ids) - 1
+        assert score["tokens"] == count and score["kl"] == pytest.approx(kl / count, rel=1e-4)
+        assert score["dense_perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
+    shown = capsys.readouterr().out
+    first = written["texts"][0]
+    assert f"KL to dense {first['kl']:.5f} nats a token" in shown
+    assert f"| {texts[0]} | {first['perplexity']:.4f} | {first['dense_perplexity']:.4f} | {first['kl']:.5f} |" in shown
+
+
+def test_a_model_is_0_from_itself_at_any_number_of_rows_of_a_block(
+    stories: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (load_model(stories, "bfloat16"), load_tokenizer(stories), DOCUMENTS, "documents")
+    found = measure(*given, dense=load_model(stories, "bfloat16"))
+    assert found.kl == 0 and found.dense_perplexity == found.perplexity
+    whole = measure(*given, dense=load_model(stories, "float32"))
+    monkeypatch.setattr(token_scores, "BLOCK", 512 * 7)
+    assert measure(*given, dense=load_model(stories, "float32")) == whole and 0 < whole.kl < 1e-3
+
+
+def test_a_dense_model_of_other_tokens_is_refused(
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_model(tmp_path / "other", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": DOCUMENTS[0]}) + "\n")
+    command = ["evaluate", stories, "--dense", str(other), "--text", str(tmp_path / "text.jsonl")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert f"--dense {other}: its tokenizer makes other tokens of the text than that of {stories}" in error
+    padded = write_model(tmp_path / "padded", tiny_llama(vocab_size=BYTE_VOCABULARY + 8))
+    assert main(["evaluate", str(other), "--dense", str(padded), "--text", str(tmp_path / "text.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert f"the dense model's head has {BYTE_VOCABULARY + 8} entries and the model's {BYTE_VOCABULARY}" in error
 
 
 def test_a_family_without_rows_is_pruned_by_one_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,10 +112,12 @@ def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: py
     assert set(result["tasks"]) == set(result["dense"]["tasks"]) == set(SUITES["paper"])
     assert all(metrics["items"] == 4 and "acc_stderr" in metrics for metrics in result["tasks"].values())
     assert result["tasks"] != result["dense"]["tasks"]
+    same = [metrics["same_as_dense"] for metrics in result["tasks"].values()]
+    assert all(share in (0, 0.25, 0.5, 0.75, 1) for share in same) and 0 < sum(same) < len(same)
     for suite, mean in result["means"].items():
         assert mean == pytest.approx(sum(result["tasks"][task]["acc"] for task in SUITES[suite]) / 7)
     shown = capsys.readouterr().out
-    assert "this: acc | this: acc_norm | dense: acc | dense: acc_norm | paper, dense llama2-7b" in shown
+    assert "this: acc | this: acc_norm | dense: acc | dense: acc_norm | this: same_as_dense | paper" in shown
     assert shown.count("±") >= 2 * len(SUITES["paper"])
     assert "| 56.43 | 57.27 |" in shown
 

@@ -53,10 +53,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
+    wikitext = {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096, "limit": 5}
     perplexity = {
         "model": str(folder),
         "dtype": "bfloat16",
-        "perplexity": {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096, "limit": 5},
+        "perplexity": wikitext,
+        "texts": [wikitext, {"text": "c4.jsonl", "perplexity": 20.5}],
     }
     zero_shot = {
         "model": str(folder),
@@ -72,6 +74,7 @@ def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
     assert {key: each.metric_value for key, each in found.items()} == {
         ("held_out.jsonl", "perplexity"): 7.389056,
         ("wikitext2", "perplexity"): 12.5,
+        ("c4.jsonl", "perplexity"): 20.5,
         ("arc_easy", "acc"): 0.5,
         ("arc_easy", "acc_norm"): 0.45,
     }

@@ -1,0 +1,36 @@
+"""Scores of tokens from logits: the negative log-likelihood, and the KL divergence of one model to another.
+
+Vocabularies are large: the fp32 log-probabilities of one sequence can outweigh the model. Rows of logits are therefore
+scored a block at a time. Shape suffixes: T tokens, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**24
+"""Most logits that are in fp32 at a time."""
+
+
+@torch.no_grad()
+def score_tokens(logits_TV: Tensor, target_T: Tensor, dense_TV: Tensor | None = None) -> Tensor:
+    """Score targets by the logits that predict them, in nats, with log-softmax in fp32.
+
+    Returns (T, 1), the negative log-likelihoods, or (T, 3) with a dense model's logits at the same positions: KL(dense
+    || model) and the dense model's negative log-likelihoods behind them.
+    """
+    parts = []
+    size = max(1, BLOCK // logits_TV.shape[1])
+    for start in range(0, len(target_T), size):
+        rows = slice(start, start + size)
+        log_q_TV = torch.log_softmax(logits_TV[rows].float(), -1)
+        columns = [-log_q_TV.gather(1, target_T[rows, None])]
+        if dense_TV is not None:
+            log_p_TV = torch.log_softmax(dense_TV[rows].float(), -1)
+            dense_nll_T1 = -log_p_TV.gather(1, target_T[rows, None])
+            # KL(p || q) = sum p (log p - log q), in place
+            kl_T1 = log_q_TV.neg_().add_(log_p_TV).mul_(log_p_TV.exp_()).sum(-1, keepdim=True)
+            columns += [kl_T1, dense_nll_T1]
+        parts.append(torch.cat(columns, 1))
+    return torch.cat(parts)
