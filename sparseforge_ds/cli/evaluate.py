@@ -81,7 +81,11 @@ def register(commands: Any) -> None:
     which, add = group.add_mutually_exclusive_group(), group.add_argument
     which.add_argument("--tasks", metavar="NAMES", help="names of the harness, with commas between")
     which.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
-    add("--include_path", metavar="DIR", help="folder of task files in the harness' format, which win over its own")
+    add(
+        "--include_path",
+        metavar="DIR",
+        help="folder of task files in the harness' format, or of the data of benchmarks, which win over its own",
+    )
     add("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
     parser.set_defaults(run=run)
 

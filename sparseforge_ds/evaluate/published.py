@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 SUITES = {
     "paper": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande", "race", "piqa"),
+    "commonsense": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande"),
     "with_race": ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "winogrande", "race", "piqa"),
     "with_rte": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande"),
 }
-"""Tasks of a suite. Both others are means of seven in the paper: `with_race` stands in its LLaMA-2 table (and in CAST,
+"""Tasks of a suite. `commonsense` is the seven of most papers on pruning (LLM-Pruner, arXiv 2305.11627). The others are
+means of seven in the paper: `with_race` stands in its LLaMA-2 table (and in CAST,
 arXiv 2509.25996), `with_rte` is the list of its published evaluation code (and of AST, arXiv 2407.20584)."""
 
-MEANS = ("with_race", "with_rte")
+MEANS = ("commonsense", "with_race", "with_rte")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "export.run_source": {"model.family_table"},
     "export.source": {"model.loading_error"},
     "export.writer": {"huggingface_hub", "psutil"},
+    "evaluate.benchmark_files": {"data.local_rows"},
     "evaluate.harness": {"lm_eval", "jinja2"},
     "evaluate.perplexity": {"data.documents"},
     "evaluate.pretrained": {"checkpoint.folder", "huggingface_hub", "safetensors"},
