@@ -14,6 +14,18 @@ PACKED24_FORMAT = 1
 POSITIONS = "_positions"
 """There, behind a weight's name: the tensor with its positions. The values have the name itself."""
 
+VALUE_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes of kept values. All operators and kernels know these, and no others."""
+VALUE_DTYPE_NAMES = "float64, float32, bfloat16 or float16"
+
+
+def require_packed_dtypes(values: torch.dtype, positions: torch.dtype) -> None:
+    """Reject dtypes that no packed weight has: integers, bool, float8 or complex values; positions but uint8."""
+    if values not in VALUE_DTYPES:
+        raise ValueError(f"values of a packed weight are {VALUE_DTYPE_NAMES}, these are {values}")
+    if positions != torch.uint8:
+        raise ValueError(f"positions of a packed weight are uint8, these are {positions}")
+
 
 def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
     """Kept values and positions of a weight that is 2:4 along `input_axis`.
@@ -29,8 +41,9 @@ def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
         there. A group is four bits, the lower position in the lower two; its even group is in the lower half of a byte.
 
     Raises:
-        ValueError: a group has more than two.
+        ValueError: a group has more than two, or the dtype is none of `VALUE_DTYPES`.
     """
+    require_packed_dtypes(weight.dtype, torch.uint8)
     rows = weight.transpose(-1, input_axis)
     group = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 4, 4)
     there = group.view(_INTEGER[group.element_size()]) != 0
@@ -48,7 +61,8 @@ def unpack24(values: Tensor, positions: Tensor) -> Tensor:
     """Inverse of `pack24`; the input axis is the one on which the shapes differ.
 
     Raises:
-        ValueError: the two do not belong together, or a group's positions are not two different ones in order.
+        ValueError: the two do not belong together, their dtypes are none of a packed weight, or a group's positions
+            are not two different ones in order.
     """
     input_axis, inside = _checked(values, positions)
     rows = values.transpose(-1, input_axis)
@@ -66,8 +80,7 @@ def check24(values: Tensor, positions: Tensor) -> None:
 def _checked(values: Tensor, positions: Tensor) -> tuple[int, Tensor]:
     """The input axis, and the positions of each group with that axis last: (..., groups, 2)."""
     input_axis = packed24_axis(tuple(values.shape), tuple(positions.shape))
-    if positions.dtype != torch.uint8:
-        raise ValueError(f"positions of a packed weight are uint8, these are {positions.dtype}")
+    require_packed_dtypes(values.dtype, positions.dtype)
     byte = positions.transpose(-1, input_axis)
     groups = values.shape[input_axis] // 2
     half = torch.stack((byte & 15, byte >> 4), dim=-1).reshape(*byte.shape[:-1], -1)
@@ -101,7 +114,7 @@ def packed24_axis(values: tuple[int, ...], positions: tuple[int, ...]) -> int:
     raise ValueError(f"values of shape {values} and positions of shape {positions} are no packed 2:4 weight")
 
 
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _nibble(there: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.packing import unpack24
-from sparseforge_ds.runtime.linear24 import TRITON_DTYPES, check_inputs, linear24, triton_kernels
+from sparseforge_ds.runtime.linear24 import TRITON_DTYPES, linear24, triton_kernels
+from sparseforge_ds.runtime.operands import require_ends, require_operands
 
 _ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 """Of an operator whose host waits for what the GPU knows, so that no graph can capture it."""
@@ -29,22 +30,23 @@ def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Ten
         x: (rows, in), sorted by expert.
         values: (experts, out, in/2), the kept values, in the dtype of `x`.
         positions: (experts, out, ceil(in/8)), uint8, where they belong.
-        ends: (experts,), integers: behind the last row of each expert.
+        ends: (experts,), int32 or int64, in order from 0 to the number of rows: behind the last row of each expert. A
+            GPU does not look at their order; wrong ones give wrong numbers there, and touch no foreign memory.
 
     Returns:
         (rows, out) in the dtype of `x`; rows behind the last end are zero. Its gradient goes to `x`; a packed weight
         has none.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not belong together.
+        ValueError: shapes, dtypes or devices do not belong together, or a dtype is none of a packed weight.
     """
-    _check(x, values, positions, ends)
+    require_operands("experts24", x, values, positions, ends=ends)
     return _one_by_one(x, values, positions, ends)
 
 
 @experts24.register_kernel("cuda")
 def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    _check(x, values, positions, ends)
+    require_operands("experts24", x, values, positions, ends=ends)
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
     result: Tensor = (_one_by_one if kernels is None else kernels.triton_experts24)(x, values, positions, ends)
     return result
@@ -52,46 +54,41 @@ def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tenso
 
 def _one_by_one(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     y = x.new_zeros(len(x), values.shape[1])
-    for expert, run in _runs(ends):
+    for expert, run in _runs(ends, len(x)):
         y[run] = linear24(x[run], values[expert], positions[expert])
     return y
 
 
-def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and these."""
+def _runs(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the experts that have rows, and these. Raises ValueError for ends out of order."""
+    stops = ends.tolist()
+    require_ends(stops, rows)
     start = 0
-    for expert, end in enumerate(ends.tolist()):
+    for expert, end in enumerate(stops):
         if end > start:
             yield expert, slice(start, end)
         start = end
 
 
-def _check(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> None:
-    if x.ndim != 2 or values.ndim != 3 or len(positions) != len(values) or ends.shape != values.shape[:1]:
-        raise ValueError(
-            f"experts24: x of shape {tuple(x.shape)}, values {tuple(values.shape)}, positions {tuple(positions.shape)} "
-            f"and ends {tuple(ends.shape)} are not rows and the packed weights of as many experts"
-        )
-    check_inputs(x, values[0], positions[0], None)
-
-
 @experts24.register_fake
 def _(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    _check(x, values, positions, ends)
+    require_operands("experts24", x, values, positions, ends=ends)
     return x.new_empty(x.shape[0], values.shape[1])  # `len` would bind a graph to this number of rows
 
 
 @torch.library.custom_op("sparseforge::experts24_input_gradient", mutates_args=(), tags=_ON_THE_HOST)
 def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
     """(rows, out) -> (rows, in): what `experts24` sends back to its `x`, one expert unpacked at a time."""
+    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, backward=True)
     to_x = gradient.new_zeros(len(gradient), 2 * values.shape[2])
-    for expert, run in _runs(ends):
-        to_x[run] = gradient[run] @ unpack24(values[expert], positions[expert]).to(gradient.dtype)
+    for expert, run in _runs(ends, len(gradient)):
+        to_x[run] = gradient[run] @ unpack24(values[expert], positions[expert])
     return to_x
 
 
 @_input_gradient.register_fake
 def _(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, backward=True)
     return gradient.new_empty(gradient.shape[0], 2 * values.shape[2])
 
 

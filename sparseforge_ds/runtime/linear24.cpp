@@ -119,23 +119,34 @@ Tensor prepared(const Tensor& x, Path path, bool bf16) {
     return by_member(x);
 }
 
+// `runtime.operands.require_operands` in as many comparisons. Nothing reads memory before.
+bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    const auto dtype = values.scalar_type();
+    const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+    const auto here = [](const Tensor& t) { return t.is_cpu() && t.layout() == at::kStrided; };
+    if (!known || values.dim() != 2 || !here(values) || !here(positions) || !here(x)) return false;
+    const int64_t outputs = values.size(0), kept = values.size(1);
+    if (kept == 0 || kept % 2 || positions.scalar_type() != at::kByte || positions.dim() != 2 ||
+        positions.size(0) != outputs || positions.size(1) != (kept + 3) / 4)
+        return false;
+    if (x.dim() == 0 || x.size(-1) != 2 * kept || x.scalar_type() != dtype) return false;
+    return !bias || (here(*bias) && bias->scalar_type() == dtype && bias->dim() == 1 && bias->size(0) == outputs);
+}
+
+// Raise the ValueError of `require_operands`.
+[[noreturn]] void refuse(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    using Refusal = void(const Tensor&, const Tensor&, const Tensor&, const Optional&);
+    static auto call =
+        c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24_refused", "").typed<Refusal>();
+    call.call(x, values, positions, bias);
+    TORCH_CHECK_VALUE(false, "linear24: the CPU kernel does not take these operands");
+}
+
 Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
-    const int64_t outputs = values.size(0), kept = values.size(-1), inputs = 2 * kept;
+    if (!fits(x, values, positions, bias)) refuse(x, values, positions, bias);
+    const int64_t outputs = values.size(0), kept = values.size(1), inputs = 2 * kept;
     const auto dtype = values.scalar_type();
     const bool bf16 = dtype == at::kBFloat16, fp32 = dtype == at::kFloat;
-    TORCH_CHECK_VALUE(values.dim() == 2 && kept % 2 == 0 && positions.dim() == 2 && positions.size(0) == outputs &&
-                          positions.size(1) == (kept + 3) / 4 && positions.scalar_type() == at::kByte,
-                      "linear24: values of shape ", values.sizes(), " and positions of shape ", positions.sizes(),
-                      " (", positions.scalar_type(), ") are no weight that is packed along its last axis");
-    TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == inputs, "linear24: x of shape ", x.sizes(),
-                      " does not end in the weight's ", inputs, " inputs");
-    TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == outputs), "linear24: bias of shape ",
-                      bias ? bias->sizes() : at::IntArrayRef(), " does not fit ", outputs, " outputs");
-    TORCH_CHECK_VALUE(x.scalar_type() == dtype && (!bias || bias->scalar_type() == dtype), "linear24: dtypes differ: x ",
-                      x.scalar_type(), ", values ", dtype);
-    TORCH_CHECK_VALUE(x.is_cpu() && values.is_cpu() && positions.is_cpu() && (!bias || bias->is_cpu()),
-                      "linear24: devices differ: x ", x.device(), ", values ", values.device(), ", positions ",
-                      positions.device());
 
     auto shape = x.sizes().vec();
     shape.back() = outputs;

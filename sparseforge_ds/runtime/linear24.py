@@ -10,7 +10,7 @@ its inputs are cast as those of nn.functional.linear are.
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
 from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
 from sparseforge_ds.runtime.mma_kernel import mma24
+from sparseforge_ds.runtime.operands import require_operands
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -41,12 +42,12 @@ def linear24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None =
         (..., out) in the dtype of `x`. Its gradient goes to `x` and to `bias`; a packed weight has none.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not belong together.
+        ValueError: shapes, dtypes or devices do not belong together, or a dtype is none of a packed weight.
     """
+    require_operands("linear24", x, values, positions, bias)
     if x.device.type == "cpu" and load_cpu_kernel():
         result: Tensor = linear24(x, values, positions, bias)  # the C++ kernel has taken this one's place
         return result
-    check_inputs(x, values, positions, bias)
     return reference24(x, values, positions, bias)
 
 
@@ -55,37 +56,9 @@ def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | Non
     return torch.nn.functional.linear(x, unpack24(values, positions), bias)
 
 
-def check_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> None:
-    """What `linear24` asks of its arguments, by their shapes and dtypes alone.
-
-    Raises:
-        ValueError: one does not belong to the others; the message names it.
-    """
-    inputs = 2 * values.shape[-1]
-    outputs = values.shape[0]
-    if values.ndim != 2 or inputs % 4 or positions.shape != (outputs, -(-inputs // 8)):
-        raise ValueError(
-            f"linear24: values of shape {tuple(values.shape)} and positions of shape {tuple(positions.shape)} are no "
-            "weight that is packed along its last axis"
-        )
-    if positions.dtype != torch.uint8:
-        raise ValueError(f"linear24: positions are uint8, these are {positions.dtype}")
-    if x.ndim == 0 or x.shape[-1] != inputs:
-        raise ValueError(f"linear24: x of shape {tuple(x.shape)} does not end in the weight's {inputs} inputs")
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"linear24: bias of shape {tuple(bias.shape)} does not fit {outputs} outputs")
-    dtype, device = x.dtype, x.device
-    if values.dtype != dtype or (bias is not None and bias.dtype != dtype):
-        given = {"x": x, "values": values, **({} if bias is None else {"bias": bias})}
-        raise ValueError(f"linear24: dtypes differ: {', '.join(f'{name} {t.dtype}' for name, t in given.items())}")
-    if values.device != device or positions.device != device or (bias is not None and bias.device != device):
-        given = {"x": x, "values": values, **({} if bias is None else {"bias": bias}), "positions": positions}
-        raise ValueError(f"linear24: devices differ: {', '.join(f'{name} {t.device}' for name, t in given.items())}")
-
-
 def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
     """NVIDIA's and AMD's GPUs are both "cuda" to torch; both have the Triton kernel, NVIDIA's one for few rows, too."""
-    check_inputs(x, values, positions, bias)
+    require_operands("linear24", x, values, positions, bias)
     found = mma24(x, values, positions, bias)
     if found is not None:
         return found
@@ -111,7 +84,7 @@ def triton_kernels() -> Any:
 
 
 def _fake(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
-    check_inputs(x, values, positions, bias)
+    require_operands("linear24", x, values, positions, bias)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
@@ -125,11 +98,13 @@ def _with_gradient(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | 
 @torch.library.custom_op("sparseforge::linear24_input_gradient", mutates_args=())
 def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """(..., out) -> (..., in): what `linear24` sends back to its `x`."""
+    require_operands("linear24_input_gradient", gradient, values, positions, backward=True)
     return gradient @ unpack24(values, positions)
 
 
 @_input_gradient.register_fake
 def _(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    require_operands("linear24_input_gradient", gradient, values, positions, backward=True)
     return gradient.new_empty((*gradient.shape[:-1], 2 * values.shape[1]))
 
 
@@ -163,16 +138,20 @@ def _autocast(device: str) -> None:
 
     def cast_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
+        # A dtype that no packed weight has is left for the operator to refuse.
+        x, values = (each.to(dtype) if each.dtype in VALUE_DTYPES else each for each in (x, values))
+        bias = None if bias is None else bias.to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            result: Tensor = linear24(
-                x.to(dtype), values.to(dtype), positions, None if bias is None else bias.to(dtype)
-            )
+            result: Tensor = linear24(x, values, positions, bias)
             return result
 
     _LIBRARY.impl("linear24", cast_inputs, f"Autocast{device.upper()}")
 
 
 _LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
+# The C++ kernel calls it where its own comparisons fail, so that every device says the same.
+_LIBRARY.define("linear24_refused(Tensor x, Tensor values, Tensor positions, Tensor? bias) -> ()")
+_LIBRARY.impl("linear24_refused", partial(require_operands, "linear24"), "CompositeImplicitAutograd")
 # `register_kernel` would add its own checks to each call, and keep the compiler out as well.
 _LIBRARY.impl("linear24", torch.compiler.disable(_on_gpu), "CUDA")
 for _device in ("cpu", "cuda"):

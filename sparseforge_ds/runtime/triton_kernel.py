@@ -181,12 +181,13 @@ def divide_rows(ends: Tensor, rows: int, most: int) -> Tensor:
         (runs, 3): the expert, the first row and the end of each run, as many as `rows` can ever need; those that are
         not needed begin where they end or behind.
     """
+    ends = ends.clamp(0, rows)  # whatever they hold, no program leaves the rows
     starts = torch.nn.functional.pad(ends, (1, -1))
     runs_of = (ends - starts + most - 1) // most
     up_to = runs_of.cumsum(0)
     run = torch.arange(min(rows, rows // most + len(ends)), device=ends.device)
     expert = torch.searchsorted(up_to, run, right=True).clamp(max=len(ends) - 1)
-    first = starts[expert] + (run - (up_to - runs_of)[expert]) * most
+    first = (starts[expert] + (run - (up_to - runs_of)[expert]) * most).clamp(min=0)
     return torch.stack((expert, first, ends[expert]), 1)
 
 

@@ -119,6 +119,13 @@ def runs_cover_every_row_once(counts: list[int], behind: int, most: int) -> None
     assert sorted(found) == list(enumerate(owners))
 
 
+def runs_of_damaged_ends_stay_inside() -> None:
+    """The host of a GPU does not look at them, and programs read and write from `first` to `end`."""
+    for ends in ([-5, 9, 3], [2**40, -(2**40), 7], [7, 0, 2**31]):
+        for _, first, end in divide_rows(torch.tensor(ends), 7, 4).tolist():
+            assert first >= 0 and end <= 7
+
+
 if __name__ == "__main__":
     within_the_bound_of_fp32_sums()
     experts_are_those_of_linear24()
@@ -126,3 +133,4 @@ if __name__ == "__main__":
     unpacked_it_is_the_same_bits()
     views_may_begin_anywhere()
     runs_cover_every_row_once()
+    runs_of_damaged_ends_stay_inside()
