@@ -9,6 +9,7 @@ from sparseforge_ds.config.parts import (
     LowRankConfig,
     PermuteConfig,
     ReconstructionConfig,
+    StartConfig,
 )
 from sparseforge_ds.config.presets import PRESETS
 
@@ -24,6 +25,7 @@ __all__ = [
     "PermuteConfig",
     "ReconstructionConfig",
     "SparseForgeConfig",
+    "StartConfig",
 ]
 
 

@@ -197,6 +197,43 @@ class ReconstructionConfig:
 
 
 @dataclass(frozen=True)
+class StartConfig:
+    """A start that is trained block by block: a block gets its mask, and its kept weights are trained to give what the
+    dense block gives, before the next block follows."""
+
+    mask: Literal["sparsegpt", "annealed", "wanda", "magnitude"] | None = None
+    """Where a block's mask comes from: SparseGPT on the inputs that the pruned model gives the block; soft masks
+    annealed by the block's own error; Wanda; or magnitude. Null: sparsegpt, and annealed for fused experts, which
+    sparsegpt cannot measure."""
+    tokens: int | None = None
+    """Tokens that every block is trained on; null: 5% of the run's tokens, at most 2 million."""
+    epochs: int = 4
+    """Times that a block is trained on these tokens; 0 leaves the first mask alone, with SparseGPT's weights."""
+    rate: float = 0.02
+    """Adam's rate, relative to the RMS of the block's pruned weights; it falls to 0 as a cosine."""
+    batch: int | None = None
+    """Sequences of an Adam step; null: as many as make 128 steps an epoch, within 1,024 to 16,384 tokens a step."""
+    norms: bool = True
+    """Whether the norms of a block, and the biases of its pruned layers, are trained too."""
+    damping: float = 0.01
+    """sparsegpt: added to the diagonal of X^T X, relative to its mean."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"start.{name}", value, "use null or an integer >= 1")
+        require(self.epochs >= 0, "start.epochs", self.epochs, "use an integer >= 0")
+        require(self.rate > 0, "start.rate", self.rate, "use a value > 0")
+        require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
+        require(
+            self.mask != "annealed" or self.epochs > 0,
+            "start.epochs",
+            self.epochs,
+            "annealed masks are found while a block is trained; use an integer >= 1, or another mask",
+        )
+
+
+@dataclass(frozen=True)
 class MonitorConfig:
     """What is logged beyond the loss, and how often (in optimizer steps; 0 switches it off)."""
 

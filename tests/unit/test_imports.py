@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"torch", "safetensors"},
     "zero": {"torch", "deepspeed", "mask", "config.refused_settings", "checkpoint"},
     "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing", "runtime"},
+    "start": {"torch", "config", "mask", "model.families", "zero"},
     "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config", "checkpoint.disk", "ranks"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
     "methods": {"torch", "transformers.pytorch_utils", "config", "mask", "zero", "model", "curvature"},

@@ -1,0 +1,177 @@
+"""The first mask of a decoder block: SparseGPT's (arXiv 2301.00774), Wanda's (arXiv 2306.11695), or magnitude.
+
+Legend of shape suffixes: T tokens, S rows sorted by expert, E experts, O outputs, I inputs, G groups, M members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparseforge_ds.config.parts import ReconstructionConfig
+from sparseforge_ds.mask.pattern import NM, Pattern, top_n
+from sparseforge_ds.mask.reconstruct import reconstruct
+from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
+from sparseforge_ds.zero.layer_hooks import layer_inputs
+
+Reduce = Callable[[list[Tensor]], None]
+"""Sums tensors over the ranks in place, in an order that does not depend on which rank comes first."""
+
+
+class InputMoments:
+    """What the weights of a block are given by the pruned stream, summed over tokens: second moments, or their
+    diagonals, and how many tokens each expert saw."""
+
+    def __init__(self, block: nn.Module, weights: Sequence[PrunableWeight], full: bool) -> None:
+        """Begin with zeros.
+
+        Args:
+            block: the decoder block.
+            weights: its prunable weights, by names inside the block.
+            full: whether whole second moments are summed, (I, I) of each weight, or their diagonals, (E, I).
+
+        Raises:
+            ValueError: the inputs of a weight cannot be seen, or `full` is asked for fused experts.
+        """
+        self._full = full
+        self._layers: dict[str, nn.Module] = {}
+        self._fused: dict[str, nn.Module] = {}
+        self._inputs: dict[str, int] = {}
+        self.moments: dict[str, Tensor] = {}
+        self.tokens: dict[str, Tensor] = {}
+        """(E,) of each weight; E is 1 but for fused experts."""
+        self._same: dict[str, str] = {}
+        self._seen: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[str, Tensor]] = {}
+        device = next(block.parameters()).device
+        for weight in weights:
+            module = block.get_submodule(weight.module)
+            fused = len(weight.shape) == 3
+            if fused and full:
+                raise ValueError(
+                    f'mask "sparsegpt" needs the inputs of a linear layer for every weight, which {weight.name} of '
+                    'fused experts has not; use "annealed" or "wanda"'
+                )
+            if fused and (why := unhookable(module)) is not None:
+                raise ValueError(f"{weight.name}: what its experts are given cannot be seen: the module {why}")
+            if fused:
+                self._fused[weight.module] = module
+            else:
+                self._layers[weight.name] = module
+            experts = weight.shape[0] if fused else 1
+            self.tokens[weight.name] = torch.zeros(experts, device=device)
+            inputs = self._inputs[weight.name] = weight.shape[weight.input_axis]
+            if not full:
+                self.moments[weight.name] = torch.zeros(experts, inputs, device=device)
+            elif weight.experts:  # which no rank may have a token for
+                self.moments[weight.name] = torch.zeros(inputs, inputs, device=device)
+
+    @torch.no_grad()
+    def measure(self, passes: Iterable[None], reduce: Reduce) -> None:
+        """Listen while `passes` runs the block, once for every element that it yields, and sum over the ranks."""
+        with ExitStack() as stack:
+            stack.enter_context(layer_inputs(self._layers, self._hear))
+            if self._fused:
+                stack.enter_context(expert_tokens(self._fused, self._hear_experts, gradients=False))
+            for _ in passes:
+                self._seen.clear()
+        for name in self._layers:  # no token came
+            if self._full and name not in self._same and name not in self.moments:
+                inputs = self._inputs[name]
+                self.moments[name] = torch.zeros(inputs, inputs, device=self.tokens[name].device)
+        reduce([*self.moments.values(), *self.tokens.values()])
+
+    def of(self, name: str) -> Tensor:
+        """Return the moments of a weight: (I, I) or (E, I). Those of layers with the same input are one tensor."""
+        return self.moments[self._same.get(name, name)]
+
+    def require_finite(self) -> None:
+        """Raise ValueError for an input that is not finite."""
+        names, values = list(self.moments), list(self.moments.values())
+        finite = torch.stack([value.isfinite().all() for value in values]).tolist() if values else []
+        if broken := [name for name, fine in zip(names, finite, strict=True) if not fine]:
+            raise ValueError(
+                f"the inputs of {broken[0]} are not finite in the model as it is pruned so far; compute in bf16 or "
+                "fp32, or take a model without infinite weights"
+            )
+
+    def _hear(self, name: str, input_TI: Tensor) -> None:
+        self.tokens[name] += len(input_TI)
+        if not self._full:
+            self.moments[name] += input_TI.float().square().sum(0)
+            return
+        if name in self._same:
+            return
+        if name not in self.moments:
+            # q, k and v read the same tensor, and so do gate and up: one sum serves them all.
+            key = (input_TI.data_ptr(), input_TI.shape, input_TI.stride())
+            if key in self._seen:
+                self._same[name] = self._seen[key][0]
+                return
+            self._seen[key] = (name, input_TI)  # kept, so that its memory is nobody else's during the pass
+            self.moments[name] = input_TI.new_zeros(input_TI.shape[1], input_TI.shape[1], dtype=torch.float32)
+        value_TI = input_TI.float()
+        self.moments[name].addmm_(value_TI.t(), value_TI)
+
+    def _hear_experts(
+        self, layer: str, parameter: str, _grad: Tensor | None, input_SI: Tensor, stop_E: Tensor, _tokens: int
+    ) -> None:
+        name = f"{layer}.{parameter}"
+        if name not in self.moments:
+            return
+        square_SI = F.pad(input_SI.float().square(), (0, 1), value=1.0)
+        length_E = torch.diff(stop_E, prepend=stop_E.new_zeros(1)).long()
+        sums_EI = torch.segment_reduce(square_SI, "sum", lengths=length_E, axis=0, unsafe=True)
+        self.moments[name] += sums_EI[:, :-1]
+        self.tokens[name] += sums_EI[:, -1]
+
+
+@torch.no_grad()
+def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, square_EI: Tensor | None) -> Tensor:
+    """Return the mask of a weight by magnitude, or by Wanda's score where the squares of its inputs are given.
+
+    Args:
+        weight: which one it is.
+        value: its values, in its shape.
+        pattern: how many members of a group survive.
+        square_EI: sums of squared inputs, of each expert or of all tokens.
+
+    Returns:
+        bool in the weight's shape.
+    """
+    score = value.float().square()
+    if square_EI is not None:
+        by_input = square_EI[:, None] if weight.input_axis == -1 else square_EI[:, :, None]
+        score = score.view(len(square_EI), *weight.shape[-2:]) * by_input
+    kept_GM = top_n(pattern.to_groups(score.reshape(-1), weight.shape, weight.input_axis), pattern.kept)
+    return pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
+
+
+@torch.no_grad()
+def reconstruct_weight(
+    weight: PrunableWeight, value: Tensor, moments_II: Tensor, pattern: Pattern, damping: float
+) -> tuple[Tensor, Tensor]:
+    """Return SparseGPT's weights and mask of one linear layer, both in the weight's shape.
+
+    Raises:
+        ValueError: another pattern than n:m, or inputs that do not span the columns of the layer.
+    """
+    if not isinstance(pattern, NM):
+        raise ValueError(
+            f'mask "sparsegpt" needs an n:m pattern, not {pattern}; use "annealed", "wanda" or "magnitude"'
+        )
+    transposed = weight.input_axis == -2
+    value_OI = (value.t() if transposed else value).float().contiguous()
+    block = ReconstructionConfig.block
+    try:
+        updated_OI, kept_OI = reconstruct(value_OI, moments_II, pattern.n, pattern.m, damping, block)
+    except torch.linalg.LinAlgError:
+        raise ValueError(
+            f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and damping = {damping:g} is too '
+            "little to make up for it; use 0.01, or more tokens"
+        ) from None
+    return (updated_OI.t(), kept_OI.t()) if transposed else (updated_OI, kept_OI)

@@ -1,0 +1,167 @@
+"""One block after another: exact patterns, SparseGPT's own result without training, less error with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GptOssConfig, OlmoeConfig
+
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
+from sparseforge_ds.mask.reconstruct import reconstruct
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.start.blocks import capture_inputs, decoder_blocks, run_block
+from sparseforge_ds.start.solve import SolvedBlock, solve_block
+from sparseforge_ds.zero.layer_hooks import layer_inputs
+from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mixture, token_batch
+
+BATCHES = 4
+
+
+def _solve_all(
+    model: Any, settings: StartConfig, pattern: str = "2:4", batches: int = BATCHES, **options: Any
+) -> list[SolvedBlock]:
+    """Prune a model in place."""
+    model.eval()
+    weights = prunable_weights(model, SparseForgeConfig(pattern=pattern))
+    blocks = decoder_blocks(model, weights)
+    ids = [{"input_ids": token_batch(seed=seed)["input_ids"]} for seed in range(batches)]
+    inputs = list(capture_inputs(model, blocks, ids))
+    dense = [one.hidden_BSH for one in inputs]
+    pruned = list(dense)
+    solved = []
+    for number, block in enumerate(blocks):
+        module = model.get_submodule(block.name)
+
+        def call(batch: int, hidden: Tensor, module: nn.Module = module, number: int = number) -> Tensor:
+            return run_block(module, hidden, inputs[batch].arguments[number])
+
+        solved.append(
+            solve_block(module, dense, pruned, call, block.weights, parse_pattern(pattern), settings, **options)
+        )
+    return solved
+
+
+def _require_pattern(model: Any, solved: list[SolvedBlock], pattern: Pattern) -> None:
+    weights = prunable_weights(model, SparseForgeConfig(pattern=str(pattern)))
+    masks = [mask for block in solved for mask in block.masks.values()]
+    for weight, mask in zip(weights, masks, strict=True):
+        value = model.get_parameter(weight.name).detach()
+        kept_GM = pattern.to_groups(mask.reshape(-1), weight.shape, weight.input_axis)
+        assert (kept_GM.sum(1) == pattern.kept).all()
+        assert not value[~mask].any() and not value[~mask].signbit().any()
+
+
+@pytest.mark.parametrize("mask", ["sparsegpt", "annealed", "wanda", "magnitude"])
+@pytest.mark.parametrize(("build", "pattern"), [(tiny_llama, "2:4"), (tiny_gpt2, "4:8")])
+def test_training_lowers_the_error_of_every_mask(build: Any, pattern: str, mask: Any) -> None:
+    epochs = 10 if mask == "annealed" else 4
+    model = build()
+    solved = _solve_all(model, StartConfig(mask=mask, epochs=epochs), pattern)
+    _require_pattern(model, solved, parse_pattern(pattern))
+    if mask == "annealed":
+        (first_only := build()).eval()
+        before = [block.error for block in _solve_all(first_only, StartConfig(mask="magnitude", epochs=0), pattern)]
+    else:
+        before = [block.error_before for block in solved]
+    assert all(block.error < 0.95 * error for block, error in zip(solved, before, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_without_training_it_is_sparsegpt_by_passes_of_the_whole_model(build: Any) -> None:
+    model, expected = build(), build().eval()
+    _solve_all(model, StartConfig(mask="sparsegpt", epochs=0))
+    weights = prunable_weights(expected, SparseForgeConfig())
+    for block in ("0", "1"):
+        some = [weight for weight in weights if f".{block}." in weight.name]
+        gram = {w.name: torch.zeros(w.shape[w.input_axis], w.shape[w.input_axis]) for w in some}
+
+        def add(name: str, input_TI: Tensor, gram: dict[str, Tensor] = gram) -> None:
+            gram[name] += input_TI.t() @ input_TI
+
+        with layer_inputs({w.name: expected.get_submodule(w.module) for w in some}, add):
+            for seed in range(BATCHES):
+                expected(input_ids=token_batch(seed=seed)["input_ids"])
+        for weight in some:
+            value = expected.get_parameter(weight.name).data
+            transposed = weight.input_axis == -2
+            updated, _ = reconstruct(
+                (value.t() if transposed else value).contiguous(), gram[weight.name], 2, 4, 0.01, 128
+            )
+            value.copy_(updated.t() if transposed else updated)
+    for weight in weights:
+        ours, theirs = model.get_parameter(weight.name), expected.get_parameter(weight.name)
+        assert torch.equal(ours == 0, theirs == 0), weight.name
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [OlmoeConfig, GptOssConfig])
+@pytest.mark.parametrize("mask", [None, "wanda", "magnitude"])
+def test_experts_are_trained_too_and_their_router_stays(config: Any, mask: Any) -> None:
+    """64 tokens are enough for experts with 16 or 32 inputs, if they come."""
+    model, dense = tiny_mixture(config), tiny_mixture(config)
+    solved = _solve_all(model, StartConfig(mask=mask, epochs=6), batches=8)
+    _require_pattern(model, solved, NM(2, 4))
+    masked = {weight.name for weight in prunable_weights(dense, SparseForgeConfig())}
+    for (name, value), (_, before) in zip(model.named_parameters(), dense.named_parameters(), strict=True):
+        router = name not in masked and ("mlp.gate." in name or "router" in name)
+        assert not router or torch.equal(value, before), name
+    trained = [name for name in masked if name.endswith("down_proj")]
+    assert any(
+        (after != before)[after != 0].any()
+        for after, before in ((model.get_parameter(n), dense.get_parameter(n)) for n in trained)
+    )
+
+
+@pytest.mark.parametrize("mask", ["annealed", "magnitude"])
+def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(mask: Any) -> None:
+    model, dense = tiny_mixture(OlmoeConfig), tiny_mixture(OlmoeConfig)
+    for network in (model, dense):  # no token chooses expert 3
+        for layer in network.model.layers:
+            layer.mlp.gate.weight.data[3] = 0
+            layer.mlp.gate.weight.data[:3] *= 100
+    solved = _solve_all(model, StartConfig(mask=mask, epochs=4))
+    assert all(block.few_tokens["mlp.experts.down_proj"] >= 1 for block in solved)
+    magnitude = tiny_mixture(OlmoeConfig)
+    _solve_all(magnitude, StartConfig(mask="magnitude", epochs=0))
+    for layer, expected in zip(model.model.layers, magnitude.model.layers, strict=True):
+        few = [e for e in range(4) if torch.equal(layer.mlp.experts.down_proj[e], expected.mlp.experts.down_proj[e])]
+        assert few
+
+
+def test_gradients_of_two_ranks_are_those_of_one() -> None:
+    """Two micro-batches of a step on one rank; and a sum over two equal ranks, which Adam does not see."""
+    one, two = tiny_llama(), tiny_llama()
+    _solve_all(one, StartConfig(epochs=2), per_step=2)
+
+    def double(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.mul_(2)
+
+    _solve_all(two, StartConfig(epochs=2), per_step=2, reduce=double)
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_parameters_are_rounded_to_what_is_stored() -> None:
+    model = tiny_llama()
+    _solve_all(model, StartConfig(epochs=1), stored=torch.bfloat16)
+    layers = model.model.layers.state_dict().values()
+    assert all(torch.equal(value, value.bfloat16().float()) for value in layers)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'"sparsegpt".*experts.*use "annealed"'):
+        _solve_all(tiny_mixture(OlmoeConfig), StartConfig(mask="sparsegpt"))
+    with pytest.raises(ValueError, match="n:m"):
+        _solve_all(tiny_llama(), StartConfig(mask="sparsegpt"), "block16")
+    with pytest.raises(ValueError, match=r"start\.epochs"):
+        StartConfig(mask="annealed", epochs=0)
+    broken = tiny_llama()
+    broken.model.layers[0].self_attn.v_proj.weight.data[0, 0] = float("inf")
+    with pytest.raises(ValueError, match="not finite"):
+        _solve_all(broken, StartConfig())
