@@ -84,16 +84,19 @@ def _steps(
     step("first step", "first step")
     first = train()
     step(None, "first mask update")
-    train()
+    plain = train()
     step("soft step, hardening", "soft step, hardening")
     heard = train()
     step(None, "mask update")
     train()
     step(None, "freeze")
+    frozen = train()
     step("frozen step", "frozen step")
-    plain = train()
-    hooks = heard.less(plain)
-    phases = {"curvature hooks beside the passes": hooks, **phases}
+    phases = {
+        "curvature hooks beside the passes": heard.less(plain),
+        **phases,
+        "frozen gradient hooks beside the passes": frozen.less(plain),
+    }
     del first
     return sum(forge._shards[w.name].numel for w in forge.weights), len(forge._matrices.names), phases
 

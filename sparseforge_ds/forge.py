@@ -18,7 +18,7 @@ from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.saved_state import SavedState
 from sparseforge_ds.zero.engine_checkpoints import carry_state
-from sparseforge_ds.zero.gradient_hooks import hook_gradients
+from sparseforge_ds.zero.gradient_hooks import mask_before_norm
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.step_hooks import StepHooks
@@ -70,8 +70,8 @@ class SparseForge:
         self._saved = SavedState(on, self._mean)
         self._ranking = Ranking(self._mean)
         self._method = method_of(config)(on, self._ranking)
-        self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious)
-        hook_gradients(on.state, on.shards)
+        masked = mask_before_norm(on.state, on.shards)
+        self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious, masked)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         self.ready = not self._starts
         """Whether the first step may be made; if not, `start` comes before it."""

@@ -2,7 +2,7 @@
 
 Above a FakeTensorMode, `Counter` sees every operation after autograd and after composite ones were taken apart: what is
 left is, with few exceptions, one kernel each. Fused operators of the package (`sparseforge::...`) are the kernels that
-the compiler makes of them, and read and write each operand once.
+the compiler makes of them, write each operand once, and read it as often as these kernels do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from sparseforge_ds.mask.fusing import KERNELS
+from sparseforge_ds.mask.fusing import KERNELS, READS
 from sparseforge_ds.planning.live import Live
 
 aten = torch.ops.aten
@@ -204,7 +204,7 @@ class Counter(Live):
             if name in _PLACES and tensor is given[0]:
                 size = min(size, _bytes(given[-1]))
             if not (is_changed and (name in _ONLY_WRITES or "out" in kwargs)):
-                read += size
+                read += size * (READS.get(name, 1) if func.namespace == "sparseforge" else 1)
             if is_changed:
                 written += size
         written += sum(_bytes(tensor) for tensor in fresh)

@@ -7,7 +7,7 @@ forge uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -118,13 +118,20 @@ class BareOptimizer:
     def __init__(self, inner: torch.optim.Optimizer, flats: Sequence[Tensor], rank: Rank, counter: Counter) -> None:
         self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
         self.loss_scale = rank.loss_scale
+        self.mask: Callable[[int, int, Tensor], None] | None = None
+        """What a forge does to averaged gradients; see `Layout.before_norm`."""
+        self.gradient_dtype = torch.float32
         self._members = [list(group["params"]) for group in inner.param_groups]
 
     def step(self) -> None:
         """Step with gradients that are there; DeepSpeed's own work on them is not counted."""
-        with self.counter.paused():
-            for flat in self.flats:
-                flat.grad = torch.zeros_like(flat)
+        for index, flat in enumerate(self.flats):
+            with self.counter.paused():
+                averaged = torch.zeros_like(flat, dtype=self.gradient_dtype)
+            if self.mask is not None:
+                self.mask(index, 0, averaged)
+            with self.counter.paused():
+                flat.grad = averaged.to(flat.dtype)
         if self.rank.stage != 3:
             self.inner.step()
         else:
@@ -157,6 +164,10 @@ class BareEngine:
         self.basic_optimizer = optimizer.inner
         self.device = CUDA
         self.prunable: list[str] = []
+
+    def gradient_clipping(self) -> float:
+        """Norm at which gradients are clipped."""
+        return 1.0
 
     def gradient_accumulation_steps(self) -> int:
         """One micro-batch a step."""
@@ -221,6 +232,14 @@ class BareLayout(Layout):
 
     def check(self, names: Any) -> None:
         """Nothing to compare with."""
+
+    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
+        """As DeepSpeed's layouts: averaged gradients are whole at stage 0, and offload adds their norm up early."""
+        rank = self.engine.partitions.rank
+        if not rank.stage or rank.offload:
+            return False
+        self.optimizer.mask, self.optimizer.gradient_dtype = mask, self._low[0].dtype
+        return True
 
     def push(self) -> None:
         """One copy for each partition, as ZeRO-3 casts masters to the weights' dtype."""

@@ -17,8 +17,8 @@ The text goes to stdout as it comes, everything else to stderr. Without --temper
 each time, so that two exports of one model can be compared. Of the model's generation_config.json only the ids of its
 special tokens are used, such as those that end a text: no penalties, beams, or choice of the top_k or top_p.
 
-On CUDA the model keeps a static cache and is compiled for it, with CUDA graphs, where transformers can do that. The first
-tokens wait for the compiler, up to a minute; --eager does without.
+On CUDA the model keeps a static cache and is compiled for it, with CUDA graphs, where transformers can do that. The
+first tokens wait for the compiler, up to a minute; --eager does without.
 
 examples:
   sparseforge generate models/qwen3_14b_packed24 "The capital of France is"

@@ -175,7 +175,7 @@ def _sum_squares(values_TN: Tensor, weight_T: Tensor) -> Tensor:
     return in_rows(square_TN * weight_T[:, None], SUMMED_TOKENS).sum(dim=1).sum(dim=0)
 
 
-@fused(kernels=6)
+@fused(kernels=6, reads=2)
 def fisher_sums(grad_TO: Tensor, input_TI: Tensor) -> list[Tensor]:
     """(out,) and (in,) fp32: what `add_fisher_sums` adds, as one function, as a call costs the host more than a kernel
     costs a GPU."""

@@ -32,6 +32,17 @@ def is_kept(weights: Tensor) -> Tensor:
     return (weights != 0) | weights.signbit()
 
 
+@fused()
+def gradient_of_kept(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient with +0.0 where a frozen weight is pruned.
+
+    Args:
+        gradient: of any shape and dtype.
+        weight: of the same shape, as the forward saw it.
+    """
+    return gradient.masked_fill(~is_kept(weight), 0.0)
+
+
 def soft_step(
     dense: Tensor, before: Tensor, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
 ) -> None:

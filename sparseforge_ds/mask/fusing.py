@@ -36,6 +36,8 @@ ROW = 4096
 """Elements that compiled code sums first: a power of 2, of which a whole chunk has no more than a few thousand."""
 KERNELS: dict[str, int] = {}
 """What the compiler makes of each fused function, by name."""
+READS: dict[str, int] = {}
+"""Times that the kernels of each fused function read its operands, by name."""
 _wanted: bool | None = None
 
 
@@ -55,7 +57,9 @@ def is_compiled(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") if _wanted is None else _wanted
 
 
-def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def fused(
+    *, writes: tuple[str, ...] = (), kernels: int = 1, reads: int = 1
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose first argument is a tensor, compiled into one kernel where that is on.
 
     Sizes, integers and floats may differ from call to call without compiling anew; flags, None and dtypes make another
@@ -64,6 +68,7 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
     Args:
         writes: names of the arguments that it changes in place. It returns no argument and no view of one.
         kernels: that the compiler makes of it, which a test counts.
+        reads: times that these kernels read the large operands.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -86,6 +91,7 @@ def fused(*, writes: tuple[str, ...] = (), kernels: int = 1) -> Callable[[Callab
 
         schema = torch.library.infer_schema(function, mutates_args=writes)
         KERNELS[function.__name__.strip("_")] = kernels
+        READS[function.__name__.strip("_")] = reads
         name = f"sparseforge::{function.__name__.strip('_')}"
         operator = torch.library.custom_op(name, run, mutates_args=writes, schema=schema)
         operator.register_fake(function)

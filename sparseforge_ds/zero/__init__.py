@@ -13,14 +13,15 @@ A weight's journey through one optimizer step, on every ZeRO stage and at every 
     fp32 master  --->  cast to bf16  --->  all-gather when a layer needs it  --->  forward, backward
                        partition on its rank                                      (never sees m or W)
 
-Once masks are frozen the master is W: the pre hook takes the gradients of pruned weights, and nothing is published.
+Once masks are frozen the master is W: gradients of pruned weights are zeroed before their norm is taken, and nothing is
+published.
 
 shard       which elements of which weight this rank holds, and the ranks' collectives
 layouts     a shard map for each of DeepSpeed's optimizers: the only code that reads their layout
 refuse      engine settings under which the journey would break, as errors at attach time
 state       W, mask and curvature as optimizer state, and the one bit a weight that is left once masks are frozen
 step_hooks  the two hooks around the inner optimizer's step
-gradient_hooks  which gradients count in the norm once masks are frozen
+gradient_hooks  zeroes gradients of frozen pruned weights before their norm is taken
 restore     an engine of any layout filled from a checkpoint of any layout
 halo        groups that a shard boundary cuts
 matrices    one table of sums for all matrices

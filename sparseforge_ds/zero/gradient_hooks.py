@@ -1,9 +1,9 @@
-"""Gradients of frozen pruned weights are zeroed as they arise, before DeepSpeed reduces them and takes their norm.
+"""Gradients of frozen pruned weights are zeroed before DeepSpeed takes the norm that it clips by, and logs.
 
-DeepSpeed computes the norm that it clips by, and logs, before it calls the inner optimizer, where a mask would be too
-late; between backward and that moment it has no public hook, and with offload it adds the norm up during backward. A
-hook on the weight's gradient is the one place before it at every ZeRO stage. There the weight is whole on every rank
-and published: what is +0.0 is pruned (`mask.effective_mask.is_kept`), so that no mask is gathered.
+DeepSpeed takes that norm before it calls the inner optimizer, where a mask would be too late. Under ZeRO each rank
+holds its averaged gradients by then, laid out like its master partitions, and they are masked once a step. With offload
+the norm is added up during backward, and at stage 0 gradients are whole: there a hook on each weight zeroes its
+gradient as it arises. The weight is published, and what is +0.0 in it is pruned (`mask.effective_mask.is_kept`).
 """
 
 from __future__ import annotations
@@ -13,27 +13,40 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.mask.effective_mask import gradient_of_kept
 from sparseforge_ds.zero.state import ShardState
 
 
-def hook_gradients(state: ShardState, names: Iterable[str]) -> None:
-    """Attach to the prunable weights, for as long as the engine lives.
+def mask_before_norm(state: ShardState, names: Iterable[str]) -> bool:
+    """Attach to the engine, for as long as it lives, and return whether gradients reach the optimizer masked.
 
-    A kept weight that is published as +0.0, in fp16 one below 3e-8, goes without the gradient of that pass.
+    Without clipping, and where DeepSpeed leaves no moment between averaging and the norm, nothing is attached: the
+    optimizer's pre hook masks gradients then, and the logged norm counts those of pruned weights too. A kept weight
+    that is published as +0.0, in fp16 one below 3e-8, goes without the gradient of a pass that a hook has seen.
 
     Args:
         state: knows whether masks are frozen; before that, nothing is done.
         names: of the weights.
     """
+    layout, flats = state.layout, set(state.flats)
+
+    def mask(index: int, offset: int, gradient: Tensor) -> None:
+        if state.frozen and index in flats:
+            state.mask_in_place(index, gradient, offset)
+
+    if layout.before_norm(mask):
+        return True
+    if not layout.engine.gradient_clipping():
+        return False
     for name in names:
-        weight: Any = state.layout.low_precision[name]
+        weight: Any = layout.low_precision[name]
 
         def keep(gradient: Tensor, weight: Any = weight, name: str = name) -> Tensor | None:
             if not state.frozen:
                 return None
             assert weight.shape == gradient.shape, f"{name}: its gradient arose when the weight was not gathered"
-            return gradient.masked_fill(~is_kept(weight.detach()), 0.0)
+            return gradient_of_kept(gradient, weight.detach())
 
         if weight.requires_grad:
             weight.register_hook(keep)
+    return True

@@ -6,7 +6,8 @@ with the low-precision weights when a forge is attached, so a changed layout is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -43,7 +44,33 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     )
 
 
-class Zero3Layout(Layout):
+class _AveragedGradients(Layout):
+    """Layout of a ZeRO optimizer that gathers its averaged gradients in `averaged_gradients` before it is stepped."""
+
+    @override
+    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
+        optimizer = self.optimizer
+        offloads = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
+        # Quantised reductions scale whole blocks, in which gradients of pruned weights would count.
+        if offloads or self.engine.zero_quantized_gradients():
+            return False
+        step = optimizer.step
+
+        @wraps(step)
+        def masked_step(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                for index, gradients in optimizer.averaged_gradients.items():
+                    position = 0
+                    for flat in _end_to_end(gradients or ()):
+                        mask(index, position, flat)
+                        position += flat.numel()
+            return step(*args, **kwargs)
+
+        optimizer.step = masked_step
+        return True
+
+
+class Zero3Layout(_AveragedGradients):
     """ZeRO-3: every weight cut in equal parts, one a rank; the parts of a sub-group laid end to end in a flat."""
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -137,7 +164,7 @@ class _FlatGroupsLayout(Layout):
         self.optimizer._link_all_hp_params()
 
 
-class Zero12Layout(_FlatGroupsLayout):
+class Zero12Layout(_AveragedGradients, _FlatGroupsLayout):
     """ZeRO-1 and 2."""
 
     def _read(self) -> None:
@@ -230,6 +257,32 @@ def _zero3_range(parameter: Any, length: int) -> tuple[int, int]:
     """First element of a weight on this rank and one past the last, where each rank has `length` with padding."""
     start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
     return start, min(start + length, parameter.ds_numel)
+
+
+def _end_to_end(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield flat tensors to be changed in place, in the order of `tensors`; one for those that lie end to end."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            yield from _joined(run)
+            run = []
+            flat = tensor.reshape(-1)
+            yield flat
+            tensor.copy_(flat.view(tensor.shape))
+            continue
+        if run:
+            last = run[-1]
+            same = tensor.untyped_storage()._cdata == last.untyped_storage()._cdata and tensor.dtype == last.dtype
+            if not same or tensor.storage_offset() != last.storage_offset() + last.numel():
+                yield from _joined(run)
+                run = []
+        run.append(tensor)
+    yield from _joined(run)
+
+
+def _joined(run: list[Tensor]) -> Iterator[Tensor]:
+    if run:
+        yield run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,))
 
 
 def _offsets(group: Iterable[Parameter]) -> list[int]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,18 @@ class Layout(ABC):
     @abstractmethod
     def push(self) -> None:
         """Bring changed masters to the weights that the next forward sees, as DeepSpeed does at the end of a step."""
+
+    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
+        """Have `mask` called on this rank's averaged gradients in every step, before DeepSpeed looks at them.
+
+        Args:
+            mask: is given the index of a master partition, the element that the gradients begin with, and the flat
+                gradients, to be changed in place.
+
+        Returns:
+            False where DeepSpeed has no such moment; `mask` is never called then.
+        """
+        return False
 
     def _add(self, parameter: Parameter, shape: tuple[int, ...], start: int, stop: int, flat: int, offset: int) -> None:
         name = self._name_of[id(parameter)]

@@ -197,7 +197,7 @@ class ShardState:
                 if key != "dense" or flat.dtype == dense.dtype:
                     del held[key]
             for value in self._of_optimizer(index).values():
-                self.mask_in_place(index, value)
+                masked_gradient(value.view(-1), self.bits(index))
         self._waiting = {index: held for index, held in self._waiting.items() if held}
         self.released = True
         self.mark_zeros()
@@ -213,9 +213,21 @@ class ShardState:
         for chunk, bits in self._chunks(index):
             yield chunk, unpack(bits, chunk.stop - chunk.start)
 
-    def mask_in_place(self, index: int, values: Tensor) -> None:
-        """Zero what is laid out like a partition where it is pruned."""
-        masked_gradient(values.view(-1), self.bits(index))
+    def mask_in_place(self, index: int, values: Tensor, offset: int = 0) -> None:
+        """Zero what is laid out like a partition, or like its elements from `offset` on, where a frozen mask prunes."""
+        values = values.view(-1)
+        if not self.released:  # `kept` is what a mask would keep, and some methods do not need to know
+            mask = self.partition(index)["mask"].view(-1)[offset : offset + len(values)]
+            for chunk in chunks(mask):
+                values[chunk].masked_fill_(values_of(mask[chunk]) == 0, 0.0)
+            return
+        bits = self.bits(index)
+        if within := offset % 8:  # up to the next whole byte of `kept`
+            head = values[: 8 - within]
+            head.masked_fill_(~unpack(bits[offset // 8 : offset // 8 + 1], 8)[within : within + len(head)], 0.0)
+            values = values[8 - within :]
+            offset += 8 - within
+        masked_gradient(values, bits[offset // 8 : -(-(offset + len(values)) // 8)])
 
     @torch.no_grad()
     def mark_zeros(self) -> Tensor:

@@ -46,7 +46,9 @@ class StepMethod(Protocol):
 class StepHooks:
     """Attached to the engine's inner optimizer for as long as the engine lives."""
 
-    def __init__(self, state: ShardState, method: StepMethod, probe: Probe, cautious: bool) -> None:
+    def __init__(
+        self, state: ShardState, method: StepMethod, probe: Probe, cautious: bool, gradients_are_masked: bool
+    ) -> None:
         """Attach.
 
         Args:
@@ -54,11 +56,13 @@ class StepHooks:
             method: whose masks are published.
             probe: which takes the gradients of a step of its own, in which nothing else happens.
             cautious: whether every trained weight stays where its step goes against its gradient.
+            gradients_are_masked: whether those of frozen pruned weights are 0 already (`zero.gradient_hooks`).
         """
         self.state = state
         self.method = method
         self.probe = probe
         self.cautious = cautious
+        self.gradients_are_masked = gradients_are_masked
         self.steps_begun = 0
         """Optimizer steps applied since the owner last looked; more than one is a missed `forge.step`."""
         self._layout = state.layout
@@ -86,7 +90,7 @@ class StepHooks:
             elif index in prunable:
                 self._train_dense(index, flat)
                 if flat.grad is not None:
-                    if self.state.released:
+                    if self.state.frozen and not self.gradients_are_masked:
                         self.state.mask_in_place(index, flat.grad)
                     used = self.method.before_step(index, flat.grad, group)
                     if used is None:

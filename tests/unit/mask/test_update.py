@@ -18,7 +18,7 @@ from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.bits import pack, unpack
 from sparseforge_ds.mask.codes import CODE, decode, stored_as, values_of
 from sparseforge_ds.mask.curvature import fisher_sums, token_squares, weighted_squares
-from sparseforge_ds.mask.effective_mask import masked_gradient, soft_publish, soft_step
+from sparseforge_ds.mask.effective_mask import gradient_of_kept, masked_gradient, soft_publish, soft_step
 from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_stats, standardized_score
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
@@ -214,6 +214,7 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
         "soft_publish": lambda: soft_publish(dense, mask, bits, 0.6, torch.empty_like(dense)),
         "hold_back": lambda: hold_back(dense.clone(), dense, torch.randn_like(dense)),
         "keep_in_place": lambda: masked_gradient(dense.clone(), bits),
+        "gradient_of_kept": lambda: gradient_of_kept(given, torch.relu(given)),
         "token_squares": lambda: token_squares(given),
         "fisher_sums": lambda: fisher_sums(given, given[:, :20].clone()),
         "weighted_squares": lambda: weighted_squares(given, torch.rand(12)),
