@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     workload = Workload(tuple(args.batches), args.prompt, args.generated, args.repeats)
     packed, dense = load_pair(args.model, args.against, args.dtype)
-    speeds = measure(packed, dense, workload, lambda line: print(line, file=sys.stderr))
+    speeds = measure(packed, dense, workload)
     names = args.model, args.against or f"{args.model}, unpacked"
     measured = report(packed, dense, names, workload, speeds)
     print(table(measured))

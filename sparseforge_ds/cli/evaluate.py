@@ -145,13 +145,13 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         raise ValueError("--any_family: it says what --one_shot prunes; give that too, or leave it out")
 
     def load() -> Any:
+        names = _tasks(args)
         models = [name for name in (args.model, args.dense) if name is not None]
         for name in models:
             require_model(name)
         adapter = adapter_of(args.model, args.adapter)
         texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
-        names = _tasks(args)
         tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
         if args.dense is not None:
             for documents in texts.values():
@@ -204,6 +204,6 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 def _tasks(args: argparse.Namespace) -> list[str] | None:
     if args.tasks is None:
         return list(SUITES[args.suite]) if args.suite else None
-    if not (tasks := list(dict.fromkeys(filter(None, args.tasks.split(","))))):
+    if not (tasks := list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))):
         raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
     return tasks

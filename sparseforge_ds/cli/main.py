@@ -33,7 +33,9 @@ from sparseforge_ds.cli import (
     train,
     verify,
 )
+from sparseforge_ds.cli.bars import set_up_bars
 from sparseforge_ds.cli.printing import printable
+from sparseforge_ds.config.flag_names import unknown_word, with_our_names
 
 COMMANDS = (
     train,
@@ -81,7 +83,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit code, or 2 after an error."""
-    args = parser().parse_args(arguments)
+    top = parser()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    flags = _flags_of(top, words)
+    args, unknown = top.parse_known_args(with_our_names(words, flags))
+    if unknown:
+        return _fail(unknown_word(unknown[0], flags))
     if threading.current_thread() is threading.main_thread():  # so that what is half-written is removed
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -103,6 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _flags_of(top: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Return the names of the flags of the subcommand that a command line begins with."""
+    (commands,) = (action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    if not words or words[0] not in commands:
+        return []
+    return [flag.lstrip("-") for flag in commands[words[0]]._option_string_actions if flag.startswith("--")]
+
+
 def command(arguments: Sequence[str] | None = None) -> NoReturn:
     """`main` as all that a process does. At its end it calls the exit handlers that were registered meanwhile, and is
     gone: to take apart what torch, transformers and DeepSpeed have made, object by object, takes a second or two."""
@@ -115,6 +130,7 @@ def command(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.stderr.flush()
             os._exit(code)
 
+    set_up_bars()
     code = main(arguments)
     sys.exit(code)
 

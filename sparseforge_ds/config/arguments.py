@@ -119,6 +119,12 @@ class RunArguments:
         "JSON",
         "N",
     )
+    gradient_accumulation_steps: int | None = _flag(
+        None,
+        "micro-batches of a GPU in a step, whose sequences are then micro-batch x this x GPUs; default: what "
+        "--global_batch and the JSON leave",
+        "N",
+    )
     seq_length: int = _flag(256, "tokens of a training sequence; documents are packed", "N")
     sequence_parallel: int | None = _flag(
         None,
@@ -218,7 +224,7 @@ class RunArguments:
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
 
     def __post_init__(self) -> None:
-        for name in ("global_batch", "micro_batch", "sequence_parallel", "gpus"):
+        for name in ("global_batch", "micro_batch", "gradient_accumulation_steps", "sequence_parallel", "gpus"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "use an integer >= 1")
         _require(

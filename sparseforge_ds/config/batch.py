@@ -11,14 +11,23 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 SEQUENCE = "sequence_parallel_size"
 
 
-def with_batch(content: dict[str, Any], global_batch: int | None, micro_batch: int | None) -> dict[str, Any]:
-    """The same configuration with another batch, in sequences of a step and of a rank; None keeps what it says."""
+def with_batch(
+    content: dict[str, Any], global_batch: int | None, micro_batch: int | None, accumulation: int | None = None
+) -> dict[str, Any]:
+    """Return the configuration with another batch, in sequences of a step and of a rank, and micro-batches of a step;
+    None keeps what it says, or what the other two leave over."""
     changed = dict(content)
     if global_batch is not None:
         changed["train_batch_size"] = global_batch
     if micro_batch is not None:
         changed["train_micro_batch_size_per_gpu"] = micro_batch
-    if (global_batch, micro_batch) != (None, None) and changed.get("train_batch_size", "auto") != "auto":
+    if accumulation is not None:
+        changed["gradient_accumulation_steps"] = accumulation
+        if global_batch is None:
+            changed["train_batch_size"] = "auto"
+        elif micro_batch is None:
+            changed["train_micro_batch_size_per_gpu"] = "auto"
+    elif (global_batch, micro_batch) != (None, None) and changed.get("train_batch_size", "auto") != "auto":
         changed["gradient_accumulation_steps"] = "auto"  # what the other two leave over
     return changed
 

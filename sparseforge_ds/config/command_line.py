@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from transformers import HfArgumentParser
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.strict import nearest
+from sparseforge_ds.config.flag_names import name_of, unknown_word, with_our_names
 
 _EXAMPLES = """\
 exit code: 0 the run is complete; 1 an error, said in one line; 2 a flag that does not exist; 143 SIGTERM
 stopped it; 130 Ctrl-C did
+
+Flags of transformers that mean the same are taken too, like --per_device_train_batch_size for --micro_batch,
+--num_train_epochs for --epochs or --logging_steps for --log_every.
 
 examples:
   sparseforge train --deepspeed zero3
@@ -38,13 +42,7 @@ complete checkpoint, on any number of ranks and at any ZeRO stage, with the same
 
 
 _OF_THE_LAUNCHER = ("num_gpus", "num_nodes", "hostfile", "master_port", "master_addr", "launcher", "no_ssh")
-_SHORT = {
-    **dict.fromkeys(("lr", "rate"), "learning_rate"),
-    **dict.fromkeys(("batch_size", "train_batch_size"), "global_batch"),
-    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "micro_batch"),
-    **dict.fromkeys(("model_name_or_path", "pretrained"), "model"),
-}
-"""What other trainers call our flags."""
+_NAMES = [item.name for item in dataclasses.fields(RunArguments) if item.name != "local_rank"]
 
 
 class UnknownFlagError(ValueError):
@@ -98,8 +96,9 @@ def argument_parser() -> HfArgumentParser:
 def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
     """Parse the command line (default: this process's). Raises ValueError where a flag is unknown, missing, or has a
     value that cannot work."""
+    words = sys.argv[1:] if command_line is None else command_line
     arguments, *unknown = argument_parser().parse_args_into_dataclasses(
-        args=None if command_line is None else list(command_line),
+        args=with_our_names(words, _NAMES),
         look_for_args_file=False,
         return_remaining_strings=True,
     )
@@ -112,23 +111,21 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
 
 
 def _unknown(word: str) -> str:
-    """What is said of a word of the command line that belongs to no flag."""
-    if not word.startswith("-"):
-        return f"{word!r} belongs to no flag; quote a value that has spaces, and give flags as --name value"
+    """Return what is said of a word of the command line that belongs to no flag."""
     flag = word.partition("=")[0]
-    name = flag.lstrip("-").replace("-", "_").lower()
-    known = [item.name for item in dataclasses.fields(RunArguments) if item.name != "local_rank"]
+    name = name_of(flag).lower()
+    if not flag.startswith("-") or name in _NAMES:
+        return unknown_word(word, _NAMES)
     if name in _OF_THE_LAUNCHER:
         return (
             f"{flag}: the deepspeed launcher has this flag: write it before the script, deepspeed {flag} ... train.py"
         )
-    near = name if name in known else nearest(_SHORT.get(name, name), known)
     # Not imported before something is wrong, so that --help need not wait for DeepSpeed.
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.deepspeed_keys import KEYS
 
-    if name not in known and name in {item.name for item in dataclasses.fields(SparseForgeConfig)}:
+    if name in {item.name for item in dataclasses.fields(SparseForgeConfig)}:
         return f'{flag}: not a flag, but a key of the "sparseforge" block of the DeepSpeed JSON: "{name}"'
-    if name in KEYS and not (name == "train_batch_size" or name.startswith("train_micro_batch")):
+    if name in KEYS:
         return f'{flag}: not a flag, but a key of the DeepSpeed JSON: "{name}"'
-    return f"{flag}: unknown flag; {f'did you mean --{near}?' if near else '--help lists the flags'}"
+    return unknown_word(word, _NAMES)

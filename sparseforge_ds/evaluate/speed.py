@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.perplexity import positions_of
@@ -81,12 +82,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
 
 
 @torch.no_grad()
-def measure(
-    packed: PreTrainedModel,
-    dense: PreTrainedModel,
-    workload: Workload,
-    progress: Callable[[str], None] = lambda line: None,
-) -> list[Speed]:
+def measure(packed: PreTrainedModel, dense: PreTrainedModel, workload: Workload) -> list[Speed]:
     """Prefill and decode of both models at each batch size, in turns. Raises ValueError for more tokens than a model
     has positions."""
     positions = min(positions_of(model.config) for model in (packed, dense))
@@ -97,17 +93,20 @@ def measure(
         if length > most:
             raise ValueError(f"{flag} {length}: the model has {positions} positions; use {most} at most")
     found = []
+    bar = tqdm(total=2 * len(workload.batches) * (workload.repeats + 1), unit=" turns", disable=None)
     for work, run in (("prefill", _prefill), ("decode", _decode)):
         for batch in workload.batches:
-            progress(f"{work}, batch {batch}")
+            bar.set_description(f"{work}, batch {batch}")
             rates: dict[str, list[float]] = {"dense": [], "packed": []}
             for turn in range(workload.repeats + 1):
                 for name, model in (("dense", dense), ("packed", packed)):
                     rate = run(model, batch, workload)
                     if turn:
                         rates[name].append(rate)
+                bar.update()
             quotients = [mine / theirs for mine, theirs in zip(rates["packed"], rates["dense"], strict=True)]
             found.append(Speed(work, batch, *map(_quartiles, (rates["dense"], rates["packed"], quotients))))
+    bar.close()
     return found
 
 

@@ -6,7 +6,9 @@ harness. Text of these benchmarks in the training data makes the comparison wort
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +53,10 @@ def measure(
         device=str(model.device),
         trust_remote_code=False,
     )
+
+    # The harness shows these bars in log files too.
+    for ask in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        setattr(wrapped, ask, partial(getattr(wrapped, ask), disable_tqdm=not sys.stderr.isatty()))
 
     def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         check_known(model, [int(inputs[0].max())])

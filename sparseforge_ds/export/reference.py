@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from tqdm import tqdm
 
 from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
@@ -37,7 +38,10 @@ def filled_model(source: Source) -> Any:
     inner = f"{model.base_model_prefix}."  # some folders leave it away, and transformers loads them
     places |= {name.removeprefix(inner): place for name, place in places.items() if name.startswith(inner)}
     about = f"{source.model_folder}/config.json: its {type(model).__name__}"
+    bar = tqdm(total=sum(spec.nbytes for spec in source.specs.values()), unit="B", unit_scale=True, disable=None)
+    bar.set_description("proof")
     for name, spec in source.specs.items():
+        bar.update(spec.nbytes)
         if (place := places.get(name)) is None:
             if any(re.search(glob, name) for glob in model._keys_to_ignore_on_load_unexpected or ()):
                 continue
@@ -47,6 +51,7 @@ def filled_model(source: Source) -> Any:
         target = state[place.of]
         target.view(-1)[place.start : place.stop].view(spec.shape).copy_(source.read(name))
         filled[target.data_ptr()] += place.stop - place.start
+    bar.close()
     missing = [name for name, tensor in state.items() if filled[tensor.data_ptr()] < tensor.numel()]
     if missing:
         raise ValueError(f"the source has no {missing[0]}, which the {type(model).__name__} of config.json needs")

@@ -144,7 +144,8 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
     Raises:
         ValueError: a file, key, value or batch size is wrong.
     """
-    content = with_batch(read_deepspeed_json(arguments.deepspeed), arguments.global_batch, arguments.micro_batch)
+    flags_of_batch = (arguments.global_batch, arguments.micro_batch, arguments.gradient_accumulation_steps)
+    content = with_batch(read_deepspeed_json(arguments.deepspeed), *flags_of_batch)
     overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
     config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides).allowing_dense(arguments.allow_dense)
     if arguments.epochs is None:

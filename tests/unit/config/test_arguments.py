@@ -10,6 +10,7 @@ import pytest
 
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import parse_arguments
+from sparseforge_ds.config.flag_names import ALIASES
 from tests.distributed import PATIENCE, ROOT
 
 PINNED = {
@@ -27,6 +28,7 @@ PINNED = {
     "epochs": None,
     "global_batch": None,
     "micro_batch": None,
+    "gradient_accumulation_steps": None,
     "seq_length": 256,
     "sequence_parallel": None,
     "output_dir": "runs/stdlib_llama",
@@ -87,7 +89,8 @@ def test_every_flag_is_parsed():
         "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 "
         "--split test --text_field body --sample_by line --loss_on completion --document_frame both "
         "--document_attention "
-        "--max_steps 7 --global_batch 16 --micro_batch 2 --seq_length 64 --sequence_parallel 4 --output_dir o "
+        "--max_steps 7 --global_batch 16 --micro_batch 2 --gradient_accumulation_steps 8 "
+        "--seq_length 64 --sequence_parallel 4 --output_dir o "
         "--learning_rate 1e-4 "
         "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
         "--eval_dataset h --eval_split dev --eval_sequences 8 --eval_every 6 --keep_best --report_to wandb mlflow "
@@ -112,6 +115,7 @@ def test_every_flag_is_parsed():
         None,
         16,
         2,
+        8,
         64,
         4,
         "o",
@@ -144,6 +148,23 @@ def test_every_flag_is_parsed():
     assert set(flags(arguments)) == set(PINNED) - {"local_rank", "dry_run", "gpus", "gpu_memory"}
 
 
+def test_flags_of_transformers_are_ours():
+    """By which words a user of its Trainer begins, and one of DeepSpeed's scripts."""
+    line = (
+        "--deepspeed_config=a.json --model_name_or_path m --per_device_train_batch_size 2 --lr 1e-4 --warmup-ratio=0.1 "
+        "--gradient_accumulation_steps 4 --num_train_epochs 2 --logging_steps=5 --save_steps 7 --save_total_limit 1 "
+        "--gradient_checkpointing --dataset_name d --resume_from_checkpoint"
+    )
+    ours = "--deepspeed a.json --model m --micro_batch 2 --learning_rate 1e-4 --warmup 0.1"
+    ours += " --gradient_accumulation_steps 4 --epochs 2 --log_every 5 --save_every 7 --keep_checkpoints 1"
+    ours += " --activation_checkpointing --dataset d --resume"
+    assert parse_arguments(line.split()) == parse_arguments(ours.split())
+
+
+def test_every_alias_is_of_a_flag_and_is_none():
+    assert set(ALIASES.values()) <= set(PINNED) and not set(ALIASES) & set(PINNED)
+
+
 def test_gpus_are_the_launchers_unless_the_run_is_dry():
     with pytest.raises(ValueError, match="--gpus 8 .* belongs to --dry_run"):
         parse_arguments(["--deepspeed", "a.json", "--gpus", "8"])
@@ -162,6 +183,7 @@ def test_other_data_is_a_matter_of_resuming():
         ("max_steps", "-1", "integer >= 0"),
         ("global_batch", "0", "integer >= 1"),
         ("micro_batch", "-1", "integer >= 1"),
+        ("gradient_accumulation_steps", "0", "integer >= 1"),
         ("gpu_memory", "0", "GiB > 0"),
         ("seq_length", "1", "integer >= 2"),
         ("learning_rate", "0", "value > 0"),
@@ -195,8 +217,9 @@ def test_impossible_values_name_flag_and_cure(flag, value, cure):
         ("--seq-lenght=64", "--seq-lenght: unknown flag; did you mean --seq_length?"),
         ("--Max_Steps 3", "--Max_Steps: unknown flag; did you mean --max_steps?"),
         ("--max 3", "--max: unknown flag; --help lists the flags"),
-        ("--lr 1e-4", "--lr: unknown flag; did you mean --learning_rate?"),
-        ("--train_batch_size 8", "--train_batch_size: unknown flag; did you mean --global_batch?"),
+        ("--batch_size 8", "--batch_size: unknown flag; did you mean --global_batch?"),
+        ("--logging_stepz 8", "--logging_stepz: unknown flag; did you mean --log_every?"),
+        ("--bf16 true", '--bf16: not a flag, but a key of the DeepSpeed JSON: "bf16"'),
         (
             "--pattern 2:4",
             '--pattern: not a flag, but a key of the "sparseforge" block of the DeepSpeed JSON: "pattern"',

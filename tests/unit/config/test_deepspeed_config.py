@@ -103,6 +103,9 @@ def test_an_impossible_batch_size_is_refused(value):
         ((16, 2, 4), (16, None), (16, 2, 1)),  # as the JSON has it, on other ranks
         ((8, 8, 1), (8, 1), (8, 1, 1)),
         (("auto", 2, 3), (None, 4), (96, 4, 3)),
+        ((8, "auto", "auto"), (None, 2, 3), (48, 2, 3)),  # as transformers has it
+        ((8, 4, "auto"), (None, None, 3), (96, 4, 3)),
+        ((8, 1, 1), (64, None, 4), (64, 2, 4)),
     ],
 )
 def test_flags_win_over_the_batch_of_the_json(given_keys, flags, expected):

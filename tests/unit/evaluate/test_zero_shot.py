@@ -34,7 +34,7 @@ def test_piqa_against_likelihoods_by_hand(
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
     loaded, load = [], pretrained.load_model
     monkeypatch.setattr(pretrained, "load_model", lambda *given: (loaded.append(given), load(*given))[1])
-    both = [*text, "--tasks", "piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
+    both = [*text, "--tasks", " piqa, piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
     assert main(["evaluate", str(folder), *both]) == 0
     written = json.loads((tmp_path / "both.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written and len(loaded) == 1
