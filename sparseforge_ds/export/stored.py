@@ -12,7 +12,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights, is_quantized
 from sparseforge_ds.export.unused import divide
-from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, unpack24
+from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, require_packed_dtypes, unpack24
 from sparseforge_ds.model.families import BRANCH
 
 ADAPTER = "adapter_model"
@@ -82,8 +82,10 @@ class StoredWeights:
         spec = self._tensors.specs[name]
         if name not in self._packed:
             return spec
+        positions = self._tensors.specs[name + POSITIONS]
         try:
-            axis = packed24_axis(spec.shape, self._tensors.specs[name + POSITIONS].shape)
+            axis = packed24_axis(spec.shape, positions.shape)
+            require_packed_dtypes(spec.dtype, positions.dtype)
         except ValueError as error:
             raise ValueError(f"{self.folder}: {name}: {error}") from None
         shape = list(spec.shape)

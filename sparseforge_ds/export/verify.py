@@ -41,7 +41,7 @@ class FolderReport:
     pattern: str
     rows: list[WeightReport]
     missing: list[str]
-    """Prunable weights that are not there or do not fit the pattern."""
+    """Prunable weights that are not there, do not fit the pattern, or are stored in a dtype that no weight has."""
     changed: list[str]
     """Weights whose bytes are not those that `sparsity.json` gives the hash of."""
     notes: list[str] = field(default_factory=list)
@@ -92,6 +92,9 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
     sparse, dense, branches = listed_weights(folder, sparsity)
     listed = sparse | dense | branches
     axes, misfits = _prunable(folder, config, sparsity, shapes, pattern)
+    for name in [name for name in axes if not tensors.specs[name].dtype.is_floating_point]:
+        del axes[name]  # whatever loads it casts it in silence
+        misfits.append(f"{name} (stored as {tensors.specs[name].dtype}, and weights are floating point)")
     names = [name for name in tensors.specs if name in axes or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)

@@ -14,8 +14,9 @@ PACKED24_FORMAT = 1
 POSITIONS = "_positions"
 """There, behind a weight's name: the tensor with its positions. The values have the name itself."""
 
-VALUE_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-"""Dtypes of kept values. All operators and kernels know these, and no others."""
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Dtypes of kept values, by safetensors' names. All operators and kernels know these, and no others."""
+VALUE_DTYPES = frozenset(STORED_DTYPES.values())
 VALUE_DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
@@ -25,6 +26,20 @@ def require_packed_dtypes(values: torch.dtype, positions: torch.dtype) -> None:
         raise ValueError(f"values of a packed weight are {VALUE_DTYPE_NAMES}, these are {values}")
     if positions != torch.uint8:
         raise ValueError(f"positions of a packed weight are uint8, these are {positions}")
+
+
+def require_stored_dtypes(name: str, values: str, positions: str | None) -> None:
+    """Reject dtypes in the header of a packed model's file, by safetensors' names; None for a weight without positions.
+
+    Loaders cast silently: int8 beside bfloat16 in one mixture, float8 to the model's dtype, positions to uint8.
+    """
+    if values not in STORED_DTYPES:
+        kind, stored, known = "weight", values, "F64, F32, BF16 or F16"
+    elif positions not in (None, "U8"):
+        kind, stored, known = "positions", positions, "U8"
+    else:
+        return
+    raise ValueError(f"{name}: {kind} stored as {stored}, in a packed model only {known}; export or download it again")
 
 
 def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:

@@ -90,12 +90,16 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         ]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Experts that stay packed are merged as dense ones are; for all others, a step that unpacks comes first."""
+        """Check the files' headers, and choose how experts are merged: those that stay packed as dense ones are, all
+        others behind a step that unpacks."""
+        from sparseforge_ds.model.packed24_experts import keep_experts
+        from sparseforge_ds.model.packed24_files import Targets, check_headers, read_headers
+
+        headers, targets = read_headers(self._files), Targets(model, weight_conversions)
+        check_headers(model, headers, targets)
         if self.quantization_config.semi_structured:
             return list(super().update_weight_conversions(weight_conversions, model))
-        from sparseforge_ds.model.packed24_experts import keep_experts
-
-        kept, others = keep_experts(model, self._files, weight_conversions)
+        kept, others = keep_experts(model, headers, targets, weight_conversions)
         return [*kept, *super().update_weight_conversions(others, model)]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -103,7 +107,9 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         self._files = tuple(kwargs.get("checkpoint_files") or ())
         self._leaves = tuple(sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 1}))
         from sparseforge_ds.model.branch import add_branch
+        from sparseforge_ds.model.packed24_files import collect_damage
 
+        collect_damage(model)
         config = self.quantization_config
         for name, k in config.low_rank.items():
             try:
@@ -115,7 +121,15 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """The conversion is not undone on saving. Without packed weights and branches, the model is an ordinary one."""
+        """Refuse damaged weights, and keep saving from undoing the conversion. Without packed weights and branches, the
+        model is an ordinary one.
+
+        Raises:
+            ValueError: positions are damaged; the message names the first weight.
+        """
+        from sparseforge_ds.model.packed24_files import require_sound
+
+        require_sound(model)
         ours = type(_operation(self))
         model._weight_conversions = [
             conversion

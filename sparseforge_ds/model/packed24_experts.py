@@ -10,39 +10,35 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from safetensors import safe_open
+import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    _IdentityOp,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
 
 from sparseforge_ds.mask.packing import POSITIONS, check24
+from sparseforge_ds.model.packed24_files import Targets, note_damage
 from sparseforge_ds.runtime.packed_experts import Packed24Experts, pack_experts, packed_kind
 
 _LOGGER = logging.getLogger(__name__)
 
 
-def keep_experts(model: Any, files: Iterable[str], conversions: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Make place in a model, still empty, for the experts in one tensor whose weights are packed in `files`.
+def keep_experts(
+    model: Any, keys: Iterable[str], targets: Targets, conversions: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Make place in a model, still empty, for the experts in one tensor whose weights are packed in its files.
 
     The conversions that merge them are there twice afterwards: for their values, and for their positions.
 
     Args:
         model: as `from_pretrained` has built it.
-        files: safetensors files of the packed folder.
+        keys: names of all tensors in the packed folder's files, after `check_headers`.
+        targets: of these tensors.
         conversions: by which transformers would load the dense model.
 
     Returns:
         (conversions of experts that stay packed, all others). Experts of which some layer cannot keep them are named in
         one warning, and are unpacked.
     """
-    merged_by = _packed_experts(model, files, conversions)
+    merged_by = _packed_experts(model, keys, targets)
     layers: dict[str, list[str]] = {}
     for name in merged_by:
         layers.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
@@ -79,22 +75,14 @@ def keep_experts(model: Any, files: Iterable[str], conversions: list[Any]) -> tu
     ], [conversion for conversion in conversions if conversion not in kept]
 
 
-def _packed_experts(model: Any, files: Iterable[str], conversions: list[Any]) -> dict[str, Any]:
-    """The weights in three dimensions that are packed in `files`, and what merges them from there, if anything."""
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-    shapes, keys = model.state_dict(), set()
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            keys.update(tensors.keys())
-    found = {}
+def _packed_experts(model: Any, keys: Iterable[str], targets: Targets) -> dict[str, Any]:
+    """Return the packed weights in three dimensions, each with the conversion that merges it, if there is one."""
+    shapes, merged_by = model.state_dict(), {}
     for key in sorted(key.removesuffix(POSITIONS) for key in keys if key.endswith(POSITIONS)):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
+        name, pattern = targets.find(key)
         if name in shapes and shapes[name].ndim == 3:
-            if key not in keys:
-                raise ValueError(f"{key}{POSITIONS} is there without {key}")
-            found[name] = next((each for each in converters if pattern in each.source_patterns), None)
-    return found
+            merged_by[name] = None if pattern is None else targets.converter(pattern)
+    return merged_by
 
 
 def _why_unpacked(experts: nn.Module, kind: object, names: list[str], merged_by: list[Any]) -> str | None:
@@ -116,7 +104,6 @@ class Hold24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str, model: nn.Module, **kwargs: Any
     ) -> dict[str, Any]:
-        """Raises ValueError for damaged positions."""
         return {pattern: held(model, full_layer_name, tensor) for pattern, tensor in input_dict.items()}
 
     @property
@@ -126,19 +113,25 @@ class Hold24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
 
 
 def held(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A tensor that there is a place for, with each output's inputs side by side in memory; any other one as it is.
-    Raises ValueError for damaged positions."""
+    """Return a tensor that there is a place for with each output's inputs side by side in memory, any other as it is.
+
+    Damage is noted on the model: a shape that is not the place's, and positions that `check24` refuses.
+    """
     where, _, leaf = name.rpartition(".")
     experts: Any = model.get_submodule(where)
-    values = getattr(experts, leaf.removesuffix(POSITIONS))
-    if not isinstance(experts, Packed24Experts) or tensor.shape != getattr(experts, leaf).shape:
-        return tensor  # a shape that is wrong is the loader's to report
+    if not isinstance(experts, Packed24Experts):
+        return tensor
+    weight, place = name.removesuffix(POSITIONS), getattr(experts, leaf)
+    if tensor.shape != place.shape:
+        note_damage(model, weight, ValueError(f"has shape {tuple(tensor.shape)}, not {tuple(place.shape)}"))
+        return torch.zeros_like(place, device=tensor.device)
     if leaf.endswith(POSITIONS):
+        values = getattr(experts, leaf.removesuffix(POSITIONS))
         for expert, positions in enumerate(tensor):
             try:
                 check24(values[expert], positions)
             except ValueError as error:
-                raise ValueError(f"{name.removesuffix(POSITIONS)}, expert {expert}: {error}") from None
+                note_damage(model, f"{weight}, expert {expert}", error)
     if experts.is_transposed:
         tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor if leaf.endswith(POSITIONS) else nn.Parameter(tensor, requires_grad=False)

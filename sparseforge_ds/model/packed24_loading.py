@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.mask.packing import POSITIONS, check24, unpack24
+from sparseforge_ds.mask.packing import POSITIONS, check24, packed24_axis, unpack24
 from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
 from sparseforge_ds.model.packed24_experts import held
+from sparseforge_ds.model.packed24_files import note_damage
 from sparseforge_ds.runtime.linear24 import linear24
 from sparseforge_ds.runtime.packed_experts import Packed24Experts
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
@@ -40,8 +41,7 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Take every entry that has a sibling with positions as a packed weight. Raises ValueError for positions
-        without values, or damaged ones."""
+        """Take every entry that has a sibling with positions as a packed weight. Damage is noted on the model."""
         if model is not None and full_layer_name is not None and len(input_dict) == 2 and _is_own(source_patterns):
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
             if (type(layer) in _KEPT or _is_falcons(layer)) and not self.semi_structured:
@@ -56,7 +56,8 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
             if positions is None:
                 result[name] = tensors
             else:
-                result[name] = [unpack24(*pair) for pair in zip(tensors, positions, strict=True)]
+                pairs = zip(tensors, positions, strict=True)
+                result[name] = [_unpacked(model, full_layer_name or name, *pair) for pair in pairs]
         if not result:
             raise ValueError(f"{full_layer_name}{POSITIONS} is there without {full_layer_name}")
         if not _is_own(source_patterns) or full_layer_name is None:
@@ -104,7 +105,7 @@ def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[
     try:
         check24(values, positions)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        note_damage(model, name, error)
     kind: Any = Packed24Linear if isinstance(layer, nn.Linear) else Packed24Conv1D
     packed = kind(values, positions, layer.bias)
     if _is_falcons(layer):
@@ -113,6 +114,17 @@ def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[
         add_branch(packed, layer.k, like=layer).enabled = True
     model.set_submodule(name.rpartition(".")[0], packed.train(layer.training))
     return {name: packed.weight, name + POSITIONS: packed.weight_positions}
+
+
+def _unpacked(model: Any, name: str, values: Tensor, positions: Tensor) -> Tensor:
+    """Return the dense weight; zeros in its place where its positions are damaged, which is noted on the model."""
+    try:
+        return unpack24(values, positions)
+    except ValueError as error:
+        note_damage(model, name, error)
+        shape = list(values.shape)
+        shape[packed24_axis(values.shape, positions.shape)] *= 2
+        return values.new_zeros(shape)
 
 
 def _is_falcons(layer: nn.Module) -> bool:

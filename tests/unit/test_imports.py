@@ -125,7 +125,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "evaluate.zero_shot": {"lm_eval"},
     "model.hub": {"huggingface_hub"},
     "model.low_rank": {"deepspeed"},
-    "model.packed24_experts": {"safetensors"},
+    "model.packed24_files": {"safetensors"},
     "model.registration": {"huggingface_hub"},
     "model.tokenizer": {"huggingface_hub", "sentencepiece", "tokenizers"},
     "permutation.apply": {"deepspeed", "model.groups"},

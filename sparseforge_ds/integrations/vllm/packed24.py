@@ -19,7 +19,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from sparseforge_ds.integrations.vllm.experts import Packed24Experts
 from sparseforge_ds.integrations.vllm.linear import Packed24LinearMethod
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, packed24_axis
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, packed24_axis, require_stored_dtypes
 
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """vLLM's usual fused layers, for a model that does not say which ones it has."""
@@ -75,7 +75,8 @@ class Packed24VLLMConfig(QuantizationConfig):
         """Look up in the headers of the weights which modules are packed.
 
         Raises:
-            ValueError: none is, or a low-rank adapter belongs to the weights.
+            ValueError: none is, one is stored in a dtype that no packed weight has, or a low-rank adapter belongs to
+                the weights.
         """
         if (Path(model_name) / "adapter_config.json").is_file():
             raise ValueError(
@@ -85,6 +86,7 @@ class Packed24VLLMConfig(QuantizationConfig):
         held = get_safetensors_params_metadata(model_name, revision=revision)
         for name in held:
             if (values := name.removesuffix(POSITIONS)) != name and values in held:
+                require_stored_dtypes(values, held[values]["dtype"], held[name]["dtype"])  # vLLM would cast them
                 axis = packed24_axis(tuple(held[values]["shape"]), tuple(held[name]["shape"]))
                 self.transposed[values.removesuffix(".weight")] = axis == -2
         if not self.transposed:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.stored import StoredWeights
@@ -131,25 +132,6 @@ def edit(folder: Path, change: Any) -> None:
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("damage", ["no positions", "no values", "positions", "shape"])
-def test_damaged_folders_do_not_load(tmp_path: Path, damage: str) -> None:
-    _, packed = pack(tmp_path, "llama", "bfloat16")
-
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        if damage == "no positions":
-            del tensors[QUERY + POSITIONS]
-        elif damage == "no values":
-            del tensors[QUERY]
-        elif damage == "positions":
-            tensors[QUERY + POSITIONS][3, 1] = 0
-        else:
-            tensors[QUERY] = tensors[QUERY][:-1].contiguous()
-
-    edit(packed, spoil)
-    with pytest.raises(RuntimeError):
-        AutoModelForCausalLM.from_pretrained(packed)
-
-
 @pytest.mark.parametrize("change", [{"format": 2}, {"groups": 8}, {"semi_structured": "yes"}])
 def test_another_version_of_the_format_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     _, packed = pack(tmp_path, "llama", "bfloat16")
@@ -180,6 +162,20 @@ def test_reading_a_damaged_weight_names_it(tmp_path: Path) -> None:
     edit(packed, lambda tensors: tensors.update({QUERY: tensors[QUERY][:-2].contiguous()}))
     with pytest.raises(ValueError, match=f"{QUERY}: values of shape"):
         stored_in(packed)
+
+
+def test_a_dtype_that_no_packed_weight_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, packed = pack(tmp_path, "llama", "float32")
+    for key, dtype, said in (
+        (QUERY, torch.int8, "values of a packed weight are float64, float32, bfloat16 or float16, these are"),
+        (QUERY, torch.bool, "values of a packed weight are float64, float32, bfloat16 or float16, these are"),
+        (QUERY + POSITIONS, torch.float32, "positions of a packed weight are uint8, these are"),
+    ):
+        sound = load_file(packed / "model.safetensors")[key]
+        edit(packed, lambda tensors, key=key, dtype=dtype: tensors.update({key: tensors[key].to(dtype)}))
+        assert main(["verify", str(packed)]) == 2
+        assert f"{packed}: {QUERY}: {said} {dtype}" in capsys.readouterr().err
+        edit(packed, lambda tensors, key=key, sound=sound: tensors.update({key: sound}))
 
 
 def test_other_patterns_are_refused(tmp_path: Path) -> None:

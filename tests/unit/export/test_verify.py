@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import counting
 from sparseforge_ds.export.counting import WeightReport, chunk_size
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.mask.pattern import NM, Block, top_n
 from tests.tiny_models import tiny_gpt2, tiny_llama
@@ -148,6 +150,19 @@ def test_missing_and_changed_weights(folder: Path) -> None:
     edit(folder, lambda tensors: tensors.pop(DOWN))
     assert check_folder(folder).missing == [DOWN]
     assert main(["verify", str(folder)]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool], ids=str)
+def test_a_weight_that_is_no_float(folder: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its zeros are in the pattern, and whatever loads it casts it in silence."""
+    (folder / "sparsity.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {DOWN: tensors[DOWN].sign().to(dtype)}, folder / "model.safetensors")
+    assert main(["verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert f"missing: {DOWN} (stored as {dtype}, and weights are floating point)" in said
+    with pytest.raises(ValueError, match=re.escape(f"{DOWN} (stored as {dtype}")):
+        open_source(folder)
 
 
 def test_changed_bytes(folder: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, CompileConfig, Trainer, TrainingArguments
@@ -89,6 +91,40 @@ def test_made_dense_in_one_dtype(folders: FOLDERS, how: str) -> None:
     packed.dequantize(torch.float32 if how == "asked for" else None)
     assert {value.dtype for value in packed.parameters()} == {torch.float16 if how == "stored" else torch.float32}
     assert logits(packed).isfinite().all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path) -> None:
+    """One line that names the weight, from `from_pretrained` itself; before, the first forward pass found some."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders[name][1], folder)
+    sound = load_file(folder / "model.safetensors")
+    every = sorted(key for key in sound if key.endswith("_positions"))
+    values = every[0].removesuffix("_positions")
+
+    def refuses(changed: dict[str, Tensor], message: str, without: str = "") -> None:
+        tensors = {key: tensor for key, tensor in (sound | changed).items() if key != without}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=message) as raised:
+            load(folder)
+        assert "\n" not in str(raised.value)
+
+    axis = 1 if name == "gpt2" else 0
+    few = {key: sound[key].narrow(axis, 0, 8).contiguous() for key in (values, every[0])}
+    refuses(few, f"{values}: shape packed from .*, and config.json makes it")
+    refuses({values: few[values]}, f"{values}: values of shape .* and positions of shape .* are no packed 2:4 weight")
+    spoiled = {key: torch.zeros_like(sound[key]) for key in every}
+    refuses(spoiled, rf": positions of a packed weight are damaged.* \(and {len(every) - 1} more\); export or download")
+    refuses({}, f"{values} is there without {every[0]}", without=every[0])
+    refuses({}, f"{every[0]} is there without {values}", without=values)
+    for dtype, stored in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")):
+        refuses({values: sound[values].to(dtype)}, f"{values}: weight stored as {stored}, in a packed model only F64,")
+    refuses({every[0]: sound[every[0]].float()}, f"{values}: positions stored as F32, in a packed model only U8")
+
+    config = json.loads((folder / "config.json").read_text())  # weights are unpacked then
+    config["quantization_config"]["semi_structured"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    refuses({every[0]: spoiled[every[0]]}, f"{values}: positions of a packed weight are damaged.*; export or download")
 
 
 def test_compiled_whole(folders: FOLDERS) -> None:

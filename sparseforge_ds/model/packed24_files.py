@@ -1,0 +1,136 @@
+"""What the headers of a packed model's files must say, checked before transformers reads a weight.
+
+transformers catches every error of a conversion and ends in a line that names no weight. So headers are checked before
+it begins, and damage that only the bytes show is noted on the model and raised when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from sparseforge_ds.mask.packing import POSITIONS, packed24_axis, packed24_shapes, require_stored_dtypes
+
+_DAMAGED = "_damaged_packed_weights"
+
+
+class Header(NamedTuple):
+    """A tensor as its file announces it."""
+
+    dtype: str
+    """By safetensors' name."""
+    shape: tuple[int, ...]
+
+
+class Targets:
+    """Where transformers brings the tensors of a model's files.
+
+    Args:
+        model: as `from_pretrained` has built it.
+        conversions: by which transformers would load the dense model.
+    """
+
+    def __init__(self, model: Any, conversions: list[Any]) -> None:
+        self._model = model
+        self._shapes = model.state_dict()
+        self._renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+
+    def find(self, key: str) -> tuple[str, str | None]:
+        """Return the name in the model, and the pattern of the conversion that brings a tensor there, if any."""
+        name, pattern = rename_source_key(
+            key, self._renamings, self._converters, self._model.base_model_prefix, self._shapes
+        )
+        return name, pattern
+
+    def converter(self, pattern: str) -> Any:
+        """Return the conversion that has a pattern."""
+        return next(converter for converter in self._converters if pattern in converter.source_patterns)
+
+
+def read_headers(files: Iterable[str]) -> dict[str, Header]:
+    """Return the header of every tensor in safetensors files."""
+    headers = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (it is no dict)
+                entry = tensors.get_slice(key)
+                headers[key] = Header(entry.get_dtype(), tuple(entry.get_shape()))
+    return headers
+
+
+def check_headers(model: Any, headers: dict[str, Header], targets: Targets) -> None:
+    """Reject tensors that the model has a place for and that cannot be what the place holds.
+
+    Args:
+        model: as `from_pretrained` has built it, with dense weights on the meta device.
+        headers: of the packed folder's files.
+        targets: of these tensors.
+
+    Raises:
+        ValueError: a dtype or shape is wrong, or one of values and positions is there without the other.
+    """
+    places = dict(model.named_parameters(remove_duplicate=False))
+    packed = {key.removesuffix(POSITIONS) for key in headers if key.endswith(POSITIONS)}
+    packed = {weight for weight in packed if targets.find(weight)[0] in places}  # others only have such a name
+    merges = {target: weight for weight in sorted(packed) if (target := targets.find(weight))[1] is not None}
+    for key in sorted({*headers, *packed} - {weight + POSITIONS for weight in packed}):
+        if key not in headers:
+            raise ValueError(f"{key}{POSITIONS} is there without {key}; export or download it again")
+        name, pattern = target = targets.find(key)
+        if name not in places:
+            continue  # the loader reports or ignores it
+        shape, place = headers[key].shape, tuple(places[name].shape)
+
+        # A weight with half its inputs, or beside packed ones that it is merged with, is packed.
+        if key not in packed:
+            require_stored_dtypes(key, headers[key].dtype, None)
+            if target in merges or (pattern is None and shape in _halves(place)):
+                raise ValueError(f"{key} is there without {key}{POSITIONS}; export or download it again")
+            continue
+
+        # A packed layer takes its sizes from its tensors, so that the first forward pass would find out.
+        positions = headers[key + POSITIONS]
+        require_stored_dtypes(key, headers[key].dtype, positions.dtype)
+        try:
+            axis = packed24_axis(shape, positions.shape)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}; export or download it again") from None
+        dense = list(shape)
+        dense[axis] *= 2
+        if pattern is None and tuple(dense) != place:
+            wrong = f"packed from {tuple(dense)}, and config.json makes it {place}"
+        elif pattern is not None and shape != headers[merges[target]].shape:
+            wrong = f"{shape}, and {merges[target]}, with which it is merged, {headers[merges[target]].shape}"
+        else:
+            continue
+        raise ValueError(f"{key}: shape {wrong}; config.json and weights do not belong together")
+
+
+def _halves(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes that the values of a weight can have."""
+    return [packed24_shapes(shape, axis)[0] for axis in (-1, -2)] if len(shape) > 1 else []
+
+
+def collect_damage(model: Any) -> None:
+    """Have `note_damage` collect what it is told of a model, until `require_sound`."""
+    setattr(model, _DAMAGED, [])
+
+
+def note_damage(model: Any, name: str, error: ValueError) -> None:
+    """Remember that a weight is damaged. Raises at once for a model that nobody collects for."""
+    if (noted := getattr(model, _DAMAGED, None)) is None:
+        raise ValueError(f"{name}: {error}") from None
+    noted.append(f"{name}: {error}")
+
+
+def require_sound(model: Any) -> None:
+    """Reject a model of which damage was noted; the message names the first weight."""
+    noted = getattr(model, _DAMAGED)
+    delattr(model, _DAMAGED)
+    if noted:
+        more = f" (and {len(noted) - 1} more)" if len(noted) > 1 else ""
+        raise ValueError(f"{noted[0]}{more}; export or download {model.name_or_path} again")
