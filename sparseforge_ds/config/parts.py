@@ -7,6 +7,7 @@ from typing import Literal
 
 from sparseforge_ds.config.strict import require
 
+StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
 
 
@@ -201,7 +202,7 @@ class StartConfig:
     """A start that is trained block by block: a block gets its mask, and its kept weights are trained to give what the
     dense block gives, before the next block follows."""
 
-    mask: Literal["sparsegpt", "annealed", "wanda", "magnitude"] | None = None
+    mask: StartMask | None = None
     """Where a block's mask comes from: SparseGPT on the inputs that the pruned model gives the block; soft masks
     annealed by the block's own error; Wanda; or magnitude. Null: sparsegpt, and annealed for fused experts, which
     sparsegpt cannot measure."""
@@ -225,12 +226,6 @@ class StartConfig:
         require(self.epochs >= 0, "start.epochs", self.epochs, "use an integer >= 0")
         require(self.rate > 0, "start.rate", self.rate, "use a value > 0")
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
-        require(
-            self.mask != "annealed" or self.epochs > 0,
-            "start.epochs",
-            self.epochs,
-            "annealed masks are found while a block is trained; use an integer >= 1, or another mask",
-        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,8 @@ class Annealing:
         """
         self._block, self._pattern = block, pattern
         defaults = SoftMaskConfig()
-        self.schedule = defaults.schedule(max(1, round(steps * SOFT_SHARE / defaults.hardening[1])))
+        schedule = defaults.schedule(max(1, round(steps * SOFT_SHARE / defaults.hardening[1])))
+        self.schedule = replace(schedule, freeze_step=min(schedule.freeze_step, steps))
         self._soft: dict[str, _Annealed] = {}
         for weight in weights:
             parameter = block.get_parameter(weight.name)

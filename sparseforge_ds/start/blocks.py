@@ -71,6 +71,12 @@ def decoder_blocks(model: nn.Module, weights: Sequence[PrunableWeight]) -> list[
     return [DecoderBlock(name, tuple(inside.get(name, ()))) for name in names]
 
 
+def body_of(blocks: Sequence[DecoderBlock]) -> str:
+    """Return the name of the module that calls the blocks, from embedded tokens to the last norm."""
+    layers = blocks[0].name.rpartition(".")[0]
+    return layers.rpartition(".")[0]
+
+
 @torch.no_grad()
 def capture_inputs(
     model: nn.Module, blocks: Sequence[DecoderBlock], batches: Sequence[Mapping[str, Tensor]]
@@ -79,7 +85,7 @@ def capture_inputs(
     device.
 
     Args:
-        model: a transformers model; whatever stands behind its blocks is left out where the family allows it.
+        model: a transformers model.
         blocks: of `decoder_blocks`.
         batches: keyword arguments of the model's forward, such as `input_ids`, on the model's device.
 
@@ -87,7 +93,7 @@ def capture_inputs(
         ValueError: the model hands other tensors than hidden states from block to block.
     """
     modules = [model.get_submodule(block.name) for block in blocks]
-    body = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    body = model.get_submodule(body_of(blocks))
     shared: list[dict[str, Any]] = []
     for batch in batches:
         inputs = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.config.parts import ReconstructionConfig
+from sparseforge_ds.config.parts import ReconstructionConfig, StartConfig, StartMask
 from sparseforge_ds.mask.pattern import NM, Pattern, top_n
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import PrunableWeight
@@ -21,6 +21,29 @@ from sparseforge_ds.zero.layer_hooks import layer_inputs
 
 Reduce = Callable[[list[Tensor]], None]
 """Sums tensors over the ranks in place, in an order that does not depend on which rank comes first."""
+
+
+def mask_for(settings: StartConfig, weights: Sequence[PrunableWeight], pattern: Pattern) -> StartMask:
+    """Return where the masks of a model, or of a block, come from: `settings.mask`, or the default for its weights.
+
+    Raises:
+        ValueError: these weights, or this pattern, cannot have such a mask.
+    """
+    fused = next((weight.name for weight in weights if len(weight.shape) == 3), None)
+    default: StartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "annealed"
+    how = settings.mask or default
+    if how == "sparsegpt" and fused is not None:
+        raise ValueError(
+            f'start.mask "sparsegpt" needs the inputs of a linear layer for every weight, which {fused} of fused '
+            'experts has not; use "annealed" or "wanda"'
+        )
+    if how == "sparsegpt" and not isinstance(pattern, NM):
+        raise ValueError(f'start.mask "sparsegpt" needs an n:m pattern, not {pattern}; use "annealed" or "wanda"')
+    if how == "annealed" and not settings.epochs:
+        raise ValueError(
+            "start.epochs 0: annealed masks are found while a block is trained; use an integer >= 1, or another mask"
+        )
+    return how
 
 
 class InputMoments:
@@ -36,7 +59,7 @@ class InputMoments:
             full: whether whole second moments are summed, (I, I) of each weight, or their diagonals, (E, I).
 
         Raises:
-            ValueError: the inputs of a weight cannot be seen, or `full` is asked for fused experts.
+            ValueError: the inputs of a weight cannot be seen.
         """
         self._full = full
         self._layers: dict[str, nn.Module] = {}
@@ -51,11 +74,7 @@ class InputMoments:
         for weight in weights:
             module = block.get_submodule(weight.module)
             fused = len(weight.shape) == 3
-            if fused and full:
-                raise ValueError(
-                    f'mask "sparsegpt" needs the inputs of a linear layer for every weight, which {weight.name} of '
-                    'fused experts has not; use "annealed" or "wanda"'
-                )
+            assert not (fused and full), weight.name
             if fused and (why := unhookable(module)) is not None:
                 raise ValueError(f"{weight.name}: what its experts are given cannot be seen: the module {why}")
             if fused:
@@ -158,12 +177,9 @@ def reconstruct_weight(
     """Return SparseGPT's weights and mask of one linear layer, both in the weight's shape.
 
     Raises:
-        ValueError: another pattern than n:m, or inputs that do not span the columns of the layer.
+        ValueError: the inputs do not span the columns of the layer.
     """
-    if not isinstance(pattern, NM):
-        raise ValueError(
-            f'mask "sparsegpt" needs an n:m pattern, not {pattern}; use "annealed", "wanda" or "magnitude"'
-        )
+    assert isinstance(pattern, NM)
     transposed = weight.input_axis == -2
     value_OI = (value.t() if transposed else value).float().contiguous()
     block = ReconstructionConfig.block

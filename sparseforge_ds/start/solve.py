@@ -21,7 +21,7 @@ from sparseforge_ds.config import StartConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.start.annealing import Annealing
-from sparseforge_ds.start.first_mask import InputMoments, Reduce, choose_by_score, reconstruct_weight
+from sparseforge_ds.start.first_mask import InputMoments, Reduce, choose_by_score, mask_for, reconstruct_weight
 
 Call = Callable[[int, Tensor], Tensor]
 """(number of a micro-batch, hidden states (B, S, H) in fp32) -> what the block makes of them, (B, S, H)."""
@@ -125,8 +125,7 @@ class _Solver:
         if not self.weights:
             self._advance(self.pruned)
             return SolvedBlock({})
-        fused = any(len(weight.shape) == 3 for weight in self.weights)
-        how = self.settings.mask or ("annealed" if fused else "sparsegpt")
+        how = mask_for(self.settings, self.weights, self.pattern)
         moments = self._measure_inputs(how)
         few = self._few_tokens(moments)
         solved = SolvedBlock({}, few_tokens={name: int(some_E.sum()) for name, some_E in few.items()})

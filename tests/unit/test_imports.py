@@ -64,6 +64,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "planning": {"torch", "transformers", "config", "mask", "model", "zero.expert_hooks"},
     "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
+    "prune": {
+        *(
+            "torch",
+            "safetensors",
+            "accelerate",
+            "transformers",
+            "tqdm",
+            "config",
+            "checkpoint",
+            "mask.pattern",
+            "model",
+        ),
+        *("start", "data.packing", "export", "evaluate", "permutation.record"),
+    },
     "train": {"*"},
     "integrations": {"torch"},
     "compare": {
@@ -88,6 +102,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "cli.given_model": {"huggingface_hub", "model.hub", "model.registration"},
     "cli.inspect": {"model.coverage"},
     "cli.permute": {"evaluate", "permutation", "model.registration", "planning.architecture"},
+    "cli.prune": {"evaluate.pretrained", "model.registration", "prune"},
     "cli.rotate": {"evaluate", "rotation"},
     "cli.train": {"train.run"},
     "cli.plan": {"transformers", "planning", "train"},

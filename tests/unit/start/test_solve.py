@@ -159,8 +159,8 @@ def test_what_cannot_be_done_is_refused() -> None:
         _solve_all(tiny_mixture(OlmoeConfig), StartConfig(mask="sparsegpt"))
     with pytest.raises(ValueError, match="n:m"):
         _solve_all(tiny_llama(), StartConfig(mask="sparsegpt"), "block16")
-    with pytest.raises(ValueError, match=r"start\.epochs"):
-        StartConfig(mask="annealed", epochs=0)
+    with pytest.raises(ValueError, match=r"start\.epochs 0.*another mask"):
+        _solve_all(tiny_llama(), StartConfig(mask="annealed", epochs=0))
     broken = tiny_llama()
     broken.model.layers[0].self_attn.v_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(ValueError, match="not finite"):

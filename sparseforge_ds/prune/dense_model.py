@@ -1,0 +1,161 @@
+"""A dense model in a folder, of which only the parts that are asked for have weights in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.export.adapter import CONFIG
+from sparseforge_ds.export.published_names import published_tensors
+from sparseforge_ds.export.source import DTYPES, config_sha256, read_model_config
+from sparseforge_ds.export.unused import divide
+from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.registration import auto_class, load_config
+
+Reader = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A tensor in the files that is a part of one in memory, or all of it."""
+
+    name: str
+    """Name in the files."""
+    of: str
+    """Name in memory."""
+    start: int
+    """First of its elements in memory, flat."""
+    shape: tuple[int, ...]
+
+
+class DenseModel:
+    """A transformers model whose parameters are on the meta device until `load` fills them."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read what the files hold, but no weights.
+
+        Raises:
+            ValueError: the folder cannot be read, is sparse already, or has an adapter; or its tensors are not those of
+                the model that its config.json describes.
+        """
+        self.folder = Path(folder)
+        self.stored_config = read_model_config(self.folder)
+        for file, what in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter")):
+            if (self.folder / file).exists():
+                raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
+        self.config = load_config(self.folder, str(folder))
+        self.tensors = TensorFolder(self.folder)
+        self.specs, self.unused = divide(self.tensors.specs, self.stored_config)
+        try:
+            with no_init_weights(), init_empty_weights(include_buffers=False):
+                self.module = auto_class(self.config).from_config(
+                    self.config, dtype=torch.float32, trust_remote_code=False
+                )
+        except ValueError as error:
+            raise ValueError(f"{folder}/config.json: {reason(error)}") from None
+        self.module.config.use_cache = False
+        self.module.eval().requires_grad_(False)
+        self._shapes = {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
+        self.parts = self._match()
+        self._parts_of: dict[str, list[StoredPart]] = {}
+        for part in self.parts.values():
+            self._parts_of.setdefault(part.of, []).append(part)
+
+    def load(self, prefix: str, device: torch.device, but: str | None = None, read: Reader | None = None) -> None:
+        """Fill all parameters and buffers whose names begin with `prefix`, and not with `but`, in fp32.
+
+        Args:
+            prefix: of names in memory, with its dot.
+            device: where they go.
+            but: prefix of what stays as it is.
+            read: gives a tensor of the files by its name there; by default the dense one.
+
+        Raises:
+            ValueError: the files lack one.
+        """
+        read = read or self.tensors.read
+        for name in self.names(prefix, but):
+            value = torch.empty(self._shapes[name])
+            filled = 0
+            for part in self._parts_of.get(name, ()):
+                stored = read(part.name)
+                value.view(-1)[part.start : part.start + stored.numel()] = stored.view(-1)
+                filled += stored.numel()
+            if filled != value.numel():
+                raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
+            self._put(name, value.to(device))
+        for owner, module in self.module.named_modules():  # buffers that no file has, such as frequencies
+            if f"{owner}.".startswith(prefix) and not (but and f"{owner}.".startswith(but)):
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device))
+
+    def unload(self, prefix: str) -> None:
+        """Forget the parameters below a prefix."""
+        for name, parameter in self.module.named_parameters():
+            if name.startswith(prefix):
+                self._put(name, torch.empty_like(parameter, device="meta"))
+
+    def stored(self, prefix: str) -> dict[str, Tensor]:
+        """Return the parameters below a prefix as files hold them, by the names and in the dtypes there."""
+        parameters = {name: value for name, value in self.module.named_parameters() if name.startswith(prefix)}
+        parts = [part for name in parameters for part in self._parts_of[name]]
+        return {part.name: self._part(parameters[part.of], part) for part in parts}
+
+    def _part(self, value: Tensor, part: StoredPart) -> Tensor:
+        count = torch.Size(part.shape).numel()
+        flat = value.detach().reshape(-1)[part.start : part.start + count]
+        return flat.view(part.shape).to("cpu", self.specs[part.name].dtype).contiguous()
+
+    def names(self, prefix: str, but: str | None = None) -> list[str]:
+        """Return the names in memory that begin with `prefix`, and not with `but`."""
+        return [name for name in self._shapes if name.startswith(prefix) and not (but and name.startswith(but))]
+
+    def _put(self, name: str, value: Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        module = self.module.get_submodule(owner)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        else:
+            module._buffers[leaf] = value
+
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """Return the narrowest dtype that the files have of these names in memory.
+
+        Raises:
+            ValueError: a dtype that no export has.
+        """
+        found = {self.specs[part.name].dtype for name in names for part in self._parts_of.get(name, ())}
+        narrowest = min(found, key=lambda dtype: dtype.itemsize)
+        if narrowest not in DTYPES.values():
+            raise ValueError(f"{self.folder}: its weights are stored in {narrowest}; use bf16, fp16 or fp32 weights")
+        return narrowest
+
+    def identity(self) -> str:
+        """Return a hash of config.json, and of the names, shapes, dtypes and sizes of all tensors and files."""
+        files = {file: (self.folder / file).stat().st_size for file in sorted(set(self.tensors.files.values()))}
+        specs = {name: [list(spec.shape), str(spec.dtype)] for name, spec in self.specs.items()}
+        content = json.dumps([config_sha256(self.stored_config), files, specs], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def _match(self) -> dict[str, StoredPart]:
+        """The part of the model that each tensor of the files is, by its name there."""
+        model_type: Any = self.stored_config.get("model_type")
+        places = {name: (part.of, part.start) for name, part in published_tensors(model_type, self._shapes).items()}
+        places |= {name: (name, 0) for name in self._shapes}
+        inner = f"{self.module.base_model_prefix}."  # some folders leave it away, and transformers loads them
+        places |= {name.removeprefix(inner): place for name, place in places.items() if name.startswith(inner)}
+        parts = {}
+        for name, spec in self.specs.items():
+            if name in places:
+                parts[name] = StoredPart(name, *places[name], spec.shape)
+        return parts

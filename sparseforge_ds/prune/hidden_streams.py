@@ -1,0 +1,85 @@
+"""Where the hidden states between two blocks lie: beside the weights on the accelerator, in memory, or on the disk.
+
+Legend of shape suffixes: N micro-batches, B sequences of one, S their tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import MutableSequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.export.free_memory import free_memory
+
+SHARE = 0.4
+"""Of the memory that is free, what both streams together may take."""
+
+
+class HiddenStream(MutableSequence[Tensor]):
+    """(B, S, H) hidden states of N micro-batches. Elements come on the device that computes."""
+
+    def __init__(
+        self, shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: Path | str
+    ) -> None:
+        """Make room.
+
+        Args:
+            shape_NBSH: sizes of all of it.
+            dtype: in which it is kept.
+            device: that computes.
+            place: "device", "memory", or a file on the disk.
+        """
+        self._device = device
+        if isinstance(place, Path):
+            numel = math.prod(shape_NBSH)
+            self._all = torch.from_file(str(place), shared=True, size=numel, dtype=dtype).view(shape_NBSH)
+        else:
+            there = device if place == "device" else torch.device("cpu")
+            self._all = torch.empty(shape_NBSH, dtype=dtype, device=there)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._all[number].to(self._device, non_blocking=True)
+
+    def __setitem__(self, number: Any, value_BSH: Any) -> None:
+        self._all[number].copy_(value_BSH)
+
+    def __delitem__(self, number: Any) -> None:
+        raise TypeError("a stream has one length")
+
+    def insert(self, index: int, value: Tensor) -> None:
+        """Refuse: a stream has one length."""
+        raise TypeError("a stream has one length")
+
+
+def make_streams(
+    shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: Path
+) -> tuple[HiddenStream, HiddenStream, str]:
+    """Return the dense and the pruned stream, and where they are, in words.
+
+    Raises:
+        ValueError: they fit neither into memory nor on the disk of `folder`.
+    """
+    needed = 2 * math.prod(shape_NBSH) * dtype.itemsize
+    if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
+        place = "device"
+    elif needed <= SHARE * free_memory():
+        place = "memory"
+    elif needed <= shutil.disk_usage(folder).free:
+        files = (folder / "dense.stream", folder / "pruned.stream")
+        dense, pruned = (HiddenStream(shape_NBSH, dtype, device, file) for file in files)
+        return dense, pruned, f"{needed / 1e9:.1f} GB on the disk"
+    else:
+        raise ValueError(
+            f"{folder}: the hidden states of all sequences take {needed / 1e9:.1f} GB, which neither memory nor this "
+            "disk has; use fewer --tokens"
+        )
+    dense, pruned = (HiddenStream(shape_NBSH, dtype, device, place) for _ in range(2))
+    return dense, pruned, f"{needed / 1e9:.1f} GB {'on the GPU' if place == 'device' else 'in memory'}"

@@ -1,0 +1,73 @@
+"""A model that was pruned block by block as the source of an export: results where there are some, dense files else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from typing_extensions import override
+
+from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.export.source import Source, require_finite
+from sparseforge_ds.mask.pattern import Pattern
+from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.prune.dense_model import DenseModel
+
+
+class PrunedSource(Source):
+    """Final weights of all blocks."""
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        results: Mapping[str, Path],
+        weights: Sequence[PrunableWeight],
+        pattern: Pattern,
+        dtype: torch.dtype,
+        record: dict[str, Any],
+    ) -> None:
+        """Say what is where.
+
+        Args:
+            dense: the model that was pruned.
+            results: file of safetensors that has the final value of a tensor, by its name in the dense files.
+            weights: those in the pattern, by names in memory.
+            pattern: of them.
+            dtype: of the model.
+            record: what `sparsity.json` says of where the model comes from.
+        """
+        self._dense, self._results = dense, results
+        self.folder = self.model_folder = dense.folder
+        self.model_config, self.pattern, self.dtype = dense.stored_config, pattern, dtype
+        self.unused, self.branches = dense.unused, {}
+        self.permutation = Permutation.load(dense.folder)
+        self.specs = dict(dense.specs)
+        axes = {weight.name: weight.input_axis for weight in weights}
+        self.prunable = {
+            part.name: SparseWeight(part.name, part.shape, axes[part.of])
+            for part in dense.parts.values()
+            if part.of in axes
+        }
+        self.fused_name = {part.name: part.of for part in dense.parts.values() if part.of != part.name}
+        self.record = {"format": 1, "dtype": str(dtype).removeprefix("torch."), "pattern": str(pattern), **record}
+        self.record |= {"permutation": self.permutation_sha256}
+
+    @override
+    def read(self, name: str) -> Tensor:
+        value = read_result(self._results[name], name) if name in self._results else self._dense.tensors.read(name)
+        if name in self.prunable:
+            value += 0.0  # no -0.0, of rounding
+        require_finite(value, name, self.folder)
+        return value
+
+
+def read_result(path: Path, name: str) -> Tensor:
+    """Return a tensor of a file of results, in memory of its own."""
+    with safe_open(path, framework="pt") as file:
+        value: Tensor = file.get_tensor(name)
+    return value.clone()

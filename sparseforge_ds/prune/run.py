@@ -1,0 +1,325 @@
+"""The whole way from a dense folder to a sparse one: block after block, each saved when it is done.
+
+Two streams of hidden states go along, that of the dense model and that of the model as it is pruned so far. They are
+not saved: a run that was stopped computes them again, by forward passes of the blocks that are done, and goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from sparseforge_ds.checkpoint.disk import whole_file, write_json
+from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config.run_state import differences, few
+from sparseforge_ds.export.card import write_card
+from sparseforge_ds.export.model_folder import write_model
+from sparseforge_ds.export.source import published_name
+from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder
+from sparseforge_ds.model.any_family import any_family
+from sparseforge_ds.model.families import coverage, prunable_weights
+from sparseforge_ds.prune.dense_model import DenseModel
+from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
+from sparseforge_ds.prune.pruned_source import PrunedSource, read_result
+from sparseforge_ds.start.blocks import DecoderBlock, body_of, capture_inputs, decoder_blocks, run_block
+from sparseforge_ds.start.first_mask import mask_for
+from sparseforge_ds.start.solve import SolvedBlock, passes_of, solve_block
+
+STEPS = 128
+"""Optimizer steps of an epoch, where `start.batch` is not given and the step's tokens allow it."""
+LEAST_STEPS = 16
+"""Optimizer steps of a block then, if there are as many sequences."""
+STEP_TOKENS = (1024, 16384)
+"""The least and the most tokens of an optimizer step then."""
+_ACTIVATION_BYTES = 4 << 30
+"""That a micro-batch may take, about."""
+_BYTES_A_CHANNEL = 128
+"""Of activations of a block, for each token and hidden channel, about."""
+
+
+@dataclass(frozen=True)
+class PruneSettings:
+    """What decides the result, beside the model and the text."""
+
+    config: SparseForgeConfig
+    """Its pattern, include, exclude, allow_dense and seed."""
+    start: StartConfig
+    any_family: bool = False
+    """Whether a family without rows is pruned by what its layers say of themselves."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What came of it."""
+
+    blocks: tuple[SolvedBlock, ...]
+    """Of those that were pruned by this call."""
+    tokens: int
+    seconds: float
+    record: dict[str, Any]
+    """What `sparsity.json` holds."""
+
+
+def prune(
+    folder: str | Path,
+    out: str | Path,
+    sequences_NS: Tensor,
+    settings: PruneSettings,
+    device: torch.device | str = "cpu",
+    max_shard_bytes: int = NO_LIMIT,
+    workers: int | None = None,
+) -> Pruned:
+    """Prune the model in `folder`, and write `out` when it is complete and verified.
+
+    Until then all results are in `out` with `.part` behind its name, from which a further call with the same arguments
+    goes on.
+
+    Args:
+        folder: a dense Hugging Face model with safetensors.
+        out: folder to write; must not exist or be empty.
+        sequences_NS: token ids.
+        settings: see there.
+        device: that computes.
+        max_shard_bytes: most bytes of a file.
+        workers: threads that write.
+
+    Raises:
+        ValueError: the model, the settings or `out` cannot be used, or another run has begun `out`.
+    """
+    began = time.monotonic()
+    require_free(out)
+    device = torch.device(device)
+    dense = DenseModel(folder)
+    config = any_family(dense.module, settings.config) if settings.any_family else settings.config
+    weights = prunable_weights(dense.module, config)
+    blocks = decoder_blocks(dense.module, weights)
+    start = replace(settings.start, mask=mask_for(settings.start, weights, config.parsed_pattern))
+    dtype = dense.dtype(weight.name for weight in weights)
+    part = Path(out).absolute().with_name(Path(out).name + ".part")
+    progress = _Progress(part, _identity(dense, sequences_NS, settings, device))
+    solved = []
+    try:
+        if len(progress.done) < len(blocks):
+            solved = _Run(dense, blocks, sequences_NS, start, config, device, dtype, progress).all_blocks()
+    finally:
+        if not progress.done:
+            shutil.rmtree(part)
+    # What the blocks became, and the rest as it is in the dense files.
+    masked = coverage(dense.module, weights)
+    source = {"dense": published_name(str(folder)), "start": asdict(start), "tokens": sequences_NS.numel()}
+    record = {
+        "finished": True,
+        "step": None,
+        "source": source | {"errors": progress.errors()},
+        "coverage": asdict(masked),
+        "config": config.to_dict(),
+        "run": {"model": published_name(str(folder))},
+    }
+    results = PrunedSource(dense, progress.results(), weights, config.parsed_pattern, dtype, record)
+    with unfinished_folder(out) as unfinished:
+        written = write_model(results, unfinished, max_shard_bytes=max_shard_bytes, workers=workers)
+        write_json(unfinished / "sparsity.json", written)
+        write_card(unfinished)
+    shutil.rmtree(part)
+    return Pruned(tuple(solved), sequences_NS.numel(), time.monotonic() - began, written)
+
+
+def micro_batches(sequences: int, length: int, hidden: int, start: StartConfig) -> tuple[int, int]:
+    """Return the sequences of a micro-batch, and the micro-batches of an optimizer step.
+
+    Args:
+        sequences: of all.
+        length: tokens of a sequence.
+        hidden: channels of a hidden state.
+        start: its `batch` and `epochs` count.
+    """
+    least, most = STEP_TOKENS
+    batch = start.batch or max(1, min(max(least, sequences * length // STEPS), most) // length)
+    if start.batch is None and start.epochs:
+        batch = max(1, min(batch, sequences * start.epochs // LEAST_STEPS))
+    batch = min(batch, sequences)
+    fits = max(1, _ACTIVATION_BYTES // (_BYTES_A_CHANNEL * hidden * length))
+    per_step = math.ceil(batch / min(batch, fits))
+    return math.ceil(batch / per_step), per_step
+
+
+class _Run:
+    """The blocks that are left to do, and the streams between them."""
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        blocks: Sequence[DecoderBlock],
+        sequences_NS: Tensor,
+        start: StartConfig,
+        config: SparseForgeConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: _Progress,
+    ) -> None:
+        self.dense, self.blocks, self.start, self.config = dense, blocks, start, config
+        self.device, self.dtype, self.progress = device, dtype, progress
+        hidden = int(dense.config.get_text_config().hidden_size)
+        sequences, length = sequences_NS.shape
+        size, self.per_step = micro_batches(sequences, length, hidden, start)
+        count = len(sequences_NS) // size
+        self.batches_NBS = sequences_NS[: count * size].view(count, size, -1)
+        self.half = dtype != torch.float32
+        kept_in = torch.bfloat16 if self.half else torch.float32
+        shape = (*self.batches_NBS.shape, hidden)
+        self.streams = make_streams(shape, kept_in, device, progress.folder)
+
+    def all_blocks(self) -> list[SolvedBlock]:
+        """Go through all blocks: those that are done move the streams, the others are solved and saved."""
+        arguments = self._embed()
+        dense_stream, pruned_stream, where = self.streams
+        count = len(dense_stream)
+        tqdm.write(f"{self.batches_NBS.numel():,} tokens, hidden states of {where}")
+        units = [2 if number in self.progress.done else passes_of(self.start) for number in range(len(self.blocks))]
+        solved = []
+        with tqdm(total=sum(units) * count, unit=" passes", disable=None) as bar:
+            for number, block in enumerate(self.blocks):
+                bar.set_description(f"block {number + 1} of {len(self.blocks)}")
+                prefix = f"{block.name}."
+                self.dense.load(prefix, self.device)
+                module = self.dense.module.get_submodule(block.name)
+
+                def call(batch: int, hidden_BSH: Tensor, module: nn.Module = module, number: int = number) -> Tensor:
+                    with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+                        return run_block(module, hidden_BSH, arguments[number])
+
+                if number in self.progress.done:
+                    _advance(dense_stream, call, bar)
+                    self.dense.load(prefix, self.device, read=self.progress.reader(number, self.dense))
+                    _advance(pruned_stream, call, bar)
+                else:
+                    result = solve_block(
+                        module,
+                        dense_stream,
+                        pruned_stream,
+                        call,
+                        block.weights,
+                        self.config.parsed_pattern,
+                        self.start,
+                        per_step=self.per_step,
+                        seed=self.config.seed + number,
+                        stored=self.dtype,
+                        progress=bar.update,
+                    )
+                    self.progress.save(number, self.dense.stored(prefix), result)
+                    solved.append(result)
+                    tqdm.write(_line(block.name, result))
+                self.dense.unload(prefix)
+        return solved
+
+    def _embed(self) -> Sequence[Mapping[str, Any]]:
+        """Fill both streams with the embedded tokens, and return the arguments of each block."""
+        body = f"{body_of(self.blocks)}.".removeprefix(".")
+        layers = self.blocks[0].name.rpartition(".")[0]
+        self.dense.load(body, self.device, but=f"{layers}.")
+        batches = [{"input_ids": batch_BS.to(self.device)} for batch_BS in self.batches_NBS]
+        arguments: Sequence[Mapping[str, Any]] = ()
+        for number, inputs in enumerate(capture_inputs(self.dense.module, self.blocks, batches)):
+            for stream in self.streams[:2]:
+                stream[number] = inputs.hidden_BSH
+            arguments = inputs.arguments  # of whole sequences of one length: the same for all
+        self.dense.unload(body)
+        return arguments
+
+
+@torch.no_grad()
+def _advance(stream: HiddenStream, call: Any, bar: Any) -> None:
+    for number in range(len(stream)):
+        stream[number] = call(number, stream[number].float())
+        bar.update(1)
+
+
+def _line(name: str, result: SolvedBlock) -> str:
+    """What is told of a block."""
+    if not result.masks:
+        return f"{name}: stays dense"
+    before = "" if math.isnan(result.error_before) else f"{result.error_before:.4f} with the first mask, "
+    few_tokens = {weight: count for weight, count in result.few_tokens.items() if count}
+    note = "".join(f"; {weight}: {count} experts saw few tokens" for weight, count in few_tokens.items())
+    return f"{name}: error {before}{result.error:.4f} at the end{note}"
+
+
+class _Progress:
+    """The folder beside `out` that holds what is done: a file for each block, and what all of it was made of."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        """Begin, or go on. Raises ValueError where something else was begun there."""
+        self.folder = folder
+        path = folder / "settings.json"
+        if path.is_file():
+            if changed := differences(read_json(path), identity, "prune"):
+                raise ValueError(
+                    f"{folder}: was begun with other settings ({few(changed)}); give the same, or remove the folder"
+                )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, identity)
+        for stale in (*folder.glob("*.tmp"), *folder.glob("*.stream")):
+            stale.unlink()
+        self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_*.safetensors")}
+
+    def save(self, number: int, tensors: dict[str, Tensor], result: SolvedBlock) -> None:
+        """Write a block; it is done when its file has its name."""
+        path = self.folder / f"block_{number:05}.safetensors"
+        facts = {
+            "error_before": None if math.isnan(result.error_before) else result.error_before,
+            "error": None if math.isnan(result.error) else result.error,
+            "few_tokens": result.few_tokens,
+        }
+        with whole_file(path) as file:
+            file.write(save(tensors, {"facts": json.dumps(facts)}))
+        self.done[number] = path
+
+    def results(self) -> dict[str, Path]:
+        """Return the file of every tensor that was saved."""
+        return {name: path for path in self.done.values() for name in _header(path) if name != "__metadata__"}
+
+    def errors(self) -> list[dict[str, Any]]:
+        """Return what is known of every block, in order."""
+        return [json.loads(_header(self.done[number])["__metadata__"]["facts"]) for number in sorted(self.done)]
+
+    def reader(self, number: int, dense: DenseModel) -> Any:
+        """Return what reads the tensors of a block that is done; its buffers are those of the dense files."""
+        path = self.done[number]
+        names = _header(path)
+        return lambda name: read_result(path, name) if name in names else dense.tensors.read(name)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    return header
+
+
+def _identity(dense: DenseModel, sequences_NS: Tensor, settings: PruneSettings, device: torch.device) -> dict[str, Any]:
+    """All that decides the result."""
+    text = hashlib.sha256(sequences_NS.contiguous().numpy().tobytes()).hexdigest()
+    return {
+        "model": dense.identity(),
+        "tokens": list(sequences_NS.shape),
+        "text": text,
+        "start": asdict(settings.start),
+        "config": settings.config.to_dict(),
+        "any_family": settings.any_family,
+        "device": device.type,
+    }

@@ -1,0 +1,50 @@
+"""The sequences that a model is pruned on: documents of a text one behind the other, as training packs them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from sparseforge_ds.data.packing import encode
+from sparseforge_ds.evaluate.perplexity import positions_of
+from sparseforge_ds.evaluate.text import texts_of
+from sparseforge_ds.model.tokenizer import check_tokens
+
+LENGTH = 512
+_DOCUMENTS = 64
+"""That are tokenised together."""
+
+
+def read_sequences(
+    tokenizer: PreTrainedTokenizerBase, config: Any, text: str, tokens: int, seq_length: int | None
+) -> Tensor:
+    """Return the first `tokens` of a text as (sequences, seq_length) ids, or as many as it has.
+
+    Every document begins with BOS (EOS where the tokenizer has no BOS).
+
+    Raises:
+        ValueError: a length that the model's positions or the text do not allow, a text that cannot be read, or tokens
+            that the model does not know.
+    """
+    positions = positions_of(config)
+    if seq_length is None:
+        seq_length = min(LENGTH, positions)
+    if not 2 <= seq_length <= positions:
+        raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
+    documents = texts_of(text)
+    ids: list[int] = []
+    while len(ids) < tokens and (some := list(islice(documents, _DOCUMENTS))):
+        for document in encode(some, tokenizer):
+            ids += document
+    count = min(len(ids), tokens) // seq_length
+    if not count:
+        raise ValueError(
+            f"--text {text}: {min(len(ids), tokens)} tokens of it are read, less than one sequence of {seq_length}; "
+            "give more text or --tokens, or a shorter --seq_length"
+        )
+    check_tokens(ids, int(config.get_text_config().vocab_size), text)
+    return torch.tensor(ids[: count * seq_length]).view(count, seq_length)

@@ -1,0 +1,136 @@
+"""`sparseforge prune`: an ordinary 2:4 folder, from files of any family; and from where it was stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.prune.run import _Progress
+from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
+from tests.tiny_models import BUILDERS, tiny_gpt2
+
+_QUICK = ("--tokens", "512", "--seq_length", "32", "--epochs", "1", "--device", "cpu")
+FAMILIES = ("gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "llama4_text", "mixtral", "qwen3", "qwen3_moe")
+"""One for each way to name tensors in files, to store experts, and to call blocks."""
+
+
+def _model(family: str, **overrides: Any) -> Any:
+    return BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257, **overrides)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.jsonl")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folders_of_every_kind(family: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write_model(tmp_path / "dense", _model(family).bfloat16()), tmp_path / "out"
+    (folder / "LICENSE").write_text("free")
+    assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK]) == 0
+    assert "verified" in capsys.readouterr().out
+    report = check_folder(out)
+    assert report.ok and sum(row.violations for row in report.rows) == 0
+    record = json.loads((out / "sparsity.json").read_text())
+    assert record["finished"] and record["dtype"] == "bfloat16" and len(record["source"]["errors"]) == 2
+    assert (out / "tokenizer.json").is_file() and (out / "LICENSE").is_file()
+    dense = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    pruned = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert dense.keys() == pruned.keys()
+    for name in dense:
+        same = torch.equal(dense[name], pruned[name])
+        assert same or ("layers." in name or ".h." in name) and "router" not in name and "mlp.gate." not in name, name
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("dense", "out", "text.jsonl")] == []
+
+
+@pytest.mark.parametrize("mask", ["sparsegpt", "annealed"])
+def test_what_was_stopped_goes_on_to_the_same_bytes(
+    mask: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "dense", _model("llama", num_hidden_layers=3).bfloat16())
+    words = ["prune", str(folder), "--text", str(text), "--mask", mask, *_QUICK]
+    assert main([*words[:2], str(tmp_path / "whole"), *words[2:]]) == 0
+    save = _Progress.save
+
+    def stop_at_the_second(self: _Progress, number: int, *rest: Any) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+        save(self, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Progress, "save", stop_at_the_second)
+        assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 130
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.part").is_dir()
+    # Another run does not take over what it finds.
+    assert main([*words[:2], str(tmp_path / "out"), *words[2:], "--rate", "0.5"]) == 2
+    assert "begun with other settings (prune.start.rate was" in capsys.readouterr().err
+    saved: list[int] = []
+
+    def count(self: _Progress, number: int, *rest: Any) -> None:
+        saved.append(number)
+        save(self, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Progress, "save", count)
+        assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 0
+    assert saved == [1, 2] and not (tmp_path / "out.part").exists()
+    for name in ("model.safetensors", "sparsity.json", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "dense")
+    for name, share in (("memory", 0.4), ("disk", 0.0)):
+        monkeypatch.setattr("sparseforge_ds.prune.hidden_streams.SHARE", share)
+        assert main(["prune", str(folder), str(tmp_path / name), "--text", str(text), *_QUICK]) == 0
+    memory, disk = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("memory", "disk"))
+    assert memory == disk
+
+
+def test_files_without_the_prefix_of_the_model(tmp_path: Path, text: Path) -> None:
+    """As GPT-2 was published; and beside the weights there are buffers that nobody loads."""
+    folder, out = write_model(tmp_path / "dense", _model("gpt2")), tmp_path / "out"
+    tensors = {
+        name.removeprefix("transformer."): value for name, value in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors | {"h.0.attn.masked_bias": torch.tensor(-1e4)}, folder / "model.safetensors", {"format": "pt"})
+    assert main(["prune", str(folder), str(out), "--text", str(text), "--pattern", "1:4", *_QUICK]) == 0
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert (written["h.1.mlp.c_fc.weight"].t().reshape(-1, 4) != 0).sum(1).max() == 1
+    assert isinstance(AutoModelForCausalLM.from_pretrained(out), type(tiny_gpt2()))
+
+
+def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write_model(tmp_path / "dense"), tmp_path / "out"
+
+    def error(*words: str, model: Path = folder) -> str:
+        assert main(["prune", str(model), str(out), "--text", str(text), *_QUICK, *words]) == 2
+        assert not out.exists()
+        return capsys.readouterr().err
+
+    assert "--tokens 0: use an integer >= 1" in error("--tokens", "0")
+    assert "less than one sequence of 32" in error("--tokens", "31")
+    assert "--seq_length 65: the model has 64 positions" in error("--seq_length", "65")
+    assert "use an integer >= 1, or another mask" in error("--mask", "annealed", "--epochs", "0")
+    assert "start.rate" in error("--rate", "0")
+    assert "unknown pattern" in error("--pattern", "2of4")
+    assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
+    assert "--device tpu9" in error("--device", "tpu9")
+    assert "no such folder" in error(model=tmp_path / "nothing")
+    mixture = write_model(tmp_path / "mixture", _model("mixtral"))
+    assert 'fused experts has not; use "annealed"' in error("--mask", "sparsegpt", model=mixture)
+    assert not (tmp_path / "out.part").exists()
+    assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK, "--epochs", "0"]) == 0
+    assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK]) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+    assert main(["prune", str(out), str(tmp_path / "again"), "--text", str(text), *_QUICK]) == 2
+    assert "is sparse already" in capsys.readouterr().err
