@@ -77,7 +77,7 @@ class SparseForge:
         """Whether the first step may be made; if not, `start` comes before it."""
         self._method.resume()
         self._skipped = engine.skipped_steps
-        carry_state(self._layout, self.state_dict, self.restore)
+        carry_state(self._layout, self.state_dict, self.restore, self.require_finite)
         self._listen()
 
     @property
@@ -175,12 +175,27 @@ class SparseForge:
         return metrics is not None
 
     def finish(self) -> None:
-        """At the end of a run: raises if the mask of some weight was formed without its curvature, or never frozen."""
+        """At the end of a run: raises if the mask of some weight was formed without its curvature, or never frozen, or
+        if the run has diverged."""
         self._mean.require_refreshed()
         if self.step_count < self.schedule.freeze_step:
             raise ForgeError(
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
             )
+        self.require_finite()
+
+    def require_finite(self, cure: str = "go back to a checkpoint of before, with a lower learning rate") -> None:
+        """Check the weights, and the optimizer's state of them, one reduction over the ranks. Collective.
+
+        `finish` calls it, and so does `engine.save_checkpoint`, which would otherwise write what nobody can use.
+
+        Args:
+            cure: end of the message.
+
+        Raises:
+            DivergedError: some are infinite or NaN.
+        """
+        self._sharded.require_finite(cure)
 
     @property
     def dials(self) -> Dials | None:

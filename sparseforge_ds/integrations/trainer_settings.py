@@ -120,6 +120,13 @@ def whole_checkpoint(given: str | Path | bool | None, output: str | Path) -> str
     raise ValueError(f"resume_from_checkpoint {given}: {why}; {cure}")
 
 
+def way_back(output: str | Path) -> str:
+    """Say what a diverged run of a trainer can go back to, by what its output folder holds."""
+    newest = newest_of_trainer(Path(output))
+    where = "begin again" if newest is None else f"go back to {newest} by resume_from_checkpoint"
+    return f"{where}, with a lower learning rate"
+
+
 def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:
     """Stop once the number of steps is known, and before the first.
 

@@ -34,6 +34,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     refuse_length,
     refuse_settings,
     share_sequences,
+    way_back,
     whole_checkpoint,
 )
 from sparseforge_ds.model.distill import next_labels
@@ -107,7 +108,8 @@ class SparseForgeMixin(_Trainer):
 
         Raises:
             ValueError: it was called before, or there is no such checkpoint.
-            ForgeError: all steps are made, and masks are not frozen.
+            ForgeError: all steps are made, and masks are not frozen; as DivergedError where weights are infinite or
+                NaN, with the checkpoint to go back to.
         """
         if self.forge is not None:
             raise ValueError(
@@ -117,6 +119,7 @@ class SparseForgeMixin(_Trainer):
         resume_from_checkpoint = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         assert self.forge is not None
+        self._require_finite()
         if self.state.global_step >= self.state.max_steps:
             self.forge.finish()
         elif not self._frozen:
@@ -270,6 +273,19 @@ class SparseForgeMixin(_Trainer):
                 f"{what}: {WITHOUT_BRANCHES}; make it from the newest checkpoint: sparseforge consolidate "
                 f"{self.args.output_dir} OUT"
             )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """The trainer's own, which writes the model first and removes older checkpoints last.
+
+        Raises:
+            DivergedError: the weights are infinite or NaN; nothing was written, and no checkpoint removed.
+        """
+        self._require_finite()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _require_finite(self) -> None:
+        assert self.forge is not None
+        self.forge.require_finite(way_back(self.args.output_dir))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The trainer's own; with what a permuted or rotated model's folder says of it, which its exports need."""

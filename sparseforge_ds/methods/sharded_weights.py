@@ -29,7 +29,7 @@ class ForgeError(RuntimeError):
 
 
 class DivergedError(ForgeError):
-    """What was measured is infinite or NaN on finite losses: the weights are lost."""
+    """What was measured, or a weight itself, is infinite or NaN: the weights are lost."""
 
 
 class ShardedWeights:
@@ -121,6 +121,34 @@ class ShardedWeights:
     def bias_correction(self) -> float:
         """`correction` of what every token sees."""
         return 1 - self.config.curvature.decay ** max(self.refreshes, 1)
+
+    @torch.no_grad()
+    def require_finite(self, cure: str) -> None:
+        """Check the weights as they are now, and the optimizer's state of them. Collective, one reduction.
+
+        Args:
+            cure: end of the message, which says what to go back to.
+
+        Raises:
+            DivergedError: some are infinite or NaN, or too large for the dtype that the forward pass sees.
+        """
+        layout = self.layout
+        lost_W = torch.zeros(len(layout.shards), device=layout.device)
+        for row, (name, shard) in enumerate(layout.shards.items()):
+            flat = layout.flats[shard.flat]
+            held = layout.inner.state.get(flat, {}).values()
+            states = [state for state in held if isinstance(state, Tensor) and state.is_floating_point()]
+            limits = [(flat.data, torch.finfo(layout.low_precision[name].dtype).max)]
+            limits += [(state, torch.finfo(state.dtype).max) for state in states if state.numel() == flat.numel()]
+            for values, limit in limits if shard.numel else ():
+                low, high = shard.of(values).aminmax()  # both are NaN where an element is, and neither is <= a limit
+                lost_W[row] += (~((-low <= limit) & (high <= limit))).to(layout.device)
+        lost = [name for name, count in zip(layout.shards, layout.all_reduce(lost_W).tolist(), strict=True) if count]
+        if lost:
+            raise DivergedError(
+                f"{len(lost)} of {len(lost_W)} weights or their optimizer states are infinite or NaN after step "
+                f"{self.step}, {lost[0]} among them: the run has diverged; {cure}"
+            )
 
     @torch.no_grad()
     def check_frozen(self) -> None:

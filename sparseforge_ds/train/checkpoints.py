@@ -2,8 +2,9 @@
 
 A checkpoint is written as `step_000400.tmp`. When every rank's files are there, they are forced to disk and read back,
 and `checkpoint.json` says what they are. Then the folder gets its final name, and from this moment on the checkpoint
-counts: a run goes on from the newest. Old checkpoints are removed after that. So a kill at any moment leaves the newest
-complete checkpoint in place, and whatever has a final name is whole.
+counts: a run goes on from the newest. Old checkpoints are removed when the loss of the next step is finite. So a kill
+at any moment leaves the newest complete checkpoint in place, and whatever has a final name is whole. Weights that are
+infinite or NaN are not saved at all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from sparseforge_ds.checkpoint.disk import sync, whole_file, write_json
 from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files, step_of
 from sparseforge_ds.checkpoint.manifest import Manifest, check_content, fingerprint
+from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.random_state import random_file, random_state
 
@@ -53,6 +55,8 @@ class Checkpoints:
         self.ranks = ranks
         self.stage = stage
         self.keep = keep
+        self._too_many: Mapping[int, float] | None = None
+        """Losses as of the newest save, until older checkpoints are removed."""
 
     def recover(self) -> None:
         """Remove what a kill interrupted. Rank 0 only."""
@@ -72,6 +76,7 @@ class Checkpoints:
                 newest only.
 
         Raises:
+            DivergedError: weights are infinite or NaN; nothing was written.
             OSError: DeepSpeed cannot write the files on this rank; the unfinished folder was removed.
             AgreedError: a file is not on disk as it was written, or cannot be published; the folder was removed.
         """
@@ -82,6 +87,8 @@ class Checkpoints:
         try:
             try:
                 engine.save_checkpoint(str(self.folder), temporary.name, client_state, save_latest=False)
+            except DivergedError:  # found before anything is written
+                raise
             except RuntimeError as error:  # torch's writer of files; anywhere else it would be a rank that is gone
                 raise OSError(str(error)) from error
             self.ranks.all_or_raise(
@@ -109,9 +116,20 @@ class Checkpoints:
                 f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
                 "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
             ) from error
-        self.ranks.on_first(lambda: self._tidy(tag, losses))
+        self.ranks.on_first(lambda: self._announce(tag, losses))
+        self._too_many = losses or {}
         size = sum(manifest.files.values())
         return Saved(self.folder / tag, size, time.perf_counter() - began, checking)
+
+    def remove_old(self) -> None:
+        """After a save: remove all but the newest `keep` whole checkpoints and the best. Collective.
+
+        To be called once the weights that were saved have shown a finite loss, or training is over: only then is the
+        newest checkpoint known to be as good as those that go.
+        """
+        if self._too_many is not None:
+            losses, self._too_many = self._too_many, None
+            self.ranks.on_first(lambda: self._tidy(losses))
 
     def name_best(self, losses: Mapping[int, float] | None) -> Path | None:
         """Make `best` name the checkpoint with the lowest of `losses`, see `save`. Rank 0 only.
@@ -126,6 +144,12 @@ class Checkpoints:
         best = min(scored, key=lambda folder: scored[folder])  # the earliest of equal ones
         self._point("best", best.name)
         return best
+
+    def before(self, step: int) -> tuple[Path | None, list[Path]]:
+        """Return the newest whole checkpoint of a step below this one, if any, and those that are newer than it."""
+        saved = list_checkpoints(self.folder)
+        good = next((folder for folder in reversed(saved) if step_of(folder) < step and self._whole(folder)), None)
+        return good, [folder for folder in saved if good is None or step_of(folder) > step_of(good)]
 
     def find(self) -> Manifest:
         """The newest checkpoint, to go on from.
@@ -209,9 +233,13 @@ class Checkpoints:
         sync(self.folder)
         sync(self.folder.parent)  # the first save has made the folder
 
-    def _tidy(self, tag: str, losses: Mapping[int, float] | None = None) -> None:
-        """Remove all but the newest `keep` whole checkpoints and the best; tell DeepSpeed's own tools the newest."""
+    def _announce(self, tag: str, losses: Mapping[int, float] | None = None) -> None:
+        """Tell DeepSpeed's own tools the newest checkpoint, and everybody the best."""
         self._point("latest", tag)
+        self.name_best(losses)
+
+    def _tidy(self, losses: Mapping[int, float] | None = None) -> None:
+        """Remove all but the newest `keep` whole checkpoints and the best."""
         best = self.name_best(losses)
         saved = list_checkpoints(self.folder)
         kept = [folder for folder in saved if self._whole(folder)][-self.keep :] if self.keep else saved

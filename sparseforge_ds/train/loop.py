@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
@@ -33,11 +36,16 @@ _LOG = logging.getLogger(__name__)
 PATIENCE = 10
 """Steps in a row whose loss may be infinite or NaN before the run stops (fp16 overflows now and then)."""
 OVERFLOWS = 100
-"""Steps in a row that fp16 may skip: more than a dynamic loss scale takes from its start to its smallest value."""
+"""Steps in a row that may be skipped, as fp16 does: more than a dynamic loss scale takes to its smallest value."""
 
 
 class RunDivergedError(AgreedError):
-    """The loss is infinite or NaN: a result, of a learning rate that is too high."""
+    """The loss or the weights are infinite or NaN: a result, of a learning rate that is too high."""
+
+    def __init__(self, message: str, last_good_checkpoint: Path | None) -> None:
+        super().__init__(message)
+        self.last_good_checkpoint = last_good_checkpoint
+        """The newest checkpoint that the run can go back to."""
 
 
 def train(
@@ -59,10 +67,23 @@ def train(
     max_steps, rate = spec.steps, spec.learning_rate
     began, first_step = time.perf_counter(), forge.step_count
     scalars: dict[str, float] = {}
+
+    @contextmanager
+    def watching(step: int) -> Iterator[None]:
+        """Turn weights that are lost into the error of the run."""
+        try:
+            yield
+        except DivergedError as error:
+            what = "weights are infinite or NaN, and were not saved: the run has diverged"
+            # The checkpoint of this start is no better where the very next step loses the weights.
+            lost_at = first_step if step == first_step + 1 else None
+            raise _diverged(checkpoints, what, step, rate(max(step - 1, 0)), lost_at) from error
+
     whole = context.objective.decide(batches.at(batches.position)[:1, :1].to(context.device))
     if whole:
         _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {whole}")
     saved, failures, skipped = first_step if spec.arguments.resume else None, 0, 0
+    lost_at: int | None = None  # the first of the latest steps in a row whose weights have a loss that is not finite
     if first_step == 0:
         forge.start(probe=ProbeText(context, 0, 1))
     _evaluate_if_due(evaluation, monitor, first_step)  # of a resumed run only where the step before it was its last
@@ -75,7 +96,8 @@ def train(
             batches.prepare_step()
         except AgreedError:  # between two steps: all ranks are here, and nothing is half done
             if before and saved != before and not failures:
-                save(context, checkpoints, monitor, evaluation, before)
+                with watching(before):
+                    save(context, checkpoints, monitor, evaluation, before)
             raise
         losses = torch.zeros(len(LOSSES), device=context.device)
         micro_batches = [batch.to(context.device) for batch in batches.step()]
@@ -103,7 +125,9 @@ def train(
                     what = (
                         "the loss is finite, but its curvature is not" if finite else f"the loss is {float(losses[0])}"
                     )
-                    raise _diverged(what, before, rate(before)) from error
+                    if not finite and lost_at is None:
+                        lost_at = before
+                    raise _diverged(checkpoints, what, before, rate(before), lost_at) from error
         step = forge.step_count
 
         losses /= batches.layout.accumulation
@@ -113,12 +137,18 @@ def train(
         mean = dict(zip(LOSSES, means, strict=True))
         total = mean["total"]
         failures = 0 if math.isfinite(total) else failures + 1
+        lost_at = None if not failures else before if failures == 1 else lost_at
         if failures == PATIENCE:
-            raise _diverged(f"the loss has been {total} for {PATIENCE} steps in a row", step, rate(before))
+            what = f"the loss has been {total} for {PATIENCE} steps in a row"
+            raise _diverged(checkpoints, what, step, rate(before), lost_at)
         skipped = 0 if step > before else skipped + 1
         if skipped == OVERFLOWS:
-            what = f"gradients have overflowed in {OVERFLOWS} steps in a row, which fp16 skips"
-            raise _diverged(what, step, rate(before), "use bf16, or a smaller fp16.loss_scale or fp16.min_loss_scale")
+            if spec.dtype == torch.float16:
+                what = f"gradients have overflowed in {OVERFLOWS} steps in a row, which fp16 skips"
+                cure = "use bf16, or a smaller fp16.loss_scale or fp16.min_loss_scale"
+                raise _diverged(checkpoints, what, step, rate(before), cure=cure)
+            what = f"gradients are infinite or NaN in {OVERFLOWS} steps in a row, which are skipped"
+            raise _diverged(checkpoints, what, step, rate(before), lost_at=step)
         if step > before:  # loss scaling did not skip the step
             absent = {"kl"} if context.objective.teacher is None else set()
             absent |= {name for name in ("hidden", "balance") if not mean[name]}
@@ -132,22 +162,29 @@ def train(
             if updated:
                 monitor.write(step, forge.metrics)
             _look_closer(context, monitor, step)
+            if not failures:  # the newest checkpoint is of weights that have a finite loss
+                checkpoints.remove_old()
         stop = asked > 0 and not failures and step < max_steps
         if not stop and not failures:  # who asks to stop does not wait long; the resumed run makes up for it
             _evaluate_if_due(evaluation, monitor, step)
         due = spec.arguments.save_every and step % spec.arguments.save_every == 0
         if (due or stop) and not failures and saved != step and step:
-            save(context, checkpoints, monitor, evaluation, step)
+            with watching(step):
+                save(context, checkpoints, monitor, evaluation, step)
             saved = step
         if stop:
+            checkpoints.remove_old()
             asked_by = max(context.ranks.gather(preemption.requested))
             raise Stopped(asked_by, f"at step {step}" + ("" if step else ", with nothing to save yet"))
 
     if failures:
-        raise _diverged("the run ended on a loss that is not finite", max_steps, rate(max_steps - 1))
-    forge.finish()
-    if saved != max_steps:
-        save(context, checkpoints, monitor, evaluation, max_steps)
+        what = "the run ended on a loss that is not finite"
+        raise _diverged(checkpoints, what, max_steps, rate(max_steps - 1), lost_at)
+    with watching(max_steps):
+        forge.finish()
+        if saved != max_steps:
+            save(context, checkpoints, monitor, evaluation, max_steps)
+    checkpoints.remove_old()
     return came_to(context, evaluation, first_step, round(time.perf_counter() - began, 1), scalars)
 
 
@@ -244,9 +281,24 @@ def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
 
 
 def _diverged(
-    what: str, step: int, rate: float, cure: str = "lower --learning_rate or raise --warmup"
+    checkpoints: Checkpoints,
+    what: str,
+    step: int,
+    rate: float,
+    lost_at: int | None = None,
+    cure: str = "lower --learning_rate or raise --warmup",
 ) -> RunDivergedError:
-    return RunDivergedError(
-        f"{what}, at step {step} with learning rate {rate:.3g}; {cure}, and continue from the last checkpoint with "
-        "--resume"
-    )
+    """Make the error of a diverged run, which names the checkpoint to go back to.
+
+    Args:
+        checkpoints: of the run.
+        what: has happened.
+        step: at which it was seen.
+        rate: the learning rate there.
+        lost_at: the first step whose weights have a loss that is not finite; None where every saved one is good.
+        cure: what to change.
+    """
+    good, newer = checkpoints.before(sys.maxsize if lost_at is None else lost_at)
+    away = f"move {', '.join(folder.name for folder in newer)} elsewhere, and " if newer else ""
+    back = "start again: there is no earlier checkpoint" if good is None else f"continue from {good} with --resume"
+    return RunDivergedError(f"{what}, at step {step} with learning rate {rate:.3g}; {cure}, and {away}{back}", good)

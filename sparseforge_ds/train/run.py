@@ -117,7 +117,8 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
             raise
         except RunDivergedError as error:
             if ranks.first:  # the others may not come here any more
-                write_json(result_file, {"diverged": str(error)})
+                good = None if error.last_good_checkpoint is None else str(error.last_good_checkpoint)
+                write_json(result_file, {"diverged": str(error), "last_good_checkpoint": good})
             raise
     ranks.on_first(lambda: write_json(result_file, result))
     _LOG.info(_farewell(spec.folder, result, "tensorboard" in arguments.report_to))
@@ -149,7 +150,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except Stopped as stop:
         _LOG.info(f"stopped by {stop}; continue with --resume")
         return stop.exit_code
-    except (ValueError, OSError) as error:  # every rank has the first two kinds; others may be this one's own
+    except (ValueError, OSError, ForgeError) as error:  # every rank has the agreed ones; others may be its own
         return _fail(error, rank_from_launcher() == 0 or not isinstance(error, (AgreedError, ForgeError)))
     return 0
 

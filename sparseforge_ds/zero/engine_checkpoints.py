@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.folder import named_by
+from sparseforge_ds.checkpoint.folder import named_by, newest_checkpoint
 from sparseforge_ds.checkpoint.pt_file import unreadable
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.zero.restore import together
@@ -25,7 +25,10 @@ KEY = "sparseforge"
 
 
 def carry_state(
-    layout: Layout, state_dict: Callable[[], dict[str, Any]], restore: Callable[[Checkpoint], None]
+    layout: Layout,
+    state_dict: Callable[[], dict[str, Any]],
+    restore: Callable[[Checkpoint], None],
+    require_finite: Callable[[str], None],
 ) -> None:
     """From now on the engine's checkpoints carry a state, and loading one continues it.
 
@@ -33,6 +36,7 @@ def carry_state(
         layout: of the engine.
         state_dict: what is saved; called on all ranks.
         restore: continues from a checkpoint whose bytes are as they were saved; called on all ranks.
+        require_finite: raises, on all ranks, where the weights are lost; takes what its message ends with.
     """
     engine = layout.engine
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -42,6 +46,7 @@ def carry_state(
         save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         given = client_state or {}
+        require_finite(_what_stays(layout, Path(save_dir)))
         carried = given if KEY in given else {**given, KEY: state_dict()}
         leave_out = kwargs.get("exclude_frozen_parameters", args[1] if len(args) > 1 else False)
         together(layout, lambda: _check_what_is_saved(layout, given, bool(leave_out)))
@@ -91,6 +96,22 @@ def _check_what_is_saved(layout: Layout, client_state: dict[str, Any], without_f
                 f"engine.save_checkpoint: {key} could not be read again ({odd}), since loading unpickles nothing; save "
                 "tensors, numbers and strings, and lists and dicts of these"
             )
+
+
+def _what_stays(layout: Layout, save_dir: Path) -> str:
+    """Say that nothing was saved, and what is left in a folder to go back to. Collective: rank 0 looks."""
+    newest = layout.all_gather_object(_newest(save_dir) if layout.rank == 0 else None)[0]
+    if newest is None:
+        return f"nothing was saved, and {save_dir} holds no earlier checkpoint: begin again with a lower learning rate"
+    return f"nothing was saved; go back to {newest} by engine.load_checkpoint, with a lower learning rate"
+
+
+def _newest(save_dir: Path) -> Path | None:
+    """Return the checkpoint that DeepSpeed would load from a folder, if there is one."""
+    try:
+        return newest_checkpoint(save_dir)
+    except ValueError:
+        return None
 
 
 def _meant(load_dir: Path, tag: str | None) -> Path:

@@ -445,6 +445,20 @@ def test_gradients_that_overflow_for_ever(inputs, scale):
     assert "gradients have overflowed" in json.loads((inputs.run / "result.json").read_text())["diverged"]
 
 
+def test_weights_that_are_lost_are_not_saved_and_the_run_says_so(inputs):
+    """The loss of the second step is finite, and its update makes weights infinite or NaN."""
+    inputs.content = deepspeed_json(stage=0, batch=8, importance="magnitude") | {"gradient_clipping": 0.0}
+    inputs.flags |= {"learning_rate": "1e4", "warmup": "0", "save_every": "1", "keep_checkpoints": "1"}
+    message = inputs.refused()
+    good = inputs.run / "checkpoints" / "step_000001"
+    assert "weights are infinite or NaN, and were not saved: the run has diverged, at step 2" in message
+    assert f"continue from {good} with --resume" in message
+    result = json.loads((inputs.run / "result.json").read_text())
+    assert result == {"diverged": message.strip().removeprefix("error: "), "last_good_checkpoint": str(good)}
+    inputs.flags["learning_rate"] = "1e-3"  # weights of 1e4 are finite, and the next step loses them again
+    assert "and move step_000001 elsewhere, and start again" in inputs.refused("--resume") and good.is_dir()
+
+
 def test_an_infinite_loss_when_curvature_is_due(inputs):
     spoil_final_norm(inputs)
     inputs.content = deepspeed_json(stage=0, batch=8)  # the one stage that applies such a step in fp32

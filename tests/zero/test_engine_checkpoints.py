@@ -94,3 +94,47 @@ def gone_back(folder: str) -> list[str]:
 def test_after_going_back_the_branch_that_was_left_is_not_loaded(tmp_path: Path) -> None:
     assert run_distributed(gone_back, 2, str(tmp_path)) == [["step_000003"] * 2] * 2
     assert find_checkpoint(tmp_path).name == "step_000003", "and for the tools, too"
+
+
+LOST = [Case(stage=stage) for stage in range(4)] + [Case(stage=2, dtype="fp16", more={"fp16": {"loss_scale": 1}})]
+
+
+def lost(case: Case, folder: str) -> list[str]:
+    """What is said when one element is lost, on the last rank alone: of a weight, and of the optimizer's state."""
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    train_step(engine, case, 0)
+    forge.step(probe_of(engine, case, 0))
+    engine.save_checkpoint(folder, tag="step_000001")
+    flat = engine.basic_optimizer.param_groups[-1]["params"][-1] if case.stage < 3 else forge._layout.flats[-1]
+    messages = []
+    for values, bad in ((flat.data, 1e5 if case.dtype == "fp16" else torch.nan), (momentum(engine, flat), torch.inf)):
+        good = values.view(-1)[0].item()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            values.view(-1)[0] = bad
+        with pytest.raises(sf.ForgeError) as refused:
+            engine.save_checkpoint(folder, tag="step_000002")
+        messages.append(str(refused.value))
+        values.view(-1)[0] = good
+    engine.save_checkpoint(folder, tag="step_000003")
+    return messages
+
+
+def momentum(engine: Any, flat: torch.Tensor) -> torch.Tensor:
+    state: torch.Tensor = engine.basic_optimizer.state[flat]["exp_avg_sq"]
+    return state
+
+
+def lost_all(folder: str) -> list[list[str]]:
+    return [lost(case, str(Path(folder, str(number)))) for number, case in enumerate(LOST)]
+
+
+def test_weights_that_are_lost_are_not_saved(tmp_path: Path) -> None:
+    for of_rank in run_distributed(lost_all, 2, str(tmp_path)):
+        for number, messages in enumerate(of_rank):
+            for message in messages:
+                assert "weights or their optimizer states are infinite or NaN after step 1" in message, message
+                good = tmp_path / str(number) / "step_000001"
+                assert f"nothing was saved; go back to {good} by engine.load_checkpoint" in message
+            assert not (tmp_path / str(number) / "step_000002").exists()
+            assert (tmp_path / str(number) / "step_000003").is_dir()

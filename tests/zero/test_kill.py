@@ -75,6 +75,7 @@ def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> No
         if ranks.first:
             note(place, f"writing {step}")
         saves.save(engine, step, state)
+        saves.remove_old()
         if ranks.first:
             note(place, f"done {step}")
 

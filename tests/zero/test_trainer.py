@@ -296,6 +296,30 @@ def evaluated(folder: str) -> dict[str, Any]:
     return found
 
 
+class Lose(TrainerCallback):
+    """Makes a weight NaN after the second step, as an update does that is too large."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 2:
+            next(more["model"].parameters()).data.view(-1)[0] = torch.nan
+
+
+def lost(folder: str) -> str:
+    config = deepspeed_json(0)
+    trainer = trainer_of(Path(folder), config, 3, callbacks=[Lose()], save_steps=1, save_total_limit=1)
+    with pytest.raises(sf.ForgeError) as refused:
+        trainer.train()
+    return str(refused.value)
+
+
+def test_weights_that_are_lost_are_not_saved(tmp_path: Path) -> None:
+    good = tmp_path / "checkpoint-1"
+    message = run_distributed(lost, 1, str(tmp_path))[0]
+    assert "are infinite or NaN after step 2" in message
+    assert f"go back to {good} by resume_from_checkpoint, with a lower learning rate" in message
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
 class Stop(TrainerCallback):
     """After the first step."""
 

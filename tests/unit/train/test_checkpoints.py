@@ -180,7 +180,8 @@ def test_leftovers_of_a_crash_are_removed(checkpoints):
 
 def prune(checkpoints, tag, keep):
     checkpoints.keep = keep
-    checkpoints._tidy(tag)
+    checkpoints._announce(tag)
+    checkpoints._tidy()
     assert (checkpoints.folder / "latest").read_text() == tag
     return tags(checkpoints)
 
@@ -190,6 +191,14 @@ def test_the_newest_stay(checkpoints):
     assert prune(checkpoints, "step_000300", 0) == ["step_000100", "step_000200", "step_000300"]
     assert prune(checkpoints, "step_000300", 2) == ["step_000200", "step_000300"]
     assert prune(checkpoints, "step_000300", 1) == ["step_000300"]
+
+
+def test_none_is_removed_before_the_newest_is_known_to_be_good(checkpoints):
+    checkpoints.keep = 1
+    checkpoints.remove_old()
+    assert tags(checkpoints) == ["step_000100", "step_000200"], "nothing was saved"
+    assert checkpoints.before(200) == (checkpoints.folder / "step_000100", [checkpoints.folder / "step_000200"])
+    assert checkpoints.before(100) == (None, [checkpoints.folder / f"step_000{step}00" for step in (1, 2)])
 
 
 @pytest.mark.parametrize("gone", ["removed", "damaged"])

@@ -57,7 +57,8 @@ def publish(folder: Path) -> None:
     (temporary / "checkpoint.json").unlink()
     checkpoints = checkpoints_in(folder)
     checkpoints._publish("step_000300", written)
-    checkpoints._tidy("step_000300")
+    checkpoints._announce("step_000300")
+    checkpoints._tidy()
 
 
 def nothing_before(folder: Path) -> None:
