@@ -6,14 +6,14 @@ import json
 import math
 import threading
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.compare.settings import CompareConfig, Protocol
+from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.compare.texts import Texts
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.evaluate.perplexity import NotFiniteError, measure
+from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, measure
 from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
@@ -28,27 +28,40 @@ class Evaluator:
         self.texts = texts
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
         self.pruned = pruned
+        self._documents = {"validation": texts.validation, "test": texts.test, **texts.others}
+        self._held_out = {"validation": config.validation_text, "test": config.test_text, **config.other_texts}
         self._dtype = "auto"
+        self._dense: PreTrainedModel | None = None
         self._loading = threading.Lock()  # transformers sets what is global while it loads
 
     @property
     def conditions(self) -> dict[str, Any]:
         """What a perplexity depends on besides the model."""
-        protocols = [self.config.validation_text.protocol, self.config.test_text.protocol]
+        protocols = [text.protocol for text in self._held_out.values()]
         return {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
 
     def baselines(self, known: dict[str, Any]) -> dict[str, Any]:
-        """Perplexities of the dense model, then of the same after magnitude pruning, and the dtype that all models are
-        measured in; `known` are those that an earlier start has measured."""
+        """Measure the dense model, then the same after magnitude pruning, on every text.
+
+        Args:
+            known: what an earlier start has measured; nothing is measured again.
+
+        Returns:
+            `dense_<text>` and `magnitude_<text>`, a perplexity each, `magnitude_<text>_kl`, and the dtype that all
+            models are measured in.
+        """
         if not known:
-            model = load_model(self.config.model, "auto")
-            known = {"dtype": str(model.dtype).removeprefix("torch.")}
+            dense = self._dense_model()
+            known = {"dtype": str(dense.dtype).removeprefix("torch.")}
             try:
-                known |= {f"dense_{which}": self._perplexity(model, which) for which in ("validation", "test")}
+                known |= {f"dense_{text}": self._score(dense, text, None).perplexity for text in self._documents}
             except NotFiniteError as error:
                 raise ValueError(f"model {self.config.model}: {error}") from None
-            prune_by_magnitude(model, self.pruned.parsed_pattern, self.pruned)
-            known |= {f"magnitude_{which}": self._perplexity(model, which) for which in ("validation", "test")}
+            pruned = load_model(self.config.model, "auto")
+            prune_by_magnitude(pruned, self.pruned.parsed_pattern, self.pruned)
+            for text in self._documents:
+                score = self._score(pruned, text, dense)
+                known |= {f"magnitude_{text}": score.perplexity, f"magnitude_{text}_kl": score.kl}
         self._dtype = known["dtype"]
         return known
 
@@ -62,14 +75,41 @@ class Evaluator:
         zeros = 1 - nonzeros / sum(math.prod(weight["shape"]) for weight in weights)
         return {"pattern": record["pattern"], "weights": len(weights), "groups": groups, "zeros": zeros}
 
-    def perplexity(self, folder: Path, which: Literal["validation", "test"]) -> float:
-        """Of an exported model on one of the texts."""
+    def measure(self, folder: Path, *texts: str) -> dict[str, float]:
+        """Measure an exported model on some of the texts.
+
+        Returns:
+            `<text>_perplexity`, and `<text>_kl`, the KL divergence to the dense model in nats a token.
+
+        Raises:
+            NotFiniteError: the model computes no finite loss.
+        """
         with self._loading:
             model = load_model(str(folder), self._dtype, adapter_of(str(folder), None))
-        return self._perplexity(model, which)
+            dense = self._dense_model()
+        measured: dict[str, float] = {}
+        for text in texts:
+            score = self._score(model, text, dense)
+            assert score.kl is not None
+            measured |= {f"{text}_perplexity": score.perplexity, f"{text}_kl": score.kl}
+        return measured
 
-    def _perplexity(self, model: PreTrainedModel, which: Literal["validation", "test"]) -> float:
-        config, documents = self.config, getattr(self.texts, which)
-        protocol: Protocol = getattr(config, f"{which}_text").protocol
-        length, batch = config.evaluation_length, config.evaluation_batch
-        return measure(model, self.tokenizer, documents, protocol, length, batch_size=batch).perplexity
+    def _dense_model(self) -> PreTrainedModel:
+        """Load the dense model once for all comparisons, in the dtype of its files."""
+        if self._dense is None:
+            self._dense = load_model(self.config.model, "auto")
+        return self._dense
+
+    def _score(self, model: PreTrainedModel, text: str, dense: PreTrainedModel | None) -> Perplexity:
+        """Score one of the texts, beside the dense model where one is given."""
+        config, protocol = self.config, self._held_out[text].protocol
+        assert protocol is not None  # `read_config` has decided it
+        return measure(
+            model,
+            self.tokenizer,
+            self._documents[text],
+            protocol,
+            config.evaluation_length,
+            batch_size=config.evaluation_batch,
+            dense=dense,
+        )

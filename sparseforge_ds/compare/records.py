@@ -12,7 +12,7 @@ from sparseforge_ds.checkpoint.disk import whole_file
 from sparseforge_ds.compare.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
 
-_FOUND = ("validation_perplexity", "test_perplexity", "diverged", "sparsity", "seconds", "resumed")
+_FOUND = ("diverged", "sparsity", "seconds", "resumed")
 
 
 class Records:
@@ -67,10 +67,14 @@ def write_rows(
     """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done."""
     rows: list[dict[str, Any]] = []
     row: dict[str, Any]
+    texts = ("validation", "test", *config.other_texts)
+    measured = [f"{text}_{figure}" for text in texts for figure in ("perplexity", "kl")]
     for kind, name, which in (("dense", "dense", "dense"), ("one_shot", "one-shot magnitude", "magnitude")):
         row = {"kind": kind, "method": name, "run": None, "seed": None, "steps": 0, "tokens": 0}
         row |= {"learning_rate": None, "decides": False, "chosen": False}
-        row |= {f"{text}_perplexity": baselines[f"{which}_{text}"] for text in ("validation", "test")}
+        row |= {f"{text}_perplexity": baselines[f"{which}_{text}"] for text in texts}
+        # A study of before has measured no KL.
+        row |= {f"{text}_kl": 0.0 if which == "dense" else baselines.get(f"magnitude_{text}_kl") for text in texts}
         rows.append({**row, "seconds": None, "command": None})
     deciding, untrained = selection_runs(config), one_shot_runs(config)
     counting = result_runs(config, chosen) if chosen else []
@@ -93,7 +97,7 @@ def write_rows(
             and replace(chosen[run.method.name, run.steps], seed=run.seed) == run,
             "at_the_edge": run.trained and at_the_edge(run.method.learning_rates, run.learning_rate),
             "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
-            **{key: record.get(key) for key in _FOUND},
+            **{key: record.get(key) for key in (*measured, *_FOUND)},
             "settings": run.method.block,
             "flags": run.method.flags,
             "command": run.command(config, out / "runs" / run.name),

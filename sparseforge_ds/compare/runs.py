@@ -98,9 +98,17 @@ def result_runs(config: CompareConfig, chosen: Mapping[tuple[str, int], Run]) ->
 
 
 def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple[str, int], Run]:
-    """The run with the first seed of every method and budget whose learning rate and decay are taken: that of the
-    lowest perplexity on the validation text, by the name of a run. One that diverged has an infinite one. A budget that
-    decides nothing has those of the smallest. Raises ValueError where all of them have diverged."""
+    """Choose the learning rate and decay of every method at every budget, by runs with the first seed.
+
+    Args:
+        validation: the figure that decides (`choose_by`), by the name of a run; infinite of one that diverged.
+
+    Returns:
+        The run with the lowest figure, by method and budget. A budget that decides nothing has those of the smallest.
+
+    Raises:
+        ValueError: all runs of a method have diverged.
+    """
     chosen = {}
     for name, method in config.methods.items():
         for steps in config.deciding_budgets:

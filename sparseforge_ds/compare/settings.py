@@ -82,6 +82,11 @@ class CompareConfig:
     """Optimizer steps."""
     choose_at_each_budget: bool = False
     """Whether every budget has a learning rate, and decay, chosen by runs of its own length."""
+    choose_by: Literal["perplexity", "kl"] = "perplexity"
+    """What decides a learning rate on the validation text: its perplexity, or the KL divergence to the dense model,
+    which no method can lower by learning the text."""
+    other_texts: dict[str, HeldOut] = field(default_factory=dict)
+    """More texts that results are measured on, by the name of their column; they decide nothing."""
     one_shot: dict[str, Method] = field(default_factory=dict)
     """Methods that prune and do not train: one run a seed, no budget, no learning rate."""
     reference: str | None = None
@@ -189,8 +194,7 @@ def _located(config: CompareConfig, folder: Path) -> CompareConfig:
         flags = _flags(found.flags, f"{kind}.{found.name}.flags", folder)
         return replace(found, flags=flags, learning_rates=rates, decays=tuple(sorted(found.decays)))
 
-    def held_out(where: str) -> HeldOut:
-        text: HeldOut = getattr(config, where)
+    def held_out(where: str, text: HeldOut) -> HeldOut:
         path = _place(text.path, where, folder)
         return replace(text, path=path, protocol=text.protocol or ("windows" if as_one(path) else "documents"))
 
@@ -198,8 +202,9 @@ def _located(config: CompareConfig, folder: Path) -> CompareConfig:
         config,
         model=_place(config.model, "model", folder),
         train_text=_place(config.train_text, "train_text", folder),
-        validation_text=held_out("validation_text"),
-        test_text=held_out("test_text"),
+        validation_text=held_out("validation_text", config.validation_text),
+        test_text=held_out("test_text", config.test_text),
+        other_texts={name: held_out(f"other_texts.{name}", text) for name, text in config.other_texts.items()},
         text_field=_expand(config.text_field, "text_field"),
         budgets=tuple(sorted(config.budgets)),
         learning_rates=tuple(sorted(config.learning_rates)),
@@ -225,8 +230,12 @@ def _check(config: CompareConfig) -> None:
             raise ValueError(f"{name} = {list(values)}: one value stands there twice, to six digits")
         if name.endswith("learning_rates") and min(values) <= 0:
             raise ValueError(f"{name} = {list(values)}: {min(values):g} is no learning rate; use numbers > 0")
-    for name in ("validation_text", "test_text"):
-        first, end = getattr(config, name).documents
+    held_out = {"validation_text": config.validation_text, "test_text": config.test_text}
+    held_out |= {f"other_texts.{name}": text for name, text in config.other_texts.items()}
+    if taken := sorted({"validation", "test"} & set(config.other_texts)):
+        raise ValueError(f"other_texts.{taken[0]}: a text of this name is there already; use another")
+    for name, text in held_out.items():
+        first, end = text.documents
         if first < 0 or (end is not None and end <= first):
             raise ValueError(f"{name}.documents = {[first, end]}: use 0 <= first < end, or null for the end")
     if not config.methods:

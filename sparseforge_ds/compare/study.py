@@ -83,7 +83,8 @@ class Study:
             deciding, untrained = selection_runs(config), one_shot_runs(config)
             self._do_all([*deciding, *untrained], {run.name for run in untrained})
             records = {run.name: self.records.read(run.name) or {} for run in deciding}
-            validation = {name: record.get("validation_perplexity", math.inf) for name, record in records.items()}
+            figure = f"validation_{config.choose_by}"
+            validation = {name: record.get(figure, math.inf) for name, record in records.items()}
             self.chosen = choose(config, validation)
             counting = result_runs(config, self.chosen)
             names = {run.name for run in [*counting, *untrained]}
@@ -143,14 +144,15 @@ class Study:
             write_text(folder.with_name(f"{run.name}.json"), json.dumps(run.deepspeed(self.config), indent=2) + "\n")
             record = {"wanted": record["wanted"], **self._train(run, folder, model, slot)}
             self.records.write(run.name, record)
-            news.append("diverged" if "diverged" in record else f"validation {record['validation_perplexity']:.4g}")
+            shown = "validation {validation_perplexity:.4g}, KL {validation_kl:.4g}"
+            news.append("diverged" if "diverged" in record else shown.format(**record))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if untested and "diverged" not in record:
             try:
-                record["test_perplexity"] = self.evaluator.perplexity(model, "test")
-                news.append(f"test {record['test_perplexity']:.4g}")
+                record |= self.evaluator.measure(model, "test", *self.config.other_texts)
+                news.append(f"test {record['test_perplexity']:.4g}, KL {record['test_kl']:.4g}")
             except NotFiniteError as error:
-                record["diverged"] = f"test text: {error}"
+                record["diverged"] = f"a text that decides nothing: {error}"
                 news.append("diverged")
             self.records.write(run.name, record)
         if counts and not self.config.keep_models:
@@ -168,7 +170,7 @@ class Study:
         seconds = None if resumed else result.get("seconds")
         found = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}
         try:
-            return found | {"validation_perplexity": self.evaluator.perplexity(model, "validation")}
+            return found | self.evaluator.measure(model, "validation")
         except NotFiniteError as error:
             return found | {"diverged": f"validation text: {error}"}
 

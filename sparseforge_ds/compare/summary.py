@@ -28,7 +28,8 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         decay and decay_at_the_edge (where there was a grid of them), seeds, seconds (mean of the training time), and
         `validation`, `test` and `behind`, each a mean with its sample standard deviation beside it (`test_deviation`,
         NaN for a single number). `behind` is the test perplexity minus that of the reference with the same seed and
-        budget. A mean with a diverged run is not finite.
+        budget. `<text>_kl` and its deviation follow for every text whose KL to the dense model was measured. A mean
+        with a diverged run is not finite.
     """
     table = pd.DataFrame(rows)
     table = table[table["kind"].isin(_KINDS)].reset_index(drop=True)
@@ -38,6 +39,8 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         table[edge] = table[edge].eq(True) if edge in table else False
     table["decay"] = table["decay"].astype(float) if "decay" in table else math.nan
     table["kind"] = pd.Categorical(table["kind"], _KINDS, ordered=True)
+    divergences = [name for name in table.columns if name.endswith("_kl") and table[name].notna().any()]
+    table[divergences] = table[divergences].astype(float).fillna(math.inf)
     of_reference = table[(table["kind"] == "result") & (table["method"] == reference)]
     against = table[["seed", "steps"]].merge(
         of_reference[["seed", "steps", "test_perplexity"]], on=["seed", "steps"], how="left"
@@ -58,6 +61,8 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         test_deviation=("test_perplexity", "std"),
         behind=("behind", lambda values: values.mean(skipna=False)),
         behind_deviation=("behind", "std"),
+        **{name: (name, "mean") for name in divergences},
+        **{f"{name}_deviation": (name, "std") for name in divergences},
     )
     return lines.reset_index().sort_values(["kind", "steps", "test"], kind="stable", ignore_index=True)
 
@@ -131,7 +136,8 @@ def cost_of(line: Any, config: CompareConfig) -> Cost:
 def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
     """A row for every line of the summary; those that cost another thing than the reference in a table of their own."""
     head = ["bytes", "multiplications", "tokens", "learning rate", "seeds", "validation", "test", "above dense"]
-    head += [f"test minus {config.compared_with}", "training"]
+    texts = [text for text in ("test", *config.other_texts) if f"{text}_kl" in lines]
+    head += [f"test minus {config.compared_with}", *(f"KL {text}" for text in texts), "training"]
     dense = lines.loc[lines["kind"] == "dense", "test"]
     same: list[list[str]] = []
     other: list[list[str]] = []
@@ -139,11 +145,12 @@ def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
     for line in lines.itertuples():
         cost = cost_of(line, config)
         rows = same if cost in (DENSE, usual) else other
-        rows.append(_cells(line, cost, dense.iloc[0] if len(dense) else math.nan))
+        rows.append(_cells(line, cost, dense.iloc[0] if len(dense) else math.nan, texts))
     return [Table([name, *head], rows) for name, rows in (("method", same), ("method, at another cost", other)) if rows]
 
 
-def _cells(line: Any, cost: Cost, dense: float) -> list[str]:
+def _cells(line: Any, cost: Cost, dense: float, texts: Sequence[str]) -> list[str]:
+    """Lay out a line; `dense` is the dense model's test perplexity, and `texts` are those with a KL column."""
     rate = "" if math.isnan(line.learning_rate) else f"{line.learning_rate:g}{_EDGE if line.at_the_edge else ''}"
     if not math.isnan(line.decay):
         rate += f", decay {line.decay:g}{_EDGE if line.decay_at_the_edge else ''}"
@@ -159,6 +166,7 @@ def _cells(line: Any, cost: Cost, dense: float) -> list[str]:
         spread(line.test, line.test_deviation),
         f"{above:.1%}" if line.kind != "dense" and math.isfinite(above) else "",
         spread(line.behind, line.behind_deviation, "+"),
+        *(spread(getattr(line, f"{text}_kl"), getattr(line, f"{text}_kl_deviation")) for text in texts),
         "" if math.isnan(line.seconds) else f"{line.seconds:,.0f} s",
     ]
 
@@ -169,12 +177,14 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     over = f"of seed {first} alone" if one else "mean ± sample standard deviation over seeds"
     legend = [
         f"Perplexity per token, {over}. At the same budget and seed all methods read the same tokens in the same "
-        "order. Learning rates, and decays where there is a grid of them, were chosen on the validation text, at "
-        f"{_at(config)}, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
+        f"order. Learning rates, and decays where there is a grid of them, were chosen {_by(config)}on the validation "
+        f"text, at {_at(config)}, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
         "seed.",
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
         "values of 16 bits and the places of what is kept; products with zeros are skipped.",
     ]
+    if any(f"{text}_kl" in lines for text in ("test", *config.other_texts)):
+        legend.append("KL is the mean of KL(dense || model) over the tokens of a text, in nats; 0 is the dense model.")
     if "windows" in (config.validation_text.protocol, config.test_text.protocol):
         legend.append("Texts are cut into windows, where other studies score every document by itself.")
     if len(config.patterns) > 1:
@@ -185,16 +195,17 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
 
 
 def selection_table(rows: Sequence[Row], config: CompareConfig) -> Table | None:
-    """Validation perplexity of every learning rate, and decay, that was tried."""
+    """Lay out what every learning rate, and decay, that was tried came to on the validation text."""
     tried = pd.DataFrame([row for row in rows if row["decides"]])
     if tried.empty:
         return None
-    tried["shown"] = [_tried(row) for row in tried.to_dict("records")]
+    tried["shown"] = [_tried(row, config) for row in tried.to_dict("records")]
     decays = tried["decay"].astype(float) if "decay" in tried else pd.Series(math.nan, tried.index)
     names = zip(tried["method"], decays, strict=True)
     tried["tuned"] = [name if math.isnan(decay) else f"{name}, decay {decay:g}" for name, decay in names]
     cells = tried.pivot(index=["tuned", "steps"], columns="learning_rate", values="shown").fillna("")
-    head = ["validation perplexity at learning rate", "steps", *(f"{rate:g}" for rate in cells.columns)]
+    figure = "KL" if config.choose_by == "kl" else "perplexity"
+    head = [f"validation {figure} at learning rate", "steps", *(f"{rate:g}" for rate in cells.columns)]
     order = list(config.methods)
     rank = {tuned: order.index(method) for tuned, method in zip(tried["tuned"], tried["method"], strict=True)}
     lines = dict.fromkeys(zip(tried["tuned"], tried["steps"], strict=True))
@@ -206,7 +217,11 @@ def _at(config: CompareConfig) -> str:
     return "each budget" if config.choose_at_each_budget else f"{config.budgets[0]} steps"
 
 
-def _tried(row: Row) -> str:
-    value = row["validation_perplexity"]
+def _by(config: CompareConfig) -> str:
+    return "by the KL to the dense model " if config.choose_by == "kl" else ""
+
+
+def _tried(row: Row, config: CompareConfig) -> str:
+    value = row[f"validation_{config.choose_by}"]
     shown = "diverged" if value is None or math.isnan(value) else f"{value:.4g}"
     return f"**{shown}**" if row["chosen"] else shown

@@ -19,13 +19,16 @@ class Texts:
 
     validation: list[str]
     test: list[str]
+    others: dict[str, list[str]]
+    """More that results are measured on, by name."""
     notes: list[str]
     """What a reader of the result should know about them."""
 
     @property
     def identity(self) -> str:
         """Changes when a text does."""
-        return identity([self.validation, self.test])
+        texts = [self.validation, self.test, *([self.others] if self.others else [])]
+        return identity(texts)
 
 
 def identity(content: object) -> str:
@@ -34,21 +37,26 @@ def identity(content: object) -> str:
 
 
 def read_texts(config: CompareConfig) -> Texts:
-    """Read both. Raises ValueError where they have documents in common."""
-    validation, test = (_documents(config, where) for where in ("validation_text", "test_text"))
+    """Read all. Raises ValueError where the validation text and the test text have documents in common."""
+    validation = _documents("validation_text", config.validation_text, config.text_field)
+    test = _documents("test_text", config.test_text, config.text_field)
+    others = {
+        name: _documents(f"other_texts.{name}", text, config.text_field) for name, text in config.other_texts.items()
+    }
     if common := set(validation) & set(test):
         raise ValueError(
             f"validation_text and test_text have {len(common)} documents in common, first {min(common)[:60]!r}; "
             "nothing may be chosen on the test text: give parts that do not overlap"
         )
-    return Texts(validation, test, _also_in_training(config, {"validation": validation, "test": test}))
+    held_out = {"validation": validation, "test": test, **others}
+    return Texts(validation, test, others, _also_in_training(config, held_out))
 
 
-def _documents(config: CompareConfig, where: str) -> list[str]:
-    text: HeldOut = getattr(config, where)
+def _documents(where: str, text: HeldOut, field: str) -> list[str]:
+    """Read the documents of a held-out text, and name it by `where` in errors."""
     first, end = text.documents
     try:
-        documents = read_documents(text.path, config.text_field, end)
+        documents = read_documents(text.path, field, end)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     chosen = documents[first:end]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method
+from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method, check_removes
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.method import MethodConfig
 from sparseforge_ds.config.methods import METHODS, Method, logit_keys
@@ -81,12 +81,16 @@ class SparseForgeConfig:
         check_combinations(self)
 
     def check_length(self) -> None:
-        """Whether a run of `max_steps` is long enough. Not judged where a block is read: many a run learns its length
-        later, from epochs.
+        """Check that a run of `max_steps` prunes, and is long enough.
+
+        Not judged where a block is read: many a run learns its length later, from epochs, and a model is verified by
+        the pattern alone.
 
         Raises:
-            ValueError: masks would be frozen before they move, or branches come before masks have removed anything.
+            ValueError: the pattern keeps everything, masks would be frozen before they move, or branches come before
+                masks have removed anything.
         """
+        check_removes(self)
         self.method.check_length(self.max_steps)
         check_branch_start(self)
 

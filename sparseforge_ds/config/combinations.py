@@ -45,6 +45,16 @@ def check_method(config: SparseForgeConfig) -> None:
         raise ValueError(f'sparseforge.reconstruction: importance "{importance}" does not use it; leave it out')
 
 
+def check_removes(config: SparseForgeConfig) -> None:
+    """Raise a ValueError for a run whose pattern keeps everything, unless it is the dense control of a comparison."""
+    pattern, of_run = config.parsed_pattern, (config.method.name, config.importance)
+    if pattern.kept == pattern.members and of_run != ("naive_retrain", "magnitude"):
+        raise ValueError(
+            f"sparseforge.pattern = {config.pattern} keeps everything; a pattern n:m needs n < m, for example 2:4. The "
+            'dense control of a comparison has it, with "method": "naive_retrain" and "importance": "magnitude"'
+        )
+
+
 def check_combinations(config: SparseForgeConfig) -> None:
     """Raise a ValueError for keys that exclude each other."""
     _require(

@@ -27,13 +27,13 @@ SMALL = 16
 
 @dataclass(frozen=True)
 class NM:
-    """Keep `n` of every `m` consecutive inputs (2:4 is `NM(2, 4)`)."""
+    """Keep `n` of every `m` consecutive inputs (2:4 is `NM(2, 4)`); all of them where n is m."""
 
     n: int
     m: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.n < self.m:
+        if not 0 < self.n <= self.m:
             raise ValueError(f"pattern {self}: an n:m pattern needs 0 < n < m, for example 2:4")
 
     def __str__(self) -> str:

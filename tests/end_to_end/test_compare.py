@@ -39,6 +39,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "base": {key: value for key, value in deepspeed_json(stage=1).items() if key != "sparseforge"},
         "seq_length": 32,
         "batch": 4,
+        "other_texts": {"more": {"path": str(folder / "heldout.jsonl"), "documents": [0, 12]}},
+        "choose_by": "kl",
         "learning_rates": [3e-3, TOO_MUCH],
         "seeds": [0, 1],
         "budgets": [STEPS],
@@ -51,6 +53,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "method": "naive_retrain",
                 "pattern": "1:4",
                 "low_rank": {"k": 4, "shift": False},
+                "learning_rates": [3e-3],
+            },
+            "control": {
+                "method": "naive_retrain",
+                "importance": "magnitude",
+                "pattern": "4:4",
                 "learning_rates": [3e-3],
             },
         },
@@ -116,6 +124,7 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     table = (out / "table.md").read_text()
     assert table.strip() in finished.stdout and "| soft | 0.5625 | 0.5 | 3,072 | 0.003 (edge) | 2 |" in table
     assert "diverged" in table, "the learning rate that was too high is shown"
+    assert "| KL test | KL more |" in table and "| control | 1 | 1 |" in table, "a dense control costs what dense costs"
     for name in ("perplexity", "bytes"):
         assert distinct_colours(out / "figures" / f"{name}.png") > 20, f"{name} is blank"
     assert (out / "index.html").read_text().count("data:image/png;base64,") == 2
@@ -129,10 +138,12 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("dense", "one_shot", "result", "tried")}
-    assert {kind: len(found) for kind, found in kinds.items()} == {"dense": 1, "one_shot": 1, "result": 4, "tried": 1}
+    assert {kind: len(found) for kind, found in kinds.items()} == {"dense": 1, "one_shot": 1, "result": 6, "tried": 1}
     for row in kinds["result"]:
         assert row["learning_rate"] == 3e-3 and row["tokens"] == STEPS * 4 * 32
-        assert row["sparsity"]["zeros"] == pytest.approx(0.75 if row["method"] == "fixed" else 0.5)
+        zeros = {"soft": 0.5, "fixed": 0.75, "control": 0.0}[row["method"]]
+        assert row["sparsity"]["zeros"] == pytest.approx(zeros)
+        assert all(row[f"{text}_kl"] > 0 for text in ("validation", "test", "more"))
         assert math.isfinite(row["test_perplexity"]) and math.isfinite(row["validation_perplexity"])
         assert row["command"].startswith("deepspeed --num_gpus 1 launch/train.py --deepspeed ")
     for row in kinds["tried"]:

@@ -47,7 +47,7 @@ def test_a_family_without_rows(tmp_path: Path, content: dict[str, Any]) -> None:
     config = read_config(write(tmp_path, **changes, one_shot={}))
     checked = check_methods(config)["ours"].config
     assert checked.include
-    texts = Texts(["a b c"] * 3, ["d e f"] * 3, [])
+    texts = Texts(["a b c"] * 3, ["d e f"] * 3, {}, [])
     assert Evaluator(config, texts, checked).baselines({}).keys() >= {"dense_test", "magnitude_test"}
 
 

@@ -24,7 +24,8 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     model.mkdir()
     study.config = read_config(write(tmp_path))
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, resumed))
-    study.evaluator = SimpleNamespace(export=lambda _, out: seen.append(out.exists()), perplexity=lambda *_: 3.0)
+    measured = {"validation_perplexity": 3.0, "validation_kl": 0.5}
+    study.evaluator = SimpleNamespace(export=lambda _, out: seen.append(out.exists()), measure=lambda *_: measured)
     run = SimpleNamespace(arguments=lambda *_: [])
     record = study._train(run, tmp_path / "run", model, 0)
     assert record["validation_perplexity"] == 3.0 and seen == [resumed]
@@ -32,13 +33,13 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
 
 
 def test_a_model_without_a_finite_loss_has_diverged(tmp_path: Path) -> None:
-    def perplexity(*_: Any) -> float:
+    def measure(*_: Any) -> dict[str, float]:
         raise NotFiniteError("the loss is nan")
 
     study: Any = object.__new__(Study)
     study.config = read_config(write(tmp_path))
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, False))
-    study.evaluator = SimpleNamespace(export=lambda *_: {"zeros": 0.5}, perplexity=perplexity)
+    study.evaluator = SimpleNamespace(export=lambda *_: {"zeros": 0.5}, measure=measure)
     record = study._train(SimpleNamespace(arguments=lambda *_: []), tmp_path / "run", tmp_path / "model", 0)
     assert record["diverged"] == "validation text: the loss is nan" and settled(record)
 

@@ -136,3 +136,17 @@ def test_cost_of_a_pruned_matrix(pattern: str, k: int | None, cost: tuple[float,
     low_rank = None if k is None else {"k": k, "shift": False}
     found = inference_cost(SparseForgeConfig.from_dict({"pattern": pattern, "low_rank": low_rank}))
     assert (found.bytes, found.multiplications) == cost
+
+
+def test_closeness_has_a_column_for_every_text(tmp_path: Path) -> None:
+    texts = {"wiki": {"path": "stdlib:heldout"}}
+    config = read_config(write(tmp_path, methods={"ours": {}}, other_texts=texts, choose_by="kl"))
+    measured = [(0.2, 0.3), (0.4, 0.5)]
+    rows = [row("dense", 0, 3.0, 0, "dense", learning_rate=None, seconds=None, test_kl=0.0, wiki_kl=0.0)]
+    rows += [row("ours", seed, 5.0, test_kl=test, wiki_kl=wiki) for seed, (test, wiki) in enumerate(measured)]
+    tried: dict[str, Any] = {"kind": "tried", "decides": True, "chosen": False, "validation_kl": 0.25}
+    rows += [row("ours", 0, 4.0, learning_rate=1e-3, **tried)]
+    text = markdown(summarize(rows, "ours"), rows, config, [])
+    assert "| KL test | KL wiki | training |" in text and "| 0.3 ± 0.14 | 0.4 ± 0.14 | 10 s |" in text
+    assert "validation KL at learning rate" in text and "| ours | 40 | 0.25 |" in text
+    assert "KL(dense || model)" in text and "chosen by the KL to the dense model on the validation text" in text

@@ -56,7 +56,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"pattern": "2of4"}, ["'2of4'", "2:4"]),
     ({"pattern": "4:2"}, ["4:2", "0 < n < m"]),
     ({"pattern": "0:4"}, ["0:4", "0 < n < m"]),
-    ({"pattern": "4:4"}, ["4:4", "0 < n < m"]),
+    ({"pattern": "4:4"}, ["4:4", "n < m", "naive_retrain"]),
     ({"pattern": 24}, ["sparseforge.pattern", "24", "str"]),
     (
         {"importance": "hutchinson", "curvature": {"factored": False}},

@@ -1,0 +1,147 @@
+"""Time of the fused functions of an update and of a step: bytes a second on the device, and what a call costs the host.
+
+python -m benchmarks.fused_functions --device cuda [--shapes 17408x5120 576x576] [--json fused.json]
+
+Medians of 15 calls. `bytes` is what a function must move for one weight, each operand counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.mask.anneal import Dials
+from sparseforge_ds.mask.bits import keep_in_place, pack
+from sparseforge_ds.mask.codes import CODE
+from sparseforge_ds.mask.curvature import fisher_sums
+from sparseforge_ds.mask.effective_mask import soft_step
+from sparseforge_ds.mask.importance import RankOne, scalings, score_stats
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.update import move_groups, tally
+from sparseforge_ds.model.distill import TokenLosses, block_tokens
+
+DIALS = Dials(temperature=0.4, beta=0.3, mid_penalty=0.2, penalty_rate=0.2, mask_rate=0.1, x=0.7)
+CALLS = 15
+Case = tuple[str, float, int, Callable[[], Any]]
+"""Name, bytes an element, elements, and a call."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure every function at every shape, print a line each, and write them as JSON where asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=[(576, 576), (17408, 5120)], metavar="OUTxIN")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer hook and of the loss")
+    parser.add_argument("--vocabulary", type=int, default=151936, help="entries of the loss")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    rows = []
+    with torch.no_grad():
+        for outputs, inputs in args.shapes:
+            for name, size, elements, call in _cases(args.device, outputs, inputs, args.tokens):
+                rows.append(_measure(f"{outputs}x{inputs} {name}", size, elements, call, args.device))
+        for name, size, elements, call in _loss(args.device, args.tokens, args.vocabulary):
+            rows.append(_measure(name, size, elements, call, args.device))
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _cases(device: str, outputs: int, inputs: int, tokens: int) -> Iterator[Case]:
+    """Yield the functions on one matrix, all of it on one rank."""
+    # A matrix in the middle of its annealing.
+    torch.manual_seed(0)
+    elements = outputs * inputs
+    dense = torch.randn(elements, device=device)
+    codes = torch.randint(0, 65536, (elements,), device=device).to(CODE)
+    before = pack(torch.rand(elements, device=device) > 0.5)
+    curvature = RankOne(torch.rand(outputs, device=device), torch.rand(inputs, device=device), 0)
+    scaling = scalings(score_stats(dense, curvature)[None], 1e-4)[0]
+    pattern, shape = NM(2, 4), (outputs, inputs)
+    update = move_groups(dense, codes, curvature, scaling, DIALS, pattern, shape, -1)
+    kept = tally(codes, update.target, update.kept, before).kept
+    assert kept is not None
+    master = dense.clone()
+
+    # Each with the bytes that it must move for a weight.
+    yield "moments", 4, elements, lambda: score_stats(dense, curvature)
+    yield "move", 10, elements, lambda: move_groups(dense, codes, curvature, scaling, DIALS, pattern, shape, -1)
+    yield "tally", 4.4, elements, lambda: tally(codes, update.target, update.kept, before)
+    yield "soft step", 18.1, elements, lambda: soft_step(dense, master, codes, kept, 0.6, 0.5, master)
+    yield "keep in place", 8.1, elements, lambda: keep_in_place(master, kept)
+    gradient_TO = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+    input_TI = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+    layer = gradient_TO.numel() + input_TI.numel()
+    yield "layer hook", 4, layer, lambda: fisher_sums(gradient_TO, input_TI)
+
+
+def _loss(device: str, tokens: int, vocabulary: int) -> Iterator[Case]:
+    """Yield the element-wise part of the distillation loss over a block of tokens: both models' logits, two passes."""
+    config = DistillationConfig()
+    rows = min(tokens, block_tokens(config, vocabulary))
+    student_TV = torch.randn(rows, vocabulary, device=device, dtype=torch.bfloat16)
+    teacher_TV = torch.randn(rows, vocabulary, device=device, dtype=torch.bfloat16)
+    labels_T = torch.randint(vocabulary, (rows,), device=device)
+    losses = TokenLosses(labels_T, config, torch.bfloat16)
+    of_total = torch.ones((), device=device)
+    yield "loss, first pass", 4, student_TV.numel(), lambda: losses.add(slice(None), student_TV, teacher_TV)
+    yield "loss, gradient", 6, student_TV.numel(), lambda: losses.gradient(student_TV, teacher_TV, of_total)
+
+
+def _measure(name: str, size: float, elements: int, call: Callable[[], Any], device: str) -> dict[str, Any]:
+    """Time calls of a function, print the line and return it."""
+    for _ in range(3):
+        call()
+    milliseconds = median(_milliseconds(call, device) for _ in range(CALLS))
+    row = {
+        "name": name,
+        "ms": milliseconds,
+        "terabytes_a_second": elements * size / milliseconds / 1e9,
+        "host_us": _host_microseconds(call, device),
+    }
+    print("{name:36} {ms:9.4f} ms {terabytes_a_second:7.3f} TB/s {host_us:8.0f} us host".format(**row), flush=True)
+    return row
+
+
+def _milliseconds(call: Callable[[], Any], device: str) -> float:
+    """Time one call, on the device's own clock where it has one."""
+    if device == "cpu":
+        began = time.perf_counter()
+        call()
+        return (time.perf_counter() - began) * 1e3
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _host_microseconds(call: Callable[[], Any], device: str, calls: int = 20) -> float:
+    """Time that the host spends on a call, without waiting for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    spent = (time.perf_counter() - began) / calls * 1e6
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return spent
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Parse OUTxIN."""
+    outputs, inputs = text.split("x")
+    return int(outputs), int(inputs)
+
+
+if __name__ == "__main__":
+    main()

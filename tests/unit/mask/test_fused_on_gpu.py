@@ -1,0 +1,99 @@
+"""Every fused function of a mask update gives a GPU's numbers as it gives a CPU's.
+
+The small matrix comes first: a compiled graph is made by the first size that it meets, and serves all later ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask import fusing
+from sparseforge_ds.mask.anneal import Dials
+from sparseforge_ds.mask.bits import keep_in_place, pack
+from sparseforge_ds.mask.codes import CODE
+from sparseforge_ds.mask.curvature import fisher_sums
+from sparseforge_ds.mask.effective_mask import soft_step
+from sparseforge_ds.mask.importance import RankOne, scalings, score_stats
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.update import move_groups, tally
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(60, 64), (576, 576), (1088, 5120), (2048, 8192)]
+DIALS = Dials(temperature=0.4, beta=0.3, mid_penalty=0.2, penalty_rate=0.2, mask_rate=0.1, x=0.7)
+CODES_OFF = 1e-5
+"""Share of mask codes that may differ by one: Triton contracts a multiplication and an addition, a CPU does not."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update of a matrix comes to, on the CPU."""
+
+    stats: Tensor
+    codes: Tensor
+    target: Tensor
+    kept: Tensor
+    sums: Tensor
+    dense: Tensor
+    published: Tensor
+    gradient: Tensor
+
+
+def update_on(device: str, rows: int, columns: int) -> Update:
+    """Update a random matrix once, publish it, and mask its gradient."""
+    generator = torch.Generator().manual_seed(rows)
+    elements = rows * columns
+    dense = torch.randn(elements, generator=generator).to(device)
+    codes = torch.randint(0, 65536, (elements,), generator=generator).to(CODE).to(device)
+    before = pack(torch.rand(elements, generator=generator) > 0.5).to(device)
+    gradient = torch.randn(elements, generator=generator).to(device)
+    share_R = torch.rand(rows, generator=generator).to(device)
+    column_C = torch.rand(columns, generator=generator).to(device)
+    curvature = RankOne(share_R, column_C, 0)
+
+    stats = score_stats(dense, curvature)
+    scaling = scalings(stats[None], 1e-4)[0]
+    update = move_groups(dense, codes, curvature, scaling, DIALS, NM(2, 4), (rows, columns), -1)
+    counted = tally(codes, update.target, update.kept, before)
+    assert counted.kept is not None
+    published = dense * 0.9
+    soft_step(dense, published, codes, counted.kept, 0.6, 0.5, published)
+    keep_in_place(gradient, counted.kept)
+    results = (stats, codes.int(), update.target, update.kept, torch.stack(counted.sums), dense, published, gradient)
+    return Update(*(tensor.cpu() for tensor in results))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_an_update_has_the_cpus_numbers(shape: tuple[int, int]) -> None:
+    with fusing.compiled(False):
+        cpu = update_on("cpu", *shape)
+    gpu = update_on("cuda", *shape)
+
+    torch.testing.assert_close(gpu.stats, cpu.stats, rtol=1e-11, atol=0)
+    apart = (gpu.codes - cpu.codes).abs()
+    assert int(apart.max()) <= 1 and float((apart > 0).double().mean()) <= CODES_OFF
+    assert torch.equal(gpu.target, cpu.target)
+    # A code that differs may swap two members of a near tie.
+    assert int((gpu.kept != cpu.kept).sum()) <= 2 * int((apart > 0).sum())
+    torch.testing.assert_close(gpu.sums, cpu.sums, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gpu.dense, cpu.dense, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gpu.published, cpu.published, rtol=1e-4, atol=1e-4)
+    same = gpu.kept == cpu.kept
+    assert torch.equal(gpu.gradient[same], cpu.gradient[same])
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(64, 96, 32), (4096, 1536, 576)])
+def test_fisher_sums_have_the_cpus_numbers(tokens: int, outputs: int, inputs: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    gradient_TO = torch.randn(tokens, outputs, generator=generator).bfloat16()
+    input_TI = torch.randn(tokens, inputs, generator=generator).bfloat16()
+    with fusing.compiled(False):
+        on_cpu = fisher_sums(gradient_TO, input_TI)
+    on_gpu = fisher_sums(gradient_TO.cuda(), input_TI.cuda())
+
+    for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
+        torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=0)
