@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import sparseforge_ds.started_by  # noqa: F401  first: it notes who started this process
 from sparseforge_ds.model.registration import register_model_classes, register_with_transformers
 
 if TYPE_CHECKING:

@@ -26,12 +26,14 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from sparseforge_ds.started_by import GRANDPARENT, PARENT, Ancestor
 from sparseforge_ds.train.ranks import rank_from_launcher
 
 _ECHO = 2.0
 """Seconds in which another SIGINT is the first one, passed on by a launcher."""
 _LOOK = 1.0
 """Seconds between looks whether the launcher lives."""
+_LAUNCH = "deepspeed.launcher.launch"
 _SHELL = 128
 """The exit code of a process that a signal ended is this and the signal's number, as shells have it."""
 
@@ -56,6 +58,7 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._noted = 0
         self._training = False
         self._parents = _launchers()
+        self._orphan = _began_as_an_orphan()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
@@ -121,7 +124,7 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._reader.close()
 
     def _has_lost_its_launcher(self) -> bool:
-        return any(_parent(child) != parent for child, parent in self._parents)
+        return self._orphan or any(_parent(child) != parent for child, parent in self._parents)
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -140,19 +143,31 @@ def _tell(line: str) -> None:
 
 
 def _launchers() -> list[tuple[int, int]]:
-    """A process and its parent, for every two that stay together as long as the launcher of this rank lives: this
-    process and torchrun, or this process, launch.py and the `deepspeed` command that started it."""
-    me = (os.getpid(), os.getppid())
+    """Return a process and its parent, for every two that stay together as long as the launcher of this rank lives.
+
+    That is this process and torchrun, or this process, launch.py and the `deepspeed` command that started it. They are
+    those that this process began with, however long its imports took.
+    """
+    me = (os.getpid(), PARENT.pid)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [me]
-    try:
-        launch = psutil.Process(os.getppid())
-        if "deepspeed.launcher.launch" not in launch.cmdline():
-            return []
-        runner = launch.parent()  # over ssh it is something else
-        return [me, (launch.pid, runner.pid)] if runner is not None and _is_deepspeed(runner) else [me]
-    except psutil.Error:  # gone, or not ours to look at
+    if _LAUNCH not in PARENT.command:
         return []
+    # Over ssh the parent of launch.py is something else.
+    return [me, (PARENT.pid, GRANDPARENT.pid)] if _is_deepspeed(GRANDPARENT) else [me]
+
+
+def _began_as_an_orphan() -> bool:
+    """Whether the launcher was gone before this process could note it, and process 1 has adopted what it left."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun may be process 1 of a container; whatever it is called there, it is a Python program.
+        return PARENT.pid == 1 and not any("python" in Path(word).name for word in PARENT.command[:1])
+    if "CROSS_RANK" not in os.environ:  # which launch.py sets
+        return False
+    if PARENT.pid == 1:
+        return _LAUNCH not in PARENT.command
+    on_one_machine = os.environ.get("CROSS_SIZE") == "1"
+    return _LAUNCH in PARENT.command and on_one_machine and GRANDPARENT.pid == 1 and not _is_deepspeed(GRANDPARENT)
 
 
 def _parent(process: int) -> int | None:
@@ -163,6 +178,6 @@ def _parent(process: int) -> int | None:
         return None
 
 
-def _is_deepspeed(process: psutil.Process) -> bool:
-    words = process.cmdline()
+def _is_deepspeed(process: Ancestor) -> bool:
+    words = process.command
     return any(Path(word).name in ("deepspeed", "ds") for word in words[:2]) or "deepspeed.launcher.runner" in words

@@ -253,6 +253,30 @@ def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_pa
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("command", [deepspeed, torchrun])
+def test_while_ranks_import_they_end_with_the_command_that_started_them(command, tmp_path):
+    """It is killed before they could look who it is."""
+    write_text(tmp_path / "text.jsonl", documents=40_000)
+    with launched(command(), *flags_of(tmp_path, deepspeed_json(batch=4))) as process:
+        until(process, lambda: len(with_rank(process)) == 2)
+        everybody = descendants(process.pid)
+        process.kill()
+        _, alive = psutil.wait_procs(everybody, timeout=PATIENCE)
+        assert not alive
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def with_rank(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that a launcher has told their rank."""
+    found = []
+    for each in descendants(process.pid):
+        with contextlib.suppress(psutil.Error):
+            if "RANK" in each.environ():
+                found.append(each)
+    return found
+
+
 def listens(pid: int) -> bool:
     """Whether a rank has its handlers by now; Ctrl-C has none while the program is read, or where it is ignored."""
     if "libtorch" not in Path(f"/proc/{pid}/maps").read_text():

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 # parts that stand above it here.
 MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"torch"},
+    "started_by": set(),
     "mask": {"torch"},
     "runtime": {"torch", "mask.packing"},
     "config": {"mask.pattern", "mask.anneal"},

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from sparseforge_ds.started_by import Ancestor
+from sparseforge_ds.train import preemption
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from tests.distributed import PATIENCE
 
@@ -125,3 +127,34 @@ def test_the_second_ctrl_c_ends_a_step_that_takes_long(environment, last):
     process.send_signal(last)
     assert process.wait(timeout=PATIENCE) == 130
     assert process.stdout.read() == "ended at once by SIGINT; --resume continues from the newest checkpoint\n"
+
+
+INIT, BASH = Ancestor(1, ("/sbin/init",)), Ancestor(77, ("bash",))
+LAUNCH = ("python", "-u", "-m", "deepspeed.launcher.launch", "--world_info=e30=")
+RUNNER = Ancestor(70, ("/usr/bin/python3", "/usr/bin/deepspeed", "launch/train.py"))
+IN_LAUNCH, IN_TORCHRUN = {"CROSS_RANK": "0", "CROSS_SIZE": "1"}, {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "parent", "grandparent", "lost"),
+    [
+        (IN_TORCHRUN, INIT, Ancestor(0, ()), True),
+        (IN_TORCHRUN, Ancestor(1, ("/usr/bin/python3", "/usr/bin/torchrun")), Ancestor(0, ()), False),
+        (IN_TORCHRUN, BASH, INIT, False),
+        (IN_LAUNCH, INIT, Ancestor(0, ()), True),
+        (IN_LAUNCH, Ancestor(71, LAUNCH), INIT, True),
+        (IN_LAUNCH, Ancestor(71, LAUNCH), RUNNER, False),
+        (IN_LAUNCH, Ancestor(71, LAUNCH), Ancestor(1, RUNNER.command), False),
+        (IN_LAUNCH | {"CROSS_SIZE": "2"}, Ancestor(71, LAUNCH), INIT, False),
+        (IN_LAUNCH, BASH, INIT, False),
+        ({}, INIT, Ancestor(0, ()), False),
+    ],
+)
+def test_who_was_an_orphan_before_its_first_line(monkeypatch, environment, parent, grandparent, lost):
+    for name in ("CROSS_RANK", "CROSS_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(preemption, "PARENT", parent)
+    monkeypatch.setattr(preemption, "GRANDPARENT", grandparent)
+    assert preemption._began_as_an_orphan() is lost
