@@ -6,6 +6,7 @@ it stay on the device until scores are made.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -34,6 +35,12 @@ from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 from sparseforge_ds.zero.shard import Shard
 
+_LOG = logging.getLogger(__name__)
+NO_GRADIENT = (
+    "The loss has no gradient at any of them, as the divergence of a model from itself has none; measure the task loss "
+    '("curvature": {"source": "probe"}), give another teacher, or use importance "magnitude"'
+)
+
 
 class CurvatureMean:
     """Of every prunable weight, by elements or by the row and column sums of its matrices; of none where scores need
@@ -52,9 +59,12 @@ class CurvatureMean:
         """What is kept where scores are made of sums."""
         self._hearing = ExitStack()
         self._hears = False
+        self._noted_without_gradient = False
         config, on = weights.config, weights
         self.unheard = torch.zeros(len(on.matrices.names), dtype=torch.bool, device=on.layout.device)
         """Matrices whose layers had no token in some refresh, experts aside: for `Ranking` to stop at."""
+        self.without_gradient = False
+        """Whether the loss had no gradient at any matrix in all that the newest scores were made of."""
         if config.keeps_curvature:
             module = on.engine.module
             refuse_unmeasurable(module, on.weights.values(), config)
@@ -83,8 +93,21 @@ class CurvatureMean:
         """Whether there is something to score by."""
         return not self.measures or self.on.refreshes > 0
 
+    def note_without_gradient(self) -> None:
+        """Say once that masks move without a curvature so far."""
+        if not self._noted_without_gradient and self.on.layout.rank == 0:
+            _LOG.warning(
+                "the loss had no gradient up to step %d, as the divergence of a model from itself has none: masks move "
+                "by the size of the weights until it has one",
+                self.on.step,
+            )
+        self._noted_without_gradient = True
+
     def require_refreshed(self) -> None:
-        """Before a mask is frozen, and at the end of a run: raises ForgeError if nothing was ever measured."""
+        """Raise ForgeError, before a mask is frozen and at the end of a run, if it was formed without a curvature."""
+        if self.without_gradient:
+            step = self.on.step
+            raise ForgeError(f"masks were moved by the size of the weights alone up to step {step}. {NO_GRADIENT}")
         if not self.ready:
             names = list(self.on.weights)
             raise ForgeError(

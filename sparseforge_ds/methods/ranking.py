@@ -19,7 +19,7 @@ from sparseforge_ds.mask.importance import (
     score_stats,
     standardized_score,
 )
-from sparseforge_ds.methods.curvature_mean import CurvatureMean
+from sparseforge_ds.methods.curvature_mean import NO_GRADIENT, CurvatureMean
 from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError
 from sparseforge_ds.zero.halo import Chunk
 from sparseforge_ds.zero.matrices import Matrices
@@ -79,9 +79,15 @@ class Ranking:
         for chunk in on.chunks():
             yield chunk, on.to_groups(chunk, score(chunk), halo)
 
-    def scoring(self) -> Scoring:
-        """What the scores of all elements are made of. Collective. Raises ForgeError where some matrix has no usable
-        curvature."""
+    def scoring(self, magnitude_without_gradient: bool = False) -> Scoring:
+        """Return what the scores of all elements are made of. Collective.
+
+        Args:
+            magnitude_without_gradient: score all matrices by magnitude where the loss had no gradient in any of them.
+
+        Raises:
+            ForgeError: some matrix has no usable curvature.
+        """
         on, sums = self.on, self.mean.whole()
         home = on.layout.flats[0].device  # with optimizer offload the host: one copy for all matrices, not one each
         scoring = Scoring(on.matrices)
@@ -94,7 +100,13 @@ class Ranking:
             for inside, curvature, of_matrix in scoring.of(chunk, self._elements(chunk)):
                 of_matrix += score_stats(dense[inside], curvature)
         moments = on.layout.sum_shards(moments.to(on.layout.device))
-        scoring.by_magnitude = self._read(moments[:, 1], sums)
+        totals, heard = self._read(moments[:, 1], sums)
+        self.mean.without_gradient = not any(totals) and all(heard) and (sums is None or not sums.values.any())
+        if magnitude_without_gradient and self.mean.without_gradient:
+            self.mean.note_without_gradient()
+            scoring.by_magnitude = set(range(len(totals)))
+        else:
+            scoring.by_magnitude = self._require_curvature(totals, heard, sums)
         if scoring.by_magnitude:
             rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
             moments[rows] = magnitude_stats(moments[rows])
@@ -108,8 +120,8 @@ class Ranking:
         shard = self.on.shards[chunk.name]
         return self.on.of(shard, "curvature")[chunk.start - shard.start : chunk.stop - shard.start]
 
-    def _read(self, totals: Tensor, sums: AxisSums | None) -> set[int]:
-        """What an update must know on the host, in one copy; returns what `_require_curvature` does."""
+    def _read(self, totals: Tensor, sums: AxisSums | None) -> tuple[list[float], list[float]]:
+        """Copy what an update must know to the host at once; return the first two arguments of `_require_curvature`."""
         on, running = self.on, self.mean.running
         parts = [totals, ~self.mean.unheard, on.load.numbers()]
         if running is not None:
@@ -124,7 +136,7 @@ class Ranking:
         on.load.read(of_parts[2])
         if running is not None:
             self._metrics = running.metrics(of_parts[3])
-        return self._require_curvature(of_parts[0], of_parts[1], sums)
+        return of_parts[0], of_parts[1]
 
     def report(self) -> dict[str, float]:
         """Metrics of the masks accounted for since the last report, and of the curvature where scores were made of it
@@ -163,14 +175,19 @@ class Ranking:
             return unseen
         vanished = [] if sums is None else [row for row in bad if heard[row] and vanishes(*sums.of(row))]
         absent = [row for row in bad if row not in vanished]
-        why = (  # more probes would not help those without any curvature: they come first
-            "Their layers took no part in the loss, or it is not finite; use all of the model in every step and probe, "
-            "or exclude these weights"
-            if absent
-            else "All of their row sums, or all of their column sums, are <= 0, which leaves no product of them: the "
-            f"estimate is signed, and its noise too large; raise curvature.first_probes = {part.first_probes} or "
-            f'curvature.probes = {part.probes}, or use importance "fisher"'
-        )
+        if self.mean.without_gradient:
+            why = NO_GRADIENT
+        elif absent:  # more probes would not help those without any curvature: they come first
+            why = (
+                "Their layers took no part in the loss; use all of the model in every step and probe, or exclude these "
+                "weights"
+            )
+        else:
+            why = (
+                "All of their row sums, or all of their column sums, are <= 0, which leaves no product of them: the "
+                f"estimate is signed, and its noise too large; raise curvature.first_probes = {part.first_probes} or "
+                f'curvature.probes = {part.probes}, or use importance "fisher"'
+            )
         names = [self.on.matrices.names[row] for row in absent or vanished]
         raise ForgeError(
             f"no usable curvature for {len(names)} of {len(totals)} matrices at step {self.on.step}: "

@@ -93,7 +93,8 @@ class SoftMask(MaskMethod):
         """Scores, gates and masks of all weights (eqs. 3 to 9)."""
         on = self.on
         dials = self.schedule.dials(on.step)
-        scoring = self.ranking.scoring()
+        # The first soft masks make a student differ from a teacher that it equals, and the loss has a gradient then.
+        scoring = self.ranking.scoring(magnitude_without_gradient=True)
         by_elements = on.config.keeps_elements and not on.config.factored
         keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
         halo = {key: on.exchange(key) for key in keys}

@@ -209,13 +209,37 @@ def singular(stage: int) -> str:
     return message_of(lambda: forge.start(lambda: engine(**batch).loss))
 
 
-def unused_all() -> tuple[list[str], list[str], list[str]]:
+def without_gradient(config: dict[str, Any], silent_steps: int) -> tuple[str, list[float]]:
+    """Loss whose gradient is 0 in the first steps; what is said, and how much is kept after every update."""
+    case = Case(stage=2, config=config)
+    engine, forge = build(case)
+    kept = []
+
+    def train() -> None:
+        if not forge.ready:
+            forge.start(lambda: engine(**my_part(batch_at(0))).loss * 0)
+        for step in range(case.steps):
+            engine.backward(engine(**my_part(batch_at(step))).loss * (step >= silent_steps))
+            engine.step()
+            if forge.step():
+                kept.append(forge.metrics["mask/kept"])
+
+    return message_of(train), kept
+
+
+def unused_all() -> tuple[list[str], list[str], list[str], list[tuple[str, list[float]]]]:
     said = [unused_layer(*arguments) for arguments in UNUSED]
-    return said, [uncalled({1}), uncalled({0, 1})], [singular(0), singular(3)]
+    silent = [without_gradient(TRAINING, steps) for steps in (2, 8)]
+    silent.append(without_gradient({"importance": "fisher", "method": "naive_retrain"}, 0))
+    return said, [uncalled({1}), uncalled({0, 1})], [singular(0), singular(3)], silent
 
 
 def test_a_layer_without_curvature_stops_the_run() -> None:
-    for unused, (called_on_one, called_on_none), singular in run_distributed(unused_all, 2):
+    for unused, (called_on_one, called_on_none), singular, silent in run_distributed(unused_all, 2):
+        (later, kept), (never, moved), (chosen, _) = silent
+        assert later == "no error" and len(kept) == 4 and kept[0] < 1, "the first masks go by magnitude"
+        assert "masks were moved by the size of the weights alone up to step 7" in never and len(moved) == 3
+        assert "no usable curvature for 7 of 7" in chosen and "The loss has no gradient at any of them" in chosen
         for (case, in_training), said in zip(UNUSED, unused, strict=True):
             where = (case.stage, case.sparseforge.importance, in_training, said)
             assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
