@@ -1,4 +1,4 @@
-"""What probes of the curvature read under a trainer: the micro-batches of its step, every trained token alike."""
+"""Micro-batches that probes of the curvature read under a trainer: those of its step, every trained token alike."""
 
 from __future__ import annotations
 
@@ -11,24 +11,80 @@ from torch import Tensor
 
 from sparseforge_ds.data.micro_batch import IGNORED, MicroBatch
 from sparseforge_ds.model.distill import next_labels
+from sparseforge_ds.model.task_head import TaskHead, task_head
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.zero.probe import Closure
 
 _NOT_MORE = ("input_ids", "labels", "shift_labels", "use_cache")
 """Inputs that are not `MicroBatch.more`."""
+_WITH_COMPLETIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "pixel_values")
+"""Inputs of the forward pass among those of TRL's trainers, which also hold rewards, log-probabilities and the like."""
 
 
-def micro_batch_of(inputs: dict[str, Any], trained: float | None) -> MicroBatch:
-    """A trainer's inputs; of sequences that ranks share it has labels that are shifted already.
+def micro_batch_of(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
+    """Return a trainer's inputs as a micro-batch, whose labels stand where the model's own loss takes them to be.
+
+    Args:
+        inputs: with `shift_labels` where ranks share sequences.
+        trained: see `MicroBatch`.
+        model: with a head that `require_task_head` knows.
 
     Raises:
-        ValueError: there are no labels.
+        ValueError: there are no labels, or no classes.
     """
     shifted = "shift_labels" in inputs
     if not shifted and "labels" not in inputs:
-        raise ValueError("the loss needs labels in every batch, -100 where nothing is to be learned")
+        raise ValueError(
+            f"the batches have no labels, but {', '.join(inputs)}: the trainer has a loss of its own, which neither a "
+            'teacher nor a probe of the curvature can form; leave teacher and "curvature": {"source": "probe"} out, or '
+            "give labels, -100 where nothing is to be learned"
+        )
     more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
-    return MicroBatch(inputs["input_ids"], inputs["shift_labels" if shifted else "labels"], trained, more, shifted)
+    labels, head = inputs["shift_labels" if shifted else "labels"], task_head(model)
+    if labels.is_floating_point():
+        raise ValueError(
+            f"the labels are {labels.dtype}, numbers and not classes: {type(model).__name__} has another loss than the "
+            "cross-entropy that a teacher or a probe of the curvature takes; leave them out"
+        )
+    if head is TaskHead.SEQUENCE:
+        labels = labels.view(-1, 1)
+    if head is TaskHead.DECODER and not {"decoder_input_ids", "decoder_inputs_embeds"} & more.keys():
+        more["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    return MicroBatch(inputs["input_ids"], labels, trained, more, shifted or head is not TaskHead.NEXT_TOKEN)
+
+
+def task_batch_of(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
+    """Return what the task loss of a probe reads: the labels, or the completions of a trainer of TRL.
+
+    Raises:
+        ValueError: there are neither.
+    """
+    return micro_batch_of(_with_labels(inputs), trained, model)
+
+
+def trained_tokens(inputs: dict[str, Any], model: Any) -> Tensor | None:
+    """Return () how many labels a trainer's inputs train on; None where they do not say."""
+    inputs = _with_labels(inputs)
+    if not {"labels", "shift_labels"} & inputs.keys() or task_head(model) is None:
+        return None
+    batch = micro_batch_of(inputs, None, model)
+    return (next_labels(batch.label_BS, batch.shifted) != IGNORED).sum()
+
+
+def _with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Make the tokens that a `completion_mask` of TRL names the labels, where there are no others.
+
+    Completions that a model has written stand apart from their prompts, and `tool_mask` leaves out what tools wrote.
+    """
+    if {"labels", "shift_labels"} & inputs.keys() or "completion_mask" not in inputs:
+        return inputs
+    trained = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    given = {key: inputs[key] for key in ("input_ids", *_WITH_COMPLETIONS) if key in inputs}
+    if "completion_ids" in inputs:
+        given["input_ids"] = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        given["attention_mask"] = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        trained = torch.cat([torch.zeros_like(inputs["prompt_mask"]), trained], dim=1)
+    return {**given, "labels": given["input_ids"].masked_fill(trained == 0, IGNORED)}
 
 
 class StepText:
@@ -36,26 +92,32 @@ class StepText:
 
     Args:
         given: this rank's inputs, as its data loader gave them.
-        prepare: puts such inputs where the model is; called for a probe alone.
+        prepare: puts such inputs where the model is, or completes prompts; called for a probe alone.
         objective: forms the task loss; None where nothing probes.
+        prepared: the inputs that the step was trained on, where it was made already.
     """
 
     def __init__(
-        self, given: Sequence[dict[str, Any]], prepare: Callable[[Any], dict[str, Any]], objective: Objective | None
+        self,
+        given: Sequence[dict[str, Any]],
+        prepare: Callable[[Any], dict[str, Any]],
+        objective: Objective | None,
+        prepared: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.given = given
         self.prepare = prepare
         self.objective = objective
+        self.prepared = prepared
 
     @cached_property
-    def inputs(self) -> list[dict[str, Any]]:
-        """The given ones, prepared."""
-        return [self.prepare(each) for each in self.given]
+    def inputs(self) -> Sequence[dict[str, Any]]:
+        """The prepared ones."""
+        return self.prepared or [self.prepare(each) for each in self.given]
 
     def passes(self, batch: int) -> list[Closure]:
         """Each the sum over its tokens, divided by `divisor`."""
         assert self.objective is not None
-        return [partial(self._loss, inputs) for inputs in self.inputs]
+        return [partial(self.objective.cross_entropy, micro_batch) for micro_batch in self._batches(self._divisor)]
 
     def divisor(self, batch: int) -> float:
         """Trained tokens of the step, over its micro-batches on all ranks: the mean of these counts every token alike.
@@ -64,14 +126,14 @@ class StepText:
 
     def predicted(self, batch: int) -> list[Tensor]:
         """(B * S,) what each position of a micro-batch is to predict, -100 where nothing is trained on."""
-        return [next_labels(each.label_BS, each.shifted) for each in (micro_batch_of(i, None) for i in self.inputs)]
+        return [next_labels(each.label_BS, each.shifted) for each in self._batches(None)]
+
+    def _batches(self, trained: float | None) -> list[MicroBatch]:
+        assert self.objective is not None
+        return [task_batch_of(inputs, trained, self.objective.engine.module) for inputs in self.inputs]
 
     @cached_property
     def _divisor(self) -> float:
         trained = torch.stack([(each != IGNORED).sum() for each in self.predicted(0)]).sum()
         torch.distributed.all_reduce(trained)
         return max(1, int(trained)) / (torch.distributed.get_world_size() * len(self.inputs))
-
-    def _loss(self, inputs: dict[str, Any]) -> Tensor:
-        assert self.objective is not None
-        return self.objective.cross_entropy(micro_batch_of(inputs, self._divisor))

@@ -15,6 +15,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.distill import same_vocabulary
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.task_head import TaskHead, is_classification, require_task_head, same_classes, task_head
 from sparseforge_ds.train.pretrained import in_one_basis
 
 _LOG = logging.getLogger(__name__)
@@ -150,11 +151,26 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
     """Whether the model can be compared with a teacher, of which no weight is loaded yet.
 
     Raises:
-        ValueError: there is no such teacher, or it has another vocabulary, or other states, or in another order, where
-            these are compared.
+        ValueError: there is no such teacher, or it has another head, vocabulary or number of classes, or other states,
+            or in another order, where these are compared; or the model has a head that has no such teacher.
     """
+    head = require_task_head(model, "teacher")
+    if isinstance(teacher, PreTrainedModel) and (
+        task_head(teacher) is not head or is_classification(teacher) != is_classification(model)
+    ):
+        raise ValueError(
+            f"teacher is {type(teacher).__name__} and the model {type(model).__name__}: their logits are of different "
+            "things; give a teacher with the same head"
+        )
     of_teacher = teacher.config if isinstance(teacher, PreTrainedModel) else load_config(teacher, f"teacher {teacher}")
     same_vocabulary(*(each.get_text_config().vocab_size for each in (model.config, of_teacher)))
+    if head is not TaskHead.NEXT_TOKEN and config.distillation is not None and config.distillation.hidden is not None:
+        raise ValueError(
+            f"distillation.hidden with {type(model).__name__}: hidden states are compared in causal language models; "
+            'set "hidden" to null'
+        )
+    if is_classification(model):
+        same_classes(model.config, of_teacher)
     if config.distillation is not None and config.distillation.hidden is not None:
         same_states(model.config, of_teacher)
         mine, other = (Path(each.name_or_path) for each in (model.config, of_teacher))

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, Trainer
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.forge import SparseForge
-from sparseforge_ds.integrations.step_text import StepText, micro_batch_of
+from sparseforge_ds.integrations.step_text import StepText, micro_batch_of, trained_tokens
 from sparseforge_ds.integrations.trainer_settings import (
     WITHOUT_BRANCHES,
     block_of,
@@ -37,10 +37,10 @@ from sparseforge_ds.integrations.trainer_settings import (
     way_back,
     whole_checkpoint,
 )
-from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.rotation.record import keep_rotation
 from sparseforge_ds.train.monitoring import dial_scalars
@@ -86,6 +86,8 @@ class SparseForgeMixin(_Trainer):
         self._items: tuple[Any, float] = (None, 0.0)
         """What a step said last of how many tokens it trains on, and that as a number."""
         self._step_inputs: Sequence[dict[str, Any]] = ()
+        self._trained_inputs: list[dict[str, Any]] = []
+        """Micro-batches of the step that were trained on, as the loss was given them; kept for probes alone."""
         self._updated = False
         refuse_arguments(kwargs)
         super().__init__(*args, **kwargs)
@@ -164,20 +166,25 @@ class SparseForgeMixin(_Trainer):
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
         few = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)
+        more = {"decoder_input_ids": few} if task_head(self.model) is TaskHead.DECODER else {}
         if self.forge.needs_probe:
+            require_task_head(self.model, '"curvature": {"source": "probe"}')
             self._task = Objective(engine, None, config)
-            self._task.decide(few)
+            self._task.decide(few, **more)
         self._parts = self._parts.to(self.args.device)
         if self._teacher is None or config.distillation is None:
             return
         if isinstance(self._teacher, PreTrainedModel):
             teacher = Teacher(self._teacher, config.distillation, engine.config)
         else:
-            teacher = Teacher.from_pretrained(self._teacher, config.distillation, engine.config)
+            check_teacher(self._teacher, self.model, config)  # a model of `model_init` was not there before
+            causal = task_head(self.model) is TaskHead.NEXT_TOKEN
+            kind = {} if causal else {"model_class": type(self.model)}
+            teacher = Teacher.from_pretrained(self._teacher, config.distillation, engine.config, **kind)
         if self.get_sp_size() > 1:
             share_sequences(teacher.model, self.model)
         self._objective = Objective(engine, teacher, config)
-        if whole := self._objective.decide(few):
+        if whole := self._objective.decide(few, **more):
             _LOG.info("whole logits of both models, which take more memory than blocks of them: %s", whole)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -186,6 +193,7 @@ class SparseForgeMixin(_Trainer):
         """The trainer's own; remembers the micro-batches of the step for probes of the curvature."""
         samples = super().get_batch_samples(*args, **kwargs)
         self._step_inputs = samples[0]
+        self._trained_inputs = []
         return samples
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -204,13 +212,15 @@ class SparseForgeMixin(_Trainer):
         """Ours with a teacher, while training; else the trainer's own, in evaluation as well."""
         if self.forge is None or not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._task is not None:
+            self._trained_inputs.append(dict(inputs))  # a copy, because a loss may take the labels out
         self._tell_divisor(inputs, num_items_in_batch)
         if self._objective is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         trained = self._share(inputs) if self.get_sp_size() > 1 else self._trained(num_items_in_batch)
         if trained is not None and self.get_sp_size() == 1:
             trained /= self.current_gradient_accumulation_steps
-        return self._taught(micro_batch_of(inputs, trained), return_outputs)
+        return self._taught(micro_batch_of(inputs, trained, self.model), return_outputs)
 
     def _taught(self, batch: MicroBatch, return_outputs: bool) -> Any:
         """The teacher's loss."""
@@ -231,14 +241,16 @@ class SparseForgeMixin(_Trainer):
     def _tell_divisor(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """The trainer forms the sum of losses that an engine's mean over micro-batches would be."""
         assert self.forge is not None
-        if not self._config.hears(self.forge.step_count + 1) or not {"labels", "shift_labels"} & inputs.keys():
+        if not self._config.hears(self.forge.step_count + 1) or (tokens := trained_tokens(inputs, self.model)) is None:
             return
-        trained, there = self._trained(num_items_in_batch), self.current_gradient_accumulation_steps
+        # TRL's trainers count what they have completed, and put it among the inputs.
+        trained = self._trained(inputs.get("num_items_in_batch", num_items_in_batch))
+        there = self.current_gradient_accumulation_steps
         of_own_mean = self._objective is None and self.loss_is_scaled_for_ga is False
         if self.get_sp_size() > 1:
             trained = self._share(inputs) * there
         elif trained is None or of_own_mean:  # over the micro-batch, which the trainer divides by how many there are
-            trained = float((next_labels(inputs["labels"]) != -100).sum()) * there
+            trained = float(tokens) * there
         self.forge.loss_divided_by(trained / self.deepspeed.gradient_accumulation_steps(), there)
 
     def _share(self, inputs: dict[str, Any]) -> float:
@@ -248,7 +260,7 @@ class SparseForgeMixin(_Trainer):
         return max(1, int(trained)) / self.get_sp_size()
 
     def _step_text(self) -> StepText:
-        return StepText(self._step_inputs, self._prepare_inputs, self._task)
+        return StepText(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)
 
     # -- what is saved and logged, and which checkpoint is the best ----------------------------------------------------
 

@@ -22,6 +22,11 @@ LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
 """What the log says of a loss, as `loss/...`."""
 
 
+def by_places(logits: Tensor) -> Tensor:
+    """(B, S, V) as they are; (B, classes) of whole sequences -> (B, 1, classes)."""
+    return logits[:, None] if logits.dim() == 2 else logits
+
+
 class Objective:
     """What an engine is trained on.
 
@@ -44,8 +49,12 @@ class Objective:
         )
         """Whether `targets` takes one micro-batch: hidden states of all would be as large as activations of all."""
 
-    def decide(self, token_BS: Tensor) -> str | None:
+    def decide(self, token_BS: Tensor, **more: Tensor) -> str | None:
         """Run both models over a few tokens, to see whether logits are made by their heads alone; collective.
+
+        Args:
+            token_BS: (B, S) ids.
+            **more: other inputs of the forward pass.
 
         Returns:
             Why not, where they are not.
@@ -55,9 +64,9 @@ class Objective:
         model.eval()
         try:
             with torch.no_grad():
-                hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False))
+                hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False, **more))
             if self.teacher is not None:
-                self.teacher.hidden_states(token_BS)
+                self.teacher.hidden_states(token_BS, **more)
         except WholeLogits as error:
             self.whole = str(error)
         finally:
@@ -95,7 +104,7 @@ class Objective:
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
         """The task loss alone, which probes of the curvature take."""
         if self.whole or self.draws_labels:
-            logits_BSV = self._run(batch).logits
+            logits_BSV = by_places(self._run(batch).logits)
             return task_loss(logits_BSV, batch.label_BS, trained=batch.trained, shifted=batch.shifted)
         return self._in_head(batch)[0].total
 
@@ -109,7 +118,7 @@ class Objective:
         label_BS, trained, shifted = batch.label_BS, batch.trained, batch.shifted
         if self.teacher is None or config is None:
             output = self._run(batch)
-            total = task_loss(output.logits, label_BS, trained=trained, shifted=shifted)
+            total = task_loss(by_places(output.logits), label_BS, trained=trained, shifted=shifted)
             nothing = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), nothing, nothing), output
         with self.teacher.captured() as states:
@@ -117,7 +126,8 @@ class Objective:
         next_T, of_logits = next_labels(label_BS, shifted), replace(config, hidden=None)
         with compared(self.engine.module, states, next_T, config, trained) as distance:
             output = self._run(batch)
-        losses = distillation_loss(output.logits, teacher_BSV, label_BS, of_logits, trained, shifted)
+        logits = by_places(output.logits), by_places(teacher_BSV)
+        losses = distillation_loss(*logits, label_BS, of_logits, trained, shifted)
         return distance.added_to(losses), output
 
     def _run(self, batch: MicroBatch) -> Any:

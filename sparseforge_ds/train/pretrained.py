@@ -180,7 +180,12 @@ def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> 
 
 
 def load_model(
-    folder: str | Path, who: str, dtype: torch.dtype, partition: dict[str, Any] | None, **more: Any
+    folder: str | Path,
+    who: str,
+    dtype: torch.dtype,
+    partition: dict[str, Any] | None,
+    model_class: Any = AutoModelForCausalLM,
+    **more: Any,
 ) -> PreTrainedModel:
     """A model with its weights; collective when they are partitioned.
 
@@ -192,6 +197,7 @@ def load_model(
         dtype: of every weight.
         partition: a DeepSpeed configuration with ZeRO stage 3, to divide every weight over the ranks as it is loaded;
             None to load all of it here.
+        model_class: whose `from_pretrained` loads it.
         **more: for `from_pretrained`.
 
     Raises:
@@ -199,7 +205,7 @@ def load_model(
     """
     try:
         with _loading_as(partition):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = model_class.from_pretrained(
                 folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **more
             )
     except ValueError as error:

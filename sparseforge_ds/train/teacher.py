@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.model.experts import leaf_modules
@@ -39,7 +39,7 @@ class Teacher:
         """Freeze `model` and place it; collective with `hold="zero3"`.
 
         Args:
-            model: a causal language model, partitioned by ZeRO-3 already or not.
+            model: with a head that `model.task_head` knows, partitioned by ZeRO-3 already or not.
             config: its `hold` and `hidden` are used.
             ds_config: the student's DeepSpeed configuration, with no "auto" left: the teacher computes in its dtype.
 
@@ -68,7 +68,12 @@ class Teacher:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, config: DistillationConfig, ds_config: dict[str, Any], **kwargs: Any
+        cls,
+        path: str | Path,
+        config: DistillationConfig,
+        ds_config: dict[str, Any],
+        model_class: Any = AutoModelForCausalLM,
+        **kwargs: Any,
     ) -> Teacher:
         """Load a teacher the way it will be held: partitioned as it loads with `hold="zero3"`, whole otherwise.
 
@@ -76,7 +81,8 @@ class Teacher:
             path: folder or hub id.
             config: its `hold` is used.
             ds_config: the student's DeepSpeed configuration.
-            **kwargs: for `AutoModelForCausalLM.from_pretrained`; `dtype` is the student's unless given,
+            model_class: whose `from_pretrained` loads it; the student's own where that is no causal language model.
+            **kwargs: for `from_pretrained`; `dtype` is the student's unless given,
                 and no code of the teacher's own is run.
 
         Raises:
@@ -85,7 +91,11 @@ class Teacher:
         register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
         given = {"dtype": _dtype(ds_config), **kwargs}
-        return cls(load_model(path, f"teacher {path}", partition=partition, **given), config, ds_config)
+        return cls(
+            load_model(path, f"teacher {path}", partition=partition, model_class=model_class, **given),
+            config,
+            ds_config,
+        )
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **inputs: Any) -> Tensor:
