@@ -1,7 +1,8 @@
 """The logits of an exported folder, as whoever gets it computes them: from_pretrained and nothing else.
 
 Not imported: `proof` hands this text to a fresh interpreter, so that nothing of ours is there, unless it puts an import
-of ours before the first line. Tokens are those of tokens.safetensors in the working folder.
+of ours before the first line. Tokens are those of tokens.safetensors in the working folder, arguments the exported
+folder and the name of the class that loads it.
 """
 
 import json
@@ -9,12 +10,10 @@ import os
 import sys
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-config = AutoConfig.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False)
-loader = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-model, report = loader.from_pretrained(
+model, report = getattr(transformers, sys.argv[2]).from_pretrained(
     sys.argv[1], output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False
 )
 if getattr(model, "hf_quantizer", None) is not None:
@@ -22,15 +21,17 @@ if getattr(model, "hf_quantizer", None) is not None:
 for parameter in model.parameters():
     parameter.data = parameter.data.clone()  # kernels may sum in another order where a mapped file is not aligned
 ids = load_file("tokens.safetensors")["ids"]
+inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})}
 answers = {}
 with torch.no_grad():
     adapter = bool(getattr(model, "_hf_peft_config_loaded", False))  # which transformers found in the folder
     if adapter:
         model.disable_adapters()
-    answers["logits"] = model.eval()(ids).logits.contiguous()
+    output = model.eval()(**inputs)
+    answers["logits"] = (output.logits if "logits" in output else output[0]).contiguous()
     if adapter:
         model.enable_adapters()
-        answers["adapted"] = model.float()(ids).logits.contiguous()
+        answers["adapted"] = model.float()(**inputs).logits.contiguous()
 save_file(answers, "loaded.safetensors")
 with open("loaded.json", "w") as file:
     found = {key: sorted(map(str, names)) for key, names in report.items()}

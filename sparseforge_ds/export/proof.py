@@ -26,7 +26,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.export.reference import reference_logits
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.model.registration import OWN_FAMILIES
+from sparseforge_ds.model.registration import OWN_FAMILIES, load_config, model_class
 
 TOKENS = 16
 
@@ -72,7 +72,8 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
         first = _IMPORTS if plain else _IMPORTS + "import sparseforge_ds\n"
         first += "sparseforge_ds.register_model_classes()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
-        _run(text, folder, scratch, ours=not plain)
+        name = model_class(load_config(source.model_folder, str(source.model_folder), cached=True)).__name__
+        _run(text, [str(folder.absolute()), name], folder, scratch, ours=not plain)
         told = read_json(Path(scratch) / "loaded.json")
         for kind, names in told["report"].items():
             if names:
@@ -116,7 +117,7 @@ def _compare_adapted(reference: dict[str, Tensor], loaded: TensorFolder, folder:
     }
 
 
-def _run(text: str, folder: Path, scratch: str, ours: bool) -> None:
+def _run(text: str, arguments: list[str], folder: Path, scratch: str, ours: bool) -> None:
     """Run `text` on a folder in a fresh interpreter without network and GPU."""
     environment = {
         **os.environ,
@@ -128,7 +129,7 @@ def _run(text: str, folder: Path, scratch: str, ours: bool) -> None:
     if ours:
         package = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, environment.get("PYTHONPATH"))))
-    command = [sys.executable, "-c", text, str(folder.absolute())]
+    command = [sys.executable, "-c", text, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=scratch, env=environment)
     if done.returncode < 0:
         raise _failed(folder, f"killed by signal {-done.returncode} (9 is what a machine out of memory sends)")

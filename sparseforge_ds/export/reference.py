@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from sparseforge_ds.export.published_names import PublishedTensor, published_ten
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import auto_class, load_config
+from sparseforge_ds.model.registration import empty_of, load_config
 
 
 def filled_model(source: Source) -> Any:
@@ -26,7 +27,7 @@ def filled_model(source: Source) -> Any:
     config = load_config(source.model_folder, str(source.model_folder), cached=True)
     try:
         with no_init_weights():
-            model = auto_class(config).from_config(config, dtype=source.dtype, trust_remote_code=False)
+            model = empty_of(config, dtype=source.dtype)
     except ValueError as error:
         raise ValueError(f"{source.model_folder}/config.json: {reason(error)}") from None
     model.tie_weights()
@@ -64,6 +65,13 @@ def token_ids(model: Any, count: int) -> Tensor:
     return (torch.arange(count)[None] * 7919 + 3) % model.get_input_embeddings().weight.shape[0]
 
 
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits, or what else the head gives first. A decoder reads the same tokens as its encoder."""
+    output = model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
+    logits: Tensor = output.logits if "logits" in output else output[0]
+    return logits
+
+
 def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
     """Our low-rank branch (design eq. 13) as forward hooks, in the model's dtype."""
 
@@ -93,14 +101,15 @@ def reference_logits(source: Source, tokens: int) -> dict[str, Tensor]:
     Then `without` and `ours` are the same two in fp32."""
     model = filled_model(source)
     answer = {"ids": token_ids(model, tokens)}
-    answer["logits"] = model(answer["ids"]).logits
+    run = partial(logits_of, model, answer["ids"])
+    answer["logits"] = run()
     if source.branches:
         hooks = add_branches(model, source)
-        answer["branched"] = model(answer["ids"]).logits
+        answer["branched"] = run()
         for hook in hooks:
             hook.remove()
         model.float()  # so that only the order of sums differs between the two ways to write the branch
-        answer["without"] = model(answer["ids"]).logits
+        answer["without"] = run()
         add_branches(model, source)
-        answer["ours"] = model(answer["ids"]).logits
+        answer["ours"] = run()
     return answer

@@ -48,12 +48,30 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     return _of_text_alone(config)
 
 
-def auto_class(config: Any) -> Any:
-    """transformers' Auto class for the model that a config describes: the causal one, or where there is none for it,
-    that of a model that also sees."""
+def model_class(config: Any) -> Any:
+    """Return the class of transformers that loads the model of a config: that which `architectures` names where it is a
+    head that generates no text or is of an encoder and a decoder, else the Auto class of causal models, or where there
+    is none for it, that of models that also see."""
+    import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+    name = (config.architectures or [""])[0]
+    named: Any = getattr(transformers, name, None)
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        other = not named.can_generate() or getattr(config, "is_encoder_decoder", False)
+        if other and name not in MODEL_MAPPING_NAMES.values():  # bare models are part of causal ones
+            return named
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
+def empty_of(config: Any, **how: Any) -> Any:
+    """Return the model of a config, without the weights of any file; `how`: of `from_config`. Raises ValueError where
+    transformers has no class for it."""
+    loader = model_class(config)
+    if hasattr(loader, "from_config"):
+        return loader.from_config(config, trust_remote_code=False, **how)
+    return loader._from_config(config, **how)
 
 
 def _of_text_alone(config: Any) -> Any:

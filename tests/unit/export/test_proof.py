@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForSequenceClassification
 
 from sparseforge_ds.export import formats, proof
 from sparseforge_ds.export.formats import export
@@ -17,7 +19,8 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.proof import prove_folder, require
 from sparseforge_ds.export.source import Source
 from tests.conftest import ROOT
-from tests.sparse_folders import write_dense, write_sparse
+from tests.sparse_folders import ModelSource, write_dense, write_sparse
+from tests.tiny_models import tiny_llama
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -41,6 +44,18 @@ def test_a_good_export_is_proved_and_says_how(sparse: Path, source: Source, tmp_
     assert written["proof"]["logits"] == "bit-equal" and written["proof"]["class"] == "LlamaForCausalLM"
     assert written["proof"]["loaded_by"] == ("transformers" if format == "hf" else "transformers with sparseforge_ds")
     assert written["proof"]["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24"])
+def test_the_class_that_config_json_names_is_proved(tmp_path: Path, format: str) -> None:
+    config = copy.copy(tiny_llama().config)
+    config.num_labels = 3
+    model = LlamaForSequenceClassification(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    record = export(ModelSource(model, tmp_path / "dense", torch.bfloat16), tmp_path / "out", format)
+    assert record["proof"]["class"] == "LlamaForSequenceClassification"
+    loaded = LlamaForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.score.weight, model.score.weight)
 
 
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
