@@ -59,6 +59,9 @@ def _factor(gram_II: Tensor, damping: float) -> Tensor:
     diagonal = hessian_II.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()
-    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
+    lower_II = torch.linalg.cholesky(hessian_II)
+    del hessian_II, diagonal  # of wide layers each of these takes gigabytes
+    inverse_II = torch.cholesky_inverse(lower_II)
+    del lower_II
     factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
     return factor_II

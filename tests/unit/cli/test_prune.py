@@ -18,7 +18,7 @@ from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import BUILDERS, tiny_gpt2
 
 _QUICK = ("--tokens", "512", "--seq_length", "32", "--epochs", "1", "--device", "cpu")
-FAMILIES = ("gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "llama4_text", "mixtral", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "llama4_text", "mixtral", "qwen3", "qwen3_moe")
 """One for each way to name tensors in files, to store experts, and to call blocks."""
 
 
@@ -107,6 +107,18 @@ def test_files_without_the_prefix_of_the_model(tmp_path: Path, text: Path) -> No
     assert written.keys() == tensors.keys()
     assert (written["h.1.mlp.c_fc.weight"].t().reshape(-1, 4) != 0).sum(1).max() == 1
     assert isinstance(AutoModelForCausalLM.from_pretrained(out), type(tiny_gpt2()))
+
+
+def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, text: Path) -> None:
+    """Of a folder that was permuted, or rotated, before."""
+    folder = write_model(tmp_path / "dense")
+    assert main(["permute", str(folder), str(tmp_path / "permuted")]) == 0
+    small = ["--text", str(text), "--sequences", "2", "--seq_length", "32"]
+    assert main(["rotate", str(folder), str(tmp_path / "rotated"), "--steps", "2", *small]) == 0
+    for name, kept in (("permuted", "permutation"), ("rotated", "rotation.json")):
+        out = tmp_path / f"{name}_pruned"
+        assert main(["prune", str(tmp_path / name), str(out), "--text", str(text), *_QUICK]) == 0
+        assert (out / kept).exists() and check_folder(out).ok
 
 
 def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
