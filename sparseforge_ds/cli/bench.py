@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,20 @@ from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
-Both models are loaded into this process and measured in turns, on the GPU where there is one. Prefill reads a prompt;
-decode writes tokens one after the other. Leave the machine to it: what else runs makes the quartiles wide.
+Both models are loaded into this process and measured in turns, on the GPU where there is one. Leave the machine to it:
+what else runs makes the quartiles wide.
+
+--engine eager: prefill reads a prompt of --prompt tokens; decode writes --generated tokens one after the other. On a
+GPU a small batch waits for the host then. --engine graph: a prompt is read and new tokens are written at every
+--workload, with a static cache and compiled decoding, in CUDA graphs. Each batch and workload is compiled for both
+models, in a minute or two for a model of 32 layers; --layers takes less.
 
 OUT gets bench.json with everything measured, and bench.png.
 
 examples:
   sparseforge bench models/qwen3_14b_packed24
   sparseforge bench models/qwen3_14b_packed24 --against Qwen/Qwen3-14B --batches 1 8 32 --out bench
+  sparseforge bench --shapes llama-2-7b --workload 128x128 128x1024 --batches 1 8   # random weights
 """
 
 
@@ -32,24 +39,59 @@ def register(commands: Any) -> None:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a packed24 folder, as `sparseforge export --format packed24` writes it")
+    add(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a packed24 folder, as `sparseforge export --format packed24` writes it",
+    )
     add("--against", metavar="DENSE", help="the dense model: a folder or hub id (default: MODEL, unpacked)")
+    add("--shapes", choices=_SHAPES, help="instead of MODEL: both models of these shapes, with random weights")
+    add("--layers", type=int, metavar="N", help="with --shapes: layers of both models (default: all)")
+    add("--engine", choices=("graph", "eager"), help="default: graph on CUDA, eager elsewhere")
     add("--batches", type=int, nargs="+", default=[1, 4], metavar="N", help="sequences at once (default: 1 4)")
-    add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (default: 512)")
-    add("--generated", type=int, default=16, metavar="N", help="tokens that decode writes (default: 16)")
+    add(
+        "--workload",
+        type=_length,
+        nargs="+",
+        metavar="PxN",
+        help="graph: tokens of a prompt and new tokens (default: 128x128)",
+    )
+    add("--prompt", type=int, metavar="N", help="eager: tokens of a prompt (default: 512)")
+    add("--generated", type=int, metavar="N", help="eager: tokens that decode writes (default: 16)")
     add("--repeats", type=int, default=5, metavar="N", help="turns of each (default: 5)")
     add("--threads", type=int, metavar="N", help="threads on the CPU (default: torch's)")
-    add("--dtype", default="auto", choices=DTYPES, help="default: as stored")
+    add("--dtype", default="auto", choices=DTYPES, help="default: as stored; bfloat16 with --shapes")
     add("--out", metavar="OUT", help="folder for bench.json and bench.png")
     parser.set_defaults(run=run)
 
 
+_SHAPES = ("llama-2-7b", "qwen3-14b")
+
+
+def _length(text: str) -> tuple[int, int]:
+    """Read `128x1024`: tokens of a prompt, and new ones."""
+    prompt, _, new = text.partition("x")
+    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) >= 1 and int(new) >= 2):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no workload; give tokens of a prompt and 2 new ones or more: 128x128"
+        )
+    return int(prompt), int(new)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write the files."""
-    numbers = {"--prompt": args.prompt, "--generated": args.generated, "--repeats": args.repeats}
-    numbers |= {"--batches": min(args.batches)} | ({} if args.threads is None else {"--threads": args.threads})
+    given = {"--prompt": args.prompt, "--generated": args.generated, "--threads": args.threads, "--layers": args.layers}
+    numbers = {flag: number for flag, number in given.items() if number is not None}
+    numbers |= {"--repeats": args.repeats, "--batches": min(args.batches)}
     if wrong := next((flag for flag, number in numbers.items() if number < 1), None):
         raise ValueError(f"{wrong} {numbers[wrong]}: give 1 or more")
+    if (args.model is None) == (args.shapes is None):
+        raise ValueError("bench: give MODEL, or --shapes for random weights, and not both")
+    if args.shapes is not None and args.against is not None:
+        raise ValueError(f"--against {args.against}: --shapes makes both models; leave one out")
+    if args.shapes is None and args.layers is not None:
+        raise ValueError(f"--layers {args.layers}: MODEL has its layers; leave it out, or give --shapes")
     if args.out is not None and find_spec("matplotlib") is None:
         raise ValueError("--out: bench.png needs matplotlib; pip install matplotlib")
     out = None if args.out is None else Path(args.out).absolute()
@@ -61,18 +103,51 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         import torch
 
+        from sparseforge_ds.evaluate.graph_speed import (
+            Length,
+            Lengths,
+            measure_graphs,
+            random_pair,
+            table_of_generations,
+        )
         from sparseforge_ds.evaluate.speed import Workload, draw, load_pair, measure, report, table
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    workload = Workload(tuple(args.batches), args.prompt, args.generated, args.repeats)
-    packed, dense = load_pair(args.model, args.against, args.dtype)
-    speeds = measure(packed, dense, workload)
-    names = args.model, args.against or f"{args.model}, unpacked"
-    measured = report(packed, dense, names, workload, speeds)
+    engine = args.engine or ("graph" if torch.cuda.is_available() else "eager")
+    _require_flags_of(engine, args)
+    if args.shapes is None:
+        packed, dense = load_pair(args.model, args.against, args.dtype)
+        names = args.model, args.against or f"{args.model}, unpacked"
+    else:
+        dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
+        packed, dense = random_pair(args.shapes, args.layers, dtype)
+        names = f"{args.shapes}, random, packed", f"{args.shapes}, random"
+
+    workload: Any
+    generations: list[Any] = []
+    if engine == "eager":
+        workload = Workload(tuple(args.batches), args.prompt or 512, args.generated or 16, args.repeats)
+        speeds = measure(packed, dense, workload)
+    else:
+        lengths = tuple(Length(*pair) for pair in args.workload or [(128, 128)])
+        workload = Lengths(tuple(args.batches), lengths, args.repeats)
+        speeds, generations = measure_graphs(packed, dense, workload)
+    measured = report(packed, dense, names, workload, speeds, engine)
     print(table(measured))
+    if generations:
+        measured["generations"] = [asdict(generation) for generation in generations]
+        print("\n" + table_of_generations(generations))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")
         draw(measured, out / "bench.png")
     return 0
+
+
+def _require_flags_of(engine: str, args: argparse.Namespace) -> None:
+    """Refuse what the engine would not read."""
+    other = {"graph": {"--prompt": args.prompt, "--generated": args.generated}, "eager": {"--workload": args.workload}}
+    if flag := next((flag for flag, value in other[engine].items() if value is not None), None):
+        cure = "--workload PxN" if engine == "graph" else "--prompt and --generated"
+        raise ValueError(f"{flag}: --engine {engine} does not read it; give {cure}, or the other --engine")

@@ -28,6 +28,8 @@ PAPER = (
     "TensorRT-LLM; those are other kernels on another machine, and are not measured here"
 )
 
+ENGINES = {"eager": "eager, where a small batch on a GPU waits for the host", "graph": "in CUDA graphs"}
+"""What `--engine` means, for the table."""
 _BEFORE_DECODE = 16
 """Tokens of the prompt that decode goes on from."""
 
@@ -81,7 +83,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
     return packed, dense
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure(packed: PreTrainedModel, dense: PreTrainedModel, workload: Workload) -> list[Speed]:
     """Prefill and decode of both models at each batch size, in turns. Raises ValueError for more tokens than a model
     has positions."""
@@ -105,24 +107,31 @@ def measure(packed: PreTrainedModel, dense: PreTrainedModel, workload: Workload)
                         rates[name].append(rate)
                 bar.update()
             quotients = [mine / theirs for mine, theirs in zip(rates["packed"], rates["dense"], strict=True)]
-            found.append(Speed(work, batch, *map(_quartiles, (rates["dense"], rates["packed"], quotients))))
+            found.append(Speed(work, batch, *map(quartiles, (rates["dense"], rates["packed"], quotients))))
     bar.close()
     return found
 
 
 def report(
-    packed: PreTrainedModel, dense: PreTrainedModel, names: tuple[str, str], workload: Workload, speeds: list[Speed]
+    packed: PreTrainedModel,
+    dense: PreTrainedModel,
+    names: tuple[str, str],
+    workload: Any,
+    speeds: list[Speed],
+    engine: str = "eager",
 ) -> dict[str, Any]:
-    """Everything that was measured, for a JSON file."""
+    """Everything that was measured, for a JSON file; `workload` is a dataclass of what was."""
     device = packed.device
     return {
         "format": 1,
-        "packed": {"model": names[0], "resident_bytes": _resident(packed), "disk_bytes": _on_disk(names[0])},
-        "dense": {"model": names[1], "resident_bytes": _resident(dense), "disk_bytes": _on_disk(names[1])},
+        "packed": {"model": names[0], "resident_bytes": resident(packed), "disk_bytes": _on_disk(names[0])},
+        "dense": {"model": names[1], "resident_bytes": resident(dense), "disk_bytes": _on_disk(names[1])},
         "dtype": str(packed.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "engine": engine,
         "workload": asdict(workload),
         "speeds": [asdict(speed) for speed in speeds],
         "paper": PAPER,
@@ -133,8 +142,8 @@ def table(measured: dict[str, Any]) -> str:
     """The report for people: medians, and quartiles of the speed-up."""
     packed, dense = measured["packed"], measured["dense"]
     lines = [
-        f"{measured['device']}, {measured['threads']} threads, {measured['dtype']}, torch {measured['torch']}; tokens "
-        "per second, medians, the speed-up with its quartiles",
+        f"{measured['device']}, {measured['threads']} threads, {measured['dtype']}, torch {measured['torch']}, "
+        f"{ENGINES[measured['engine']]}; tokens per second, medians, the speed-up with its quartiles",
         "",
         "| | batch | dense | packed | packed / dense |",
         "|---|---|---|---|---|",
@@ -175,41 +184,45 @@ def draw(measured: dict[str, Any], path: Path) -> None:
 
 
 def _prefill(model: PreTrainedModel, batch: int, workload: Workload) -> float:
-    ids = _tokens(model, batch, workload.prompt)
-    began = _now(model)
+    ids = tokens_of(model, batch, workload.prompt)
+    began = now(model)
     model(ids, use_cache=True, logits_to_keep=1)
-    return batch * workload.prompt / (_now(model) - began)
+    return batch * workload.prompt / (now(model) - began)
 
 
 def _decode(model: PreTrainedModel, batch: int, workload: Workload) -> float:
-    output = model(_tokens(model, batch, _BEFORE_DECODE), use_cache=True)
-    began = _now(model)
+    output = model(tokens_of(model, batch, _BEFORE_DECODE), use_cache=True)
+    began = now(model)
     for _ in range(workload.generated):
         ids = output.logits[:, -1:].argmax(-1)
         output = model(ids, past_key_values=output.past_key_values, use_cache=True)
-    return batch * workload.generated / (_now(model) - began)
+    return batch * workload.generated / (now(model) - began)
 
 
-def _tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
+def tokens_of(model: PreTrainedModel, batch: int, length: int) -> Tensor:
+    """Return (batch, length) random tokens on the model's device, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     size = model.config.get_text_config().vocab_size
     return torch.randint(size, (batch, length), generator=generator).to(model.device)
 
 
-def _now(model: PreTrainedModel) -> float:
+def now(model: PreTrainedModel) -> float:
+    """Return the time in seconds when the model's device has done all that it was given."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")
     return low, median(values), high
 
 
-def _resident(model: PreTrainedModel) -> int:
+def resident(model: PreTrainedModel) -> int:
+    """Return the bytes of a model's tensors in memory."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (*model.parameters(), *model.buffers())

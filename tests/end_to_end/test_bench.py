@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTJConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import graph_speed
 from sparseforge_ds.evaluate.speed import PAPER
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
@@ -52,6 +54,43 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
     assert 0 < mine["disk_bytes"] < theirs["disk_bytes"]
 
 
+def test_generation_with_a_static_cache_and_compiled_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of random weights, as on CUDA but for the compiler."""
+    BUILDERS["llama"](tie_word_embeddings=False).config.save_pretrained(tmp_path / "shapes")
+    monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
+    written: dict[str, list[torch.Tensor]] = {"dense": [], "packed": []}
+    made = graph_speed._Run.step_of
+
+    def seen(run: Any) -> Any:
+        name = "packed" if any(isinstance(m, Packed24Linear) for m in run.model.modules()) else "dense"
+        step = made(run)
+        return lambda ids: written[name].append(ids.clone()) or step(ids)
+
+    monkeypatch.setattr(graph_speed._Run, "step_of", seen)
+    arguments = ["--shapes", "llama-2-7b", "--layers", "1", "--engine", "graph", "--workload", "8x5", "--batches", "2"]
+    assert main(["bench", *arguments, "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "in CUDA graphs" in told and "| byte bound |" in told
+    measured = json.loads((tmp_path / "out" / "bench.json").read_text())
+    works = [f"8x5 {work}" for work in ("prefill", "decode", "new tokens in all")]
+    assert [(row["work"], row["batch"]) for row in measured["speeds"]] == [(work, 2) for work in works]
+    dense, packed = measured["generations"]
+    config = AutoConfig.from_pretrained(tmp_path / "shapes")
+    for row, whole in ((dense, measured["dense"]), (packed, measured["packed"])):
+        assert 0 < row["first_token_seconds"] < row["seconds"] and row["peak_bytes"] is None
+        assert row["cache_bytes"] == 2 * 2 * 13 * config.num_key_value_heads * config.head_dim * 4
+        table = config.vocab_size * config.hidden_size * 4  # of which a step reads rows
+        assert row["step_bytes"] == whole["resident_bytes"] - table + row["cache_bytes"]
+        assert row["bytes_per_second"] == pytest.approx(row["step_bytes"] * row["decode_tokens_per_second"] / 2)
+    assert packed["step_bytes"] < dense["step_bytes"]
+    # Three turns of four steps, which begin from the same token every time.
+    for steps in written.values():
+        assert len(steps) == 12
+        assert all(torch.equal(steps[step], steps[step % 4]) for step in range(12))
+
+
 def test_a_mixture_holds_its_experts_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And speaks as its dense export does."""
     model = BUILDERS["qwen3_moe"](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257, pad_token_id=None)
@@ -88,9 +127,19 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),
         (["no/model", "--out", str(dense / "config.json" / "x")], "a file is there; give a folder"),
         ([str(packed), "--repeats", "0"], "--repeats 0: give 1 or more"),
+        ([], "give MODEL, or --shapes for random weights, and not both"),
+        ([str(packed), "--shapes", "qwen3-14b"], "give MODEL, or --shapes for random weights, and not both"),
+        (["--shapes", "qwen3-14b", "--against", str(dense)], "--shapes makes both models; leave one out"),
+        ([str(packed), "--layers", "2"], "--layers 2: MODEL has its layers; leave it out, or give --shapes"),
+        ([str(packed), "--engine", "eager", "--workload", "8x8"], "--workload: --engine eager does not read it; give"),
+        ([str(packed), "--engine", "graph", "--prompt", "8"], "--prompt: --engine graph does not read it; give"),
+        ([str(packed), "--engine", "graph", "--workload", "64x99999"], "--workload 64x99999: the model has"),
     ):
         assert main(["bench", *arguments]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", str(packed), "--workload", "8x1"])
+    assert "'8x1' is no workload; give tokens of a prompt and 2 new ones or more" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["bench", str(packed), "--dtype", "int8"])
     assert "argument --dtype: invalid choice: 'int8' (choose from" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.config import parts
-from sparseforge_ds.evaluate import perplexity, published
+from sparseforge_ds.evaluate import graph_speed, perplexity, published, speed
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.permutation import channels
 
@@ -57,6 +57,8 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
         ("generate", "--dtype"): ("auto", *source.DTYPES),
         ("bench", "--dtype"): ("auto", *source.DTYPES),
+        ("bench", "--shapes"): graph_speed.SHAPES,
+        ("bench", "--engine"): speed.ENGINES,
         ("permute", "--dimensions"): channels.PARTS,
         ("prune", "--mask"): get_args(parts.StartMask),
     }
