@@ -98,7 +98,7 @@ class SparseForge:
     @property
     def needs_probe(self) -> bool:
         """Whether `start` or `step` take passes of their own, and so need a probe."""
-        return self._mean.measures and not self.config.listens or self.config.importance == "sparsegpt"
+        return self._mean.measures and not self.config.listens or self.config.starts_by_block
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -240,14 +240,15 @@ class SparseForge:
         mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
 
         Raises:
-            ValueError: `start` was called, and no step made yet: W waits outside the optimizer's state.
+            ValueError: `start` was called, no step was made yet, and W waits outside the optimizer's state: masks are
+                going to move, or masters have 16 bits.
         """
-        if self._starts and self.ready and not self.step_count and self.config.max_steps:
+        if self._starts and self.ready and not self.step_count and self.config.max_steps and self._state.waits:
             raise ValueError(
                 "a checkpoint between forge.start and the first step would not hold the weights that the starting mask "
                 "removes, or a shift takes: save after a step, or before forge.start"
             )
-        return self._saved.state_dict()
+        return {**self._saved.state_dict(), "started": self.ready}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
@@ -262,7 +263,7 @@ class SparseForge:
         """
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
-        self.ready = self.step_count > 0 or not self._starts
+        self.ready = self.step_count > 0 or not self._starts or self._saved.started
         self._method.resume()
         self._listen()
 

@@ -17,6 +17,8 @@ class SavedState:
     def __init__(self, on: ShardedWeights, mean: CurvatureMean) -> None:
         self._on = on
         self._mean = mean
+        self.started = False
+        """Whether `forge.start` was called before the checkpoint that was loaded; unknown once a step was made."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `SparseForge.state_dict`."""
@@ -30,11 +32,12 @@ class SavedState:
         """See `SparseForge.restore`: weights, masks, curvature, counts and branches as they were saved."""
         on = self._on
         state = self._checked(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
+        self.started = state.get("started") is True
         masks = self._masks_of(state)
         restore(on.layout, on.state, checkpoint, masks)
         on.step, on.refreshes = state["step"], state["refreshes"]
         self._mean.load_state_dict(state)
-        on.state.frozen = 0 < on.step >= on.config.resolved_schedule.freeze_step
+        on.state.frozen = masks != "none" and on.step >= on.config.resolved_schedule.freeze_step
         if masks == "frozen":
             on.state.read_kept()
             on.check_frozen()
@@ -59,6 +62,6 @@ class SavedState:
 
     def _masks_of(self, state: dict[str, Any]) -> Masks:
         """How far masks were when a state was saved."""
-        if not state["step"]:
+        if not state["step"] and not (self.started and self._on.config.release_step == 0):
             return "none"
         return "frozen" if state["step"] >= self._on.config.release_step else "moving"

@@ -27,6 +27,7 @@ from sparseforge_ds.config.parts import (
     MonitorConfig,
     PermuteConfig,
     ReconstructionConfig,
+    StartConfig,
 )
 from sparseforge_ds.config.presets import PRESETS
 from sparseforge_ds.config.shipped import configuration_file
@@ -68,6 +69,10 @@ class SparseForgeConfig:
     distillation: DistillationConfig | None = field(default_factory=DistillationConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     reconstruction: ReconstructionConfig | None = None
+    start: StartConfig | None = None
+    """Before the first step, choose the masks block by block and train what is kept of each; null: do not. For
+    `sparseforge`, whose masks are then frozen from the first step on, and for `naive_retrain` and `oneshot`;
+    `start.mask` chooses the mask, and `importance` is not used."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_steps < 2**63, "max_steps", self.max_steps, "use an integer >= 0")
@@ -116,7 +121,12 @@ class SparseForgeConfig:
     @property
     def keeps_curvature(self) -> bool:
         """Whether scores need a curvature."""
-        return self.importance not in ("magnitude", "sparsegpt")
+        return self.start is None and self.importance not in ("magnitude", "sparsegpt")
+
+    @property
+    def starts_by_block(self) -> bool:
+        """Whether the starting mask is chosen one decoder block after another, on calibration text."""
+        return self.start is not None or self.importance == "sparsegpt"
 
     @property
     def keeps_sums(self) -> bool:
@@ -206,7 +216,11 @@ class SparseForgeConfig:
         if isinstance(given.get("method"), str):
             given["method"] = {"name": name}
         kind = METHODS.get(name, SoftMaskConfig)  # `build` says which there are
-        return typing.cast(SparseForgeConfig, build(cls, merge(merge(kind.starts_from, start), given), "sparseforge"))
+        merged = merge(merge(kind.starts_from, start), given)
+        if name == "sparseforge" and merged.get("start") is not None and isinstance(merged.get("method", {}), dict):
+            # A start leaves a fixed mask, unless a window is given that says otherwise, which is refused.
+            merged = merge({"method": {"hardening": (0.0, 0.0)}}, merged)
+        return typing.cast(SparseForgeConfig, build(cls, merged, "sparseforge"))
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> SparseForgeConfig:

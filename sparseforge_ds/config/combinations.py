@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from typing import TYPE_CHECKING
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING
 from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.pattern import NM
+
+STARTED = ("sparseforge", "naive_retrain", "oneshot")
+"""Methods that can begin from a start that is trained block by block."""
 
 if TYPE_CHECKING:
     from sparseforge_ds.config.block import SparseForgeConfig
@@ -41,6 +45,8 @@ def check_method(config: SparseForgeConfig) -> None:
             f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '
             f'method "{method.name}" and pattern {config.pattern}; use "fisher"'
         )
+    if config.start is not None:
+        _check_start(config)
     if config.reconstruction is not None and importance != "sparsegpt":
         raise ValueError(f'sparseforge.reconstruction: importance "{importance}" does not use it; leave it out')
 
@@ -52,6 +58,45 @@ def check_removes(config: SparseForgeConfig) -> None:
         raise ValueError(
             f"sparseforge.pattern = {config.pattern} keeps everything; a pattern n:m needs n < m, for example 2:4. The "
             'dense control of a comparison has it, with "method": "naive_retrain" and "importance": "magnitude"'
+        )
+
+
+def _check_start(config: SparseForgeConfig) -> None:
+    """Whether a start that is trained block by block fits the method, the pattern and the other keys."""
+    assert config.start is not None
+    method, start = config.method, config.start
+    if method.name not in STARTED:
+        raise ValueError(
+            f'sparseforge.start: method "{method.name}" moves its masks, and a start leaves a fixed one; set it to '
+            f"null, or use method {' or '.join(STARTED)}"
+        )
+    if method.name == "sparseforge" and config.soft is not None:
+        raise ValueError(
+            f"sparseforge.method.hardening = {list(config.soft.hardening)}: masks are frozen from the first step on "
+            'after a start; leave it out, or use [0, 0], or set "start" to null'
+        )
+    own = method.starts_from.get("importance", "fisher")
+    if config.importance not in (own, start.mask):
+        raise ValueError(
+            f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
+            f'{json.dumps(start.mask)}; leave it out, or set "start" to null'
+        )
+    if start.mask == "annealed" and not start.epochs:
+        raise ValueError(
+            "sparseforge.start.epochs = 0: annealed masks are found while a block is trained; use 1 or more, or another"
+            " mask"
+        )
+    if config.reconstruction is not None:
+        raise ValueError("sparseforge.reconstruction: a start has its own start.damping instead; leave it out")
+    if start.mask in (None, "sparsegpt") and not isinstance(config.parsed_pattern, NM):
+        raise ValueError(
+            f"sparseforge.start.mask: sparsegpt, the default, makes masks of an n:m pattern, not {config.pattern}; use "
+            '"annealed", "wanda" or "magnitude"'
+        )
+    if config.low_rank is not None and not config.shifts:
+        raise ValueError(
+            "sparseforge.low_rank: branches that begin from what the mask removes have nothing to begin from after a "
+            'start; use "shift": true, or leave one of the two out'
         )
 
 

@@ -10,6 +10,16 @@ from sparseforge_ds.config.strict import require
 StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
 
+_MOST_TOKENS = 2_000_000
+_SHARE_OF_RUN = 0.05
+"""Of a run's tokens, that a block is trained on where `start.tokens` is not given, up to `_MOST_TOKENS`."""
+_WITHOUT_RUN = 131_072
+"""The same where no training follows."""
+_EPOCH_STEPS = 128
+_STEP_TOKENS = (1024, 16384)
+"""The least and the most tokens of an Adam step, where `start.batch` is not given."""
+_LEAST_STEPS = 16
+
 
 @dataclass(frozen=True)
 class CurvatureConfig:
@@ -226,6 +236,21 @@ class StartConfig:
         require(self.epochs >= 0, "start.epochs", self.epochs, "use an integer >= 0")
         require(self.rate > 0, "start.rate", self.rate, "use a value > 0")
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
+
+    def tokens_of(self, run_tokens: int) -> int:
+        """Return the tokens that a block is trained on, in a run of so many; 0 is no run."""
+        if self.tokens is not None:
+            return self.tokens
+        return min(_MOST_TOKENS, round(_SHARE_OF_RUN * run_tokens)) if run_tokens else _WITHOUT_RUN
+
+    def sequences_of_step(self, tokens: int, length: int) -> int:
+        """Return the sequences of an Adam step, of `length` tokens each, where a block is trained on `tokens`."""
+        if self.batch is not None:
+            return self.batch
+        least, most = _STEP_TOKENS
+        sequences = min(max(least, tokens // _EPOCH_STEPS), most) // length
+        # A block makes some steps at least, however few its tokens are.
+        return max(1, min(sequences, tokens * self.epochs // (_LEAST_STEPS * length) if self.epochs else sequences))
 
 
 @dataclass(frozen=True)

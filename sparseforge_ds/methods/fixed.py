@@ -1,7 +1,7 @@
 """A mask that is chosen once, before the first step: what one-shot pruning leaves, and what retraining starts from.
 
 The scores are those of `importance`: W^2 (magnitude), W^2 |x|^2 (Wanda, arXiv 2306.11695, eq. 1, squared), H W^2, or
-SparseGPT's, which updates weights as well.
+SparseGPT's, which updates weights as well. With `start` every decoder block is trained, too (`block_start`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 from typing_extensions import override
 
 from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.methods.block_start import BlockStart, start_of
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
-from sparseforge_ds.methods.sparsegpt import SparseGPT
 from sparseforge_ds.zero.probe import Closure, ProbeBatches, batches_of
 
 
@@ -22,8 +22,8 @@ class FixedMask(MaskMethod):
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
-        reconstructed = weights.config.importance == "sparsegpt"
-        self._sparsegpt = SparseGPT(weights, ranking.mean.probe) if reconstructed else None
+        start = start_of(weights.config)
+        self._by_block = None if start is None else BlockStart(weights, ranking.mean.probe, start)
 
     @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
@@ -34,10 +34,11 @@ class FixedMask(MaskMethod):
         """Take the N best of every group as the mask; metrics of it. Collective. Raises ForgeError where there is no
         usable curvature."""
         on = self.on
-        if self._sparsegpt is not None:
+        if self._by_block is not None:
             if probe is None:
-                raise ValueError('importance "sparsegpt" needs calibration batches: call forge.start(probe)')
-            self._sparsegpt.choose(batches_of(probe), on.config.curvature.first_probes, self.write_masters)
+                who = 'importance "sparsegpt"' if on.config.start is None else "sparseforge.start"
+                raise ValueError(f"{who} needs calibration batches: call forge.start(probe)")
+            self._by_block.run(batches_of(probe))
             on.account()
             return self.ranking.report()
         self.ranking.mean.refresh(probe, self.write_masters)

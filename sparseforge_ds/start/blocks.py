@@ -105,7 +105,7 @@ def capture_inputs(
                 f"{type(model).__name__} does not hand its hidden states from block to block as they are, so its "
                 "blocks cannot be trained one after the other; use the mask of another method"
             )
-        arguments = tuple(_shared(given, shared) for given in inputs.arguments)
+        arguments = tuple(shared_arguments(given, shared) for given in inputs.arguments)
         yield Inputs(inputs.hidden_BSH, arguments)
 
 
@@ -157,7 +157,7 @@ def _in_place_of(modules: Sequence[nn.Module], hook: Callable[[Tensor, dict[str,
             vars(module).pop("forward", None)
 
 
-def _shared(arguments: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
+def shared_arguments(arguments: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
     """An equal set of arguments that was met before, or this one."""
     for other in known[-_KNOWN:]:
         if _equal(arguments, other):

@@ -172,7 +172,7 @@ def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, squ
 
 @torch.no_grad()
 def reconstruct_weight(
-    weight: PrunableWeight, value: Tensor, moments_II: Tensor, pattern: Pattern, damping: float
+    weight: PrunableWeight, value: Tensor, moments_II: Tensor, pattern: Pattern, how: ReconstructionConfig
 ) -> tuple[Tensor, Tensor]:
     """Return SparseGPT's weights and mask of one linear layer, both in the weight's shape.
 
@@ -182,12 +182,11 @@ def reconstruct_weight(
     assert isinstance(pattern, NM)
     transposed = weight.input_axis == -2
     value_OI = (value.t() if transposed else value).float().contiguous()
-    block = ReconstructionConfig.block
     try:
-        updated_OI, kept_OI = reconstruct(value_OI, moments_II, pattern.n, pattern.m, damping, block)
+        updated_OI, kept_OI = reconstruct(value_OI, moments_II, pattern.n, pattern.m, how.damping, how.block)
     except torch.linalg.LinAlgError:
         raise ValueError(
-            f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and damping = {damping:g} is too '
-            "little to make up for it; use 0.01, or more tokens"
+            f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and damping (of start or '
+            f"reconstruction) = {how.damping:g} is too little to make up for it; use 0.01, or more tokens"
         ) from None
     return (updated_OI.t(), kept_OI.t()) if transposed else (updated_OI, kept_OI)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.config import StartConfig
+from sparseforge_ds.config import ReconstructionConfig, StartConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.start.annealing import Annealing
@@ -72,9 +72,11 @@ def solve_block(
     *,
     reduce: Reduce = no_reduce,
     per_step: int = 1,
+    ranks: int = 1,
     seed: int = 0,
     stored: torch.dtype = torch.float32,
     progress: Callable[[int], object] = lambda _passes: None,
+    reconstruction: ReconstructionConfig | None = None,
 ) -> SolvedBlock:
     """Prune a decoder block, train what is kept, and take both streams behind it. Collective where `reduce` is.
 
@@ -89,15 +91,30 @@ def solve_block(
         settings: of the start; the streams are its `tokens`, and `per_step` is its `batch`.
         reduce: sums tensors over the ranks, in place. Every rank has equally many micro-batches.
         per_step: micro-batches of this rank in an optimizer step.
-        seed: of the order in which micro-batches come; the same on all ranks.
+        ranks: over which `reduce` sums.
+        seed: of the order in which steps read their micro-batches; the same on all ranks.
         stored: dtype in which parameters will be stored, and to which they are rounded at the end.
         progress: is told of the work that was done, in forward passes of one micro-batch; see `passes_of`.
+        reconstruction: how SparseGPT chooses and updates weights; None: with the damping of `settings`.
 
     Raises:
         ValueError: these weights cannot have that mask, or inputs are not finite.
     """
     return _Solver(
-        block, dense, pruned, call, weights, pattern, settings, reduce, per_step, seed, stored, progress
+        block,
+        dense,
+        pruned,
+        call,
+        weights,
+        pattern,
+        settings,
+        reduce,
+        per_step,
+        ranks,
+        seed,
+        stored,
+        progress,
+        reconstruction,
     ).solve()
 
 
@@ -114,9 +131,11 @@ class _Solver:
     settings: StartConfig
     reduce: Reduce
     per_step: int
+    ranks: int
     seed: int
     stored: torch.dtype
     progress: Callable[[int], object]
+    reconstruction: ReconstructionConfig | None
 
     def solve(self) -> SolvedBlock:
         self.block.eval().requires_grad_(False)
@@ -185,9 +204,9 @@ class _Solver:
         for weight in self.weights:
             value = self.block.get_parameter(weight.name).data
             if how == "sparsegpt":
-                damping = self.settings.damping
-                updated, kept = reconstruct_weight(weight, value, moments.of(weight.name), self.pattern, damping)
-                value.copy_(updated)
+                by = self.reconstruction or ReconstructionConfig(damping=self.settings.damping)
+                updated, kept = reconstruct_weight(weight, value, moments.of(weight.name), self.pattern, by)
+                value.copy_(updated if by.update_weights else torch.where(kept, value, 0.0))
             else:
                 squares = moments.of(weight.name) if how == "wanda" else None
                 kept = choose_by_score(weight, value, self.pattern, squares)
@@ -213,11 +232,12 @@ class _Solver:
         for parameter in parameters:
             parameter.requires_grad_(True)
         for step in range(steps):
-            if len(order) < self.per_step:
-                order = torch.randperm(count, generator=generator).tolist()
+            # A step reads consecutive micro-batches, which ranks divide among them: it is the same on any number.
+            order = order or torch.randperm(steps_an_epoch, generator=generator).tolist()
+            first = order.pop() * self.per_step
             with nullcontext() if annealing is None else annealing.listening():
-                for _ in range(self.per_step):
-                    self._backward(order.pop())
+                for micro_batch in range(first, min(first + self.per_step, count)):
+                    self._backward(micro_batch)
             # All ranks make the same step, by the sum of their gradients.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             self.reduce(gradients)
@@ -265,7 +285,7 @@ class _Solver:
         """Add the gradient of one micro-batch's error."""
         with torch.enable_grad():
             output = self.call(number, self.pruned[number].float())
-            (_relative_errors(output, self.dense[number]).mean() / self.per_step).backward()
+            (_relative_errors(output, self.dense[number]).mean() / (self.per_step * self.ranks)).backward()
         self.progress(BACKWARD)
 
     @torch.no_grad()

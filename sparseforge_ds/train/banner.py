@@ -88,6 +88,12 @@ def table(rows: Iterable[Row]) -> str:
 def _mask_line(spec: RunSpec) -> str:
     config = spec.config
     method = config.method
+    if (start := config.start) is not None:
+        tokens = start.tokens_of(config.max_steps * spec.tokens_per_step)
+        return (
+            f"method {method.name}, a start by {start.mask or 'sparsegpt'}, every block trained {start.epochs} times "
+            f"on {tokens:,} tokens"
+        )
     if method.name == "sparseforge":
         return f"importance {config.importance}, an update every {config.resolved_schedule.update_every} steps"
     line = f"method {method.name}, starting mask by {config.importance}"

@@ -85,7 +85,11 @@ def train(
     saved, failures, skipped = first_step if spec.arguments.resume else None, 0, 0
     lost_at: int | None = None  # the first of the latest steps in a row whose weights have a loss that is not finite
     if first_step == 0:
-        forge.start(probe=ProbeText(context, 0, 1))
+        started = forge.ready
+        forge.start(probe=ProbeText(context, 0, 1, _sequences_of_start(context)))
+        if not started and spec.config.start is not None and spec.arguments.save_every and max_steps:
+            save(context, checkpoints, monitor, evaluation, 0)  # a run that is resumed does not repeat the start
+            saved = 0
     _evaluate_if_due(evaluation, monitor, first_step)  # of a resumed run only where the step before it was its last
 
     while forge.step_count < max_steps:
@@ -239,9 +243,11 @@ class ProbeText:
         context: the run.
         position: sequences that the run has consumed.
         direction: -1 to walk back from here, a batch a probe, 1 to look ahead.
+        sequences: of a probe batch; None: those of `curvature.sequences`, or of a step.
     """
 
-    def __init__(self, context: TrainContext, position: int, direction: int) -> None:
+    def __init__(self, context: TrainContext, position: int, direction: int, sequences: int | None = None) -> None:
+        self.sequences = sequences or context.spec.config.curvature.sequences or context.batches.layout.global_batch
         self.context = context
         self.position = position
         self.direction = direction
@@ -256,7 +262,7 @@ class ProbeText:
         return self._micro_batches(batch)[0].trained
 
     def _sequences(self, batch: int) -> range:
-        size = self.context.spec.config.curvature.sequences or self.context.batches.layout.global_batch
+        size = self.sequences
         first = max(0, self.position + size * (batch if self.direction > 0 else -1 - batch))
         return range(first, first + size)
 
@@ -265,6 +271,16 @@ class ProbeText:
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return self.context.objective.cross_entropy(batch.to(self.context.device))
+
+
+def _sequences_of_start(context: TrainContext) -> int | None:
+    """Return the sequences of a step of the start, rounded up to those of a micro-batch of all ranks; None without
+    one."""
+    start, spec, at_once = context.spec.config.start, context.spec, context.batches.layout.at_once
+    if start is None:
+        return None
+    tokens = start.tokens_of(spec.config.max_steps * spec.tokens_per_step)
+    return math.ceil(start.sequences_of_step(tokens, spec.arguments.seq_length) / at_once) * at_once
 
 
 def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:

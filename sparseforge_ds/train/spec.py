@@ -25,7 +25,7 @@ from sparseforge_ds.data.mixture import Mixture
 from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.export.permuted_folder import DenseFolder
-from sparseforge_ds.methods.sparsegpt import weights_of_blocks
+from sparseforge_ds.methods.block_start import check_blocks
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
@@ -216,8 +216,7 @@ def make_spec(
     if config.permute is not None:
         _check_channels(empty, config)
     weights = prunable_weights(prepare(empty, config), config)
-    if config.importance == "sparsegpt":
-        weights_of_blocks(empty, weights)  # for its errors
+    check_blocks(empty, weights, config)
     uncovered = uncovered_weights(empty, config)
     filled = resolve(
         content,

@@ -96,6 +96,11 @@ class ShardState:
         if waiting := self._waiting.pop(index, None):
             self.layout.inner.state[self.layout.flats[index]].update(waiting)
 
+    @property
+    def waits(self) -> bool:
+        """Whether W or something beside it waits for the optimizer's first step, and is in no checkpoint."""
+        return bool(self._waiting)
+
     def _of_optimizer(self, index: int) -> dict[str, Tensor]:
         """The optimizer's own states with one number, or one code, for every element of a partition."""
         flat = self.layout.flats[index]

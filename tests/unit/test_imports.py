@@ -25,7 +25,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "start": {"torch", "config", "mask", "model.families", "zero"},
     "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config", "checkpoint.disk", "ranks"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
-    "methods": {"torch", "transformers.pytorch_utils", "config", "mask", "zero", "model", "curvature"},
+    "methods": {
+        "torch",
+        "transformers.cache_utils",
+        "transformers.pytorch_utils",
+        "config",
+        "mask",
+        "zero",
+        "model",
+        "curvature",
+        "start",
+    },
     "permutation": {
         "torch",
         "safetensors",

@@ -53,6 +53,15 @@ def test_when_masks_freeze() -> None:
     assert build(method="oneshot").resolved_schedule.freeze_step == 0
 
 
+def test_after_a_start_masks_are_fixed_and_no_curvature_is_kept() -> None:
+    for block in ({}, {"method": "naive_retrain"}, {"method": "naive_retrain", "importance": "sparsegpt"}):
+        config = build(start={"mask": "sparsegpt"}, max_steps=100, **block)
+        assert config.resolved_schedule.freeze_step == config.release_step == 0
+        assert not config.keeps_curvature and not config.listens and config.starts_by_block
+        assert SparseForgeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        config.check_length()
+
+
 def test_states_of_a_method() -> None:
     assert build(method="ast").state_keys == ()
     assert build().state_keys == (), "row and column sums are no state of an element"
@@ -108,6 +117,17 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": "oneshot", "reconstruction": {}}, ["sparseforge.reconstruction", "magnitude"]),
     ({"method": "oneshot", "importance": "sparsegpt", "reconstruction": {"damping": 0}}, ["reconstruction.damping"]),
     ({"method": "oneshot", "importance": "sparsegpt", "reconstruction": {"block": 0}}, ["reconstruction.block"]),
+    ({"start": {}, "method": "ast"}, ["sparseforge.start", '"ast" moves its masks', "null", "naive_retrain"]),
+    (
+        {"start": {}, "method": {"hardening": [0, 0.5]}},
+        ["method.hardening = [0", "from the first step", "leave it out"],
+    ),
+    ({"start": {}, "preset": "paper_like"}, ["method.hardening = [0.1", "null"]),
+    ({"start": {}, "importance": "wanda"}, ['importance = "wanda"', "start.mask", "leave it out"]),
+    ({"start": {}, "method": "naive_retrain", "pattern": "block16"}, ["start.mask", "block16", "annealed"]),
+    ({"start": {}, "low_rank": {"shift": False}}, ["sparseforge.low_rank", '"shift": true']),
+    ({"start": {"mask": "annealed", "epochs": 0}}, ["start.epochs = 0", "annealed"]),
+    ({"start": {}, "reconstruction": {}}, ["sparseforge.reconstruction", "start.damping"]),
 ]
 
 

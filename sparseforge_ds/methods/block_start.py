@@ -1,0 +1,355 @@
+"""A start that is trained block by block, on the engine of a run: where `start` gets its blocks, inputs and shards.
+
+One pass of the dense model says what its decoder blocks are called with. Then every block in turn is gathered whole on
+every rank, as a plain copy in fp32, and solved on the sequences that each rank has read (`sparseforge_ds.start`).
+Gradients and moments are summed over the ranks, so that all of them come to the same block. What it came to goes back
+to the ranks' shards: W and masks of the weights under a mask, and the master of whatever else was trained.
+
+Legend of shape suffixes: B sequences of a micro-batch, S their tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Collection, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.pytorch_utils import Conv1D
+
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.model.shared_weights import refuse_shared
+from sparseforge_ds.start import DecoderBlock, SolvedBlock, decoder_blocks, solve_block
+from sparseforge_ds.start.blocks import run_block, shared_arguments
+from sparseforge_ds.zero.layer_hooks import uncompiled
+from sparseforge_ds.zero.probe import Probe, ProbeBatches
+from sparseforge_ds.zero.whole_module import WholeParameters, plain_copy
+
+_LOG = logging.getLogger(__name__)
+_LEAST_STEPS = 16
+"""Optimizer steps that every block makes at least, where `start.tokens` is not given."""
+_ON_DEVICE = 0.25
+"""Share of a GPU's free memory that both streams may take before they wait on the host."""
+_ALONE = {torch.float32: 1e-3}
+"""Relative distance of what a block computes alone from what it computes in the model."""
+_ALONE_IN_16_BITS = 0.1
+
+
+def start_of(config: SparseForgeConfig) -> StartConfig | None:
+    """Return the settings of a start that goes block by block; None where the config has none. SparseGPT's mask alone
+    is one whose blocks are not trained."""
+    if config.start is not None:
+        return config.start
+    if config.importance != "sparsegpt":
+        return None
+    return StartConfig(mask="sparsegpt", epochs=0)
+
+
+def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: SparseForgeConfig) -> None:
+    """Raise ValueError where a start cannot go block by block, without a weight being loaded."""
+    start = start_of(config)
+    if start is None:
+        return
+    key = 'importance "sparsegpt"' if config.start is None else "start"
+    cure = '"importance": "magnitude"' if config.start is None else '"start": null'
+    refuse_shared(model, weights, "be measured", cure)
+    for weight in weights if start.mask == "sparsegpt" else ():
+        layer = model.get_submodule(weight.module)
+        if not isinstance(layer, (nn.Linear, Conv1D)):
+            raise ValueError(
+                f"{key} needs the inputs of a linear layer for every prunable weight, which "
+                f'{weight.name} ({type(layer).__name__}) has not; use "wanda", or keep it dense with "exclude": '
+                f'["{weight.name}"]'
+            )
+    decoder_blocks(model, list(weights))
+
+
+class BlockStart:
+    """Prunes a whole model, block by block."""
+
+    def __init__(self, weights: ShardedWeights, probe: Probe, settings: StartConfig) -> None:
+        """Find the blocks. Raises ValueError as `check_blocks`."""
+        self.weights = weights
+        self.probe = probe
+        self.settings = settings
+        model = weights.engine.module
+        check_blocks(model, weights.weights.values(), weights.config)
+        self.blocks = decoder_blocks(model, list(weights.weights.values()))
+        self.dtype: torch.dtype = next(iter(weights.layout.low_precision.values())).dtype
+        """What the engine's forward computes in."""
+
+    @torch.no_grad()
+    def run(self, batches: ProbeBatches) -> None:
+        """Set mask and dense weights of every prunable weight, and what is trained beside them. Collective.
+
+        Raises:
+            ValueError: on all ranks: a block cannot be run alone, or its inputs are not finite.
+        """
+        inputs = self._read(batches)
+        whole = WholeParameters(self.weights.layout, self.weights.state)
+        began = time.perf_counter()
+        for number, block in enumerate(self.blocks):
+            solved = self._solve(number, block, inputs, whole)
+            seconds, blocks = time.perf_counter() - began, len(self.blocks)
+            left = seconds / (number + 1) * (blocks - number - 1)
+            error = "" if math.isnan(solved.error) else f"error {solved.error:.4f} of its output, "
+            _LOG.info(f"start: block {number + 1} of {blocks}, {error}{seconds:.0f} s, {left:.0f} s left")
+            for name, experts in solved.few_tokens.items():
+                if experts:
+                    _LOG.warning(
+                        f"start: {experts} experts of {block.name}.{name} saw fewer tokens than they have inputs, and "
+                        "keep their first mask and dense values; more start.tokens would train them"
+                    )
+
+    # -- what the blocks are called with ------------------------------------------------------------------------------
+
+    def _read(self, batches: ProbeBatches) -> _Inputs:
+        """Run the dense model over as many batches as the start reads, and keep what its blocks are called with."""
+        layout = self.weights.layout
+        modules = [layout.engine.module.get_submodule(block.name) for block in self.blocks]
+        inputs = _Inputs(modules, self.dtype)
+        tokens, wanted = 0, 0
+        with inputs.listening(layout.engine.module):
+            for batch in count():
+                passes = batches.passes(batch)
+                inputs.per_step = inputs.per_step or len(passes)
+                if len(passes) != inputs.per_step:
+                    raise ValueError(
+                        f"the probe gave forge.start {inputs.per_step} micro-batches at first and {len(passes)} in "
+                        f"batch {batch}; give as many in every one"
+                    )
+                for closure in passes:
+                    self.probe.loss(closure)
+                here = sum(inputs.dense[-1 - n].shape[:-1].numel() for n in range(len(passes)))
+                tokens += int(layout.all_reduce(torch.tensor(here, device=layout.device)))
+                if not wanted:
+                    wanted = self._wanted(tokens, inputs.dense[0].shape[1])
+                    inputs.settle(wanted)
+                if batch + 1 >= wanted:
+                    break
+        self._check_chain(inputs)
+        inputs.pruned = inputs.dense.copy()
+        if epochs := self.settings.epochs:
+            _LOG.info(f"start: {tokens:,} tokens, {wanted * epochs} steps of each of {len(modules)} blocks")
+        return inputs
+
+    def _wanted(self, batch_tokens: int, length: int) -> int:
+        """Return how many batches of so many tokens, in sequences of a length, are read."""
+        settings, config = self.settings, self.weights.config
+        if config.start is None:
+            return config.curvature.first_probes
+        of_step = self.weights.engine.train_batch_size() * length * self.weights.layout.sequence_parallel
+        batches = math.ceil(settings.tokens_of(config.max_steps * of_step) / batch_tokens)
+        least = 1 if settings.tokens is not None else math.ceil(_LEAST_STEPS / max(settings.epochs, 1))
+        return max(batches, least)
+
+    def _check_chain(self, inputs: _Inputs) -> None:
+        """Raise ValueError, on all ranks, where blocks do not hand hidden states to each other as they are."""
+        layout = self.weights.layout
+        broken = torch.tensor(float(not inputs.is_chain), device=layout.device)
+        if layout.all_reduce(broken).item():
+            model = type(layout.engine.module).__name__
+            raise ValueError(
+                f"{model} does not hand its hidden states from block to block as they are, each once, so that its "
+                'blocks cannot be pruned one after the other; set "start" to null, and another importance than '
+                '"sparsegpt"'
+            )
+
+    # -- one block ----------------------------------------------------------------------------------------------------
+
+    def _solve(self, number: int, block: DecoderBlock, inputs: _Inputs, whole: WholeParameters) -> SolvedBlock:
+        """Gather, solve and hand back one block. Collective."""
+        weights, layout = self.weights, self.weights.layout
+        module = layout.engine.module.get_submodule(block.name)
+        names = whole.names(module)
+        flat, values = whole.gather(names)
+        own = {id(p): values[name] for name, p in zip(names, module.parameters(), strict=True)}
+        copy = plain_copy(module, own)
+
+        def call(index: int, hidden_BSH: Tensor) -> Tensor:
+            with torch.autocast(layout.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+                return run_block(copy, hidden_BSH, inputs.arguments[index][number])
+
+        self._check_alone(block, call(0, inputs.dense[0].float()), inputs.ends[number])
+        try:
+            solved = solve_block(
+                copy,
+                inputs.dense,
+                inputs.pruned,
+                call,
+                block.weights,
+                weights.pattern,
+                self.settings,
+                reduce=self._reduce,
+                per_step=inputs.per_step,
+                ranks=layout.world_size,
+                seed=weights.config.seed,
+                reconstruction=weights.config.reconstruction,
+            )
+        except ValueError as error:  # the same on all ranks: it is said of what they have summed
+            raise ValueError(f"{block.name}: {error}") from None
+        # Ranks may differ in the last bits, and a group of which two hold a part must be decided once.
+        masks = {f"{block.name}.{name}": kept for name, kept in solved.masks.items()}
+        for tensor in (flat, *(kept.view(torch.uint8) for kept in masks.values())):
+            if layout.world_size > 1:
+                layout.broadcast(tensor, 0)
+        if (how := weights.config.reconstruction) is not None and not how.update_weights:
+            values = {name: value for name, value in values.items() if name not in masks}
+        whole.write(values)
+        for name, kept in masks.items():
+            shard = weights.shards[name]
+            part = kept.reshape(-1)[shard.start : shard.stop]
+            weights.state.write_mask(shard, part.float().to(weights.of(shard, "mask").device))
+        return solved
+
+    def _check_alone(self, block: DecoderBlock, output_BSH: Tensor, end_BH: Tensor) -> None:
+        """Raise ValueError, on all ranks, where a block alone computes something else than in its model."""
+        layout, end_BH = self.weights.layout, end_BH.float()
+        apart = (output_BSH[:, -1].float() - end_BH).norm() / end_BH.norm()
+        bound = _ALONE.get(self.dtype, _ALONE_IN_16_BITS)
+        # What is not finite is for `solve_block` to name.
+        if layout.all_reduce((apart > bound).float()).item():
+            raise ValueError(
+                f"{block.name} computes something else alone than in its model (relative distance {float(apart):.2g} "
+                'of its output), so that it cannot be pruned alone; set "start" to null, and another importance than '
+                '"sparsegpt"'
+            )
+
+    def _reduce(self, tensors: list[Tensor]) -> None:
+        """Sum over the ranks, in place."""
+        if self.weights.layout.world_size > 1:
+            for tensor in tensors:
+                self.weights.layout.all_reduce(tensor)
+
+
+class _Inputs:
+    """What decoder blocks are called with, one call a micro-batch, and their streams of hidden states."""
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self.dense: _Stream = _Stream(dtype)
+        self.pruned: _Stream = _Stream(dtype)
+        self.arguments: list[list[dict[str, Any]]] = []
+        """Other arguments of every block by name, for each micro-batch; equal ones share their tensors."""
+        self.ends: list[Tensor] = []
+        """(B, H) what the engine has behind each block at the last token of the first micro-batch."""
+        self.per_step = 0
+        """Micro-batches of this rank in an optimizer step."""
+        self.is_chain = True
+        """Whether every block was called once a pass, with what the block before it returned."""
+        self._modules = modules
+        self._in_16_bits = dtype == torch.float16
+        self._known: list[dict[str, Any]] = []
+        self._last: Tensor | None = None
+
+    @contextmanager
+    def listening(self, model: nn.Module) -> Iterator[None]:
+        """While active, keep what passes of the model, which is not in training, call the blocks with."""
+        training = model.training
+        handles = []
+        for number, module in enumerate(self._modules):
+            handles += [
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs, n=number: self._called(n, module, args, kwargs), with_kwargs=True
+                ),
+                module.register_forward_hook(lambda _module, _args, output, n=number: self._returned(n, output)),
+            ]
+        model.eval()
+        try:
+            with uncompiled():
+                yield
+        finally:
+            model.train(training)
+            for handle in handles:
+                handle.remove()
+        complete = all(len(calls) == len(self._modules) for calls in self.arguments)
+        self.is_chain &= complete and len(self.ends) == len(self._modules)
+
+    def settle(self, batches: int) -> None:
+        """After the first batch: keep both streams on the host where a GPU has no room for so many."""
+        first, size = self.dense[0], sum(hidden.nbytes for hidden in self.dense)
+        if first.is_cuda and 2 * batches * size > _ON_DEVICE * torch.cuda.mem_get_info(first.device)[0]:
+            self.dense.to_host()
+
+    def _called(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        hidden = given.pop(names[0])
+        if number == 0:
+            self.dense.append(hidden)
+            self.arguments.append([])
+        elif not self.ends[1:] and (self._last is None or not torch.equal(hidden, self._last)):
+            self.is_chain = False
+        arguments = {key: self._kept(value) for key, value in given.items()}
+        self.arguments[-1].append(shared_arguments(arguments, self._known))
+
+    def _returned(self, number: int, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if len(self.arguments) == 1:
+            self.ends.append(hidden[:, -1].detach().clone())
+            self._last = hidden.detach()
+        else:
+            self._last = None
+
+    def _kept(self, value: Any) -> Any:
+        """An argument as a block is called with it again: no cache of keys and values, and no 16 bits that an fp32
+        block would not take."""
+        if isinstance(value, Tensor):
+            value = value.detach()
+            return value.float() if self._in_16_bits and value.is_floating_point() else value
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._kept, value))
+        return None if isinstance(value, Cache) else value
+
+
+class _Stream(MutableSequence[Tensor]):
+    """(B, S, H) hidden states of every micro-batch, in the dtype of a forward pass, perhaps on the host."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._held: list[Tensor] = []
+        self._device: torch.device | None = None
+        self._on_host = False
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __getitem__(self, number: int) -> Tensor:  # type: ignore[override]
+        """Return the hidden states where they are computed with."""
+        return self._held[number].to(self._device, non_blocking=True)
+
+    def __setitem__(self, number: int, hidden: Tensor) -> None:  # type: ignore[override]
+        """Overwrite in place: what is pinned is read again in the order of the device's work."""
+        self._held[number].copy_(hidden, non_blocking=True)
+
+    def __delitem__(self, number: int) -> None:  # type: ignore[override]
+        del self._held[number]
+
+    def insert(self, number: int, hidden: Tensor) -> None:
+        """Add a copy."""
+        self._device = hidden.device
+        self._held.insert(number, self._home(hidden.detach().to(self._dtype, copy=True)))
+
+    def copy(self) -> _Stream:
+        """Return another stream of the same hidden states."""
+        other = _Stream(self._dtype)
+        other._on_host = self._on_host
+        for hidden in self:
+            other.append(hidden)
+        return other
+
+    def to_host(self) -> None:
+        """Keep what is here, and what comes, in pinned memory of the host."""
+        self._on_host = True
+        self._held = [self._home(hidden) for hidden in self._held]
+
+    def _home(self, hidden: Tensor) -> Tensor:
+        return hidden.cpu().pin_memory() if self._on_host else hidden

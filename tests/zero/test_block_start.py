@@ -1,0 +1,152 @@
+"""A start that is trained block by block, on real engines: one result on any ranks and at every ZeRO stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparseforge_ds.zero.probe import Closure
+from tests.distributed import run_distributed
+from tests.zero.case import (
+    GLOBAL_BATCH,
+    LENGTH,
+    Case,
+    batch_at,
+    build,
+    my_part,
+    published,
+    states,
+    train_step,
+)
+from tests.zero.test_forge import message_of
+
+BATCHES = 6
+START = {"tokens": BATCHES * GLOBAL_BATCH * LENGTH, "epochs": 3, "rate": 0.02}
+BLOCK = {"max_steps": 4, "exclude": ["*.down_proj.weight"], "start": START, "method": {"hardening": [0, 0]}}
+CASE = Case(model="llama_deep", config=BLOCK, steps=4)
+FLIPS = 0.01
+"""Share of the members of all groups that may be decided otherwise on other ranks: gradients are added in another order
+there, and the second block is chosen for by what the first one was trained to."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Another global micro-batch for every probe batch."""
+
+    engine: Any
+
+    def passes(self, batch: int) -> list[Closure]:
+        return [partial(self._loss, batch)]
+
+    def _loss(self, number: int) -> Tensor:
+        loss: Tensor = self.engine(**my_part(batch_at(number))).loss
+        return loss
+
+
+def started(case: Case) -> dict[str, Any]:
+    """Masks, W and what the forward sees after the start, and masks and W at the end of four steps."""
+    engine, forge = build(case)
+    dense = published(engine)
+    forge.start(Text(engine))
+    record = {**states(forge, "mask", "dense"), "before": dense, "published": published(engine), "losses": []}
+    for step in range(case.steps):
+        record["losses"].append(train_step(engine, case, step))
+        forge.step()
+    forge.finish()
+    return record | {"end": states(forge, "mask", "dense")}
+
+
+def start_all(cases: list[Case]) -> list[dict[str, Any]]:
+    records = [started(case) for case in cases]
+    return records if dist.get_rank() == 0 else []
+
+
+def annealed(case: Case) -> Case:
+    return replace(case, config=case.config | {"start": {**START, "mask": "annealed"}})
+
+
+LAUNCHES: dict[int, dict[str, Case]] = {
+    1: {"stage 0": CASE, "stage 3": replace(CASE, stage=3), "annealed": annealed(CASE)},
+    2: {
+        **{f"stage {stage}": replace(CASE, stage=stage) for stage in range(4)},
+        "annealed": annealed(replace(CASE, stage=3)),
+        "bf16": replace(CASE, stage=1, dtype="bf16"),
+    },
+    3: {"stage 1": replace(CASE, stage=1), "stage 3": replace(CASE, stage=3)},
+}
+"""By ranks."""
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[tuple[int, str], dict[str, Any]]:
+    """By ranks and case."""
+    found = {}
+    for ranks, cases in LAUNCHES.items():
+        for name, record in zip(cases, run_distributed(start_all, ranks, [*cases.values()])[0], strict=True):
+            found[ranks, name] = record
+    return found
+
+
+def test_masks_are_the_same_at_every_stage_and_but_for_ties_on_any_number_of_ranks(records) -> None:
+    for (ranks, name), record in records.items():
+        if name == "bf16":
+            continue
+        alone = records[1, "annealed" if name == "annealed" else "stage 0"]
+        first = record if name == "annealed" else records[ranks, "stage 0" if ranks < 3 else "stage 1"]
+        flipped = total = 0
+        for weight, mask in alone["mask"].items():
+            assert torch.equal(record["mask"][weight], first["mask"][weight]), (ranks, name, weight)
+            assert torch.equal(record["dense"][weight], first["dense"][weight]), (ranks, name, weight)
+            flipped += int((record["mask"][weight] != mask).sum())
+            total += mask.numel()
+        assert flipped <= FLIPS * total, (ranks, name, flipped, total)
+        apart = [abs(mine - theirs) for mine, theirs in zip(record["losses"], alone["losses"], strict=True)]
+        assert max(apart) < 2e-3, (ranks, name, apart)
+
+
+def test_the_start_leaves_sparse_blocks_with_trained_norms_that_stay_sparse(records) -> None:
+    for where, record in records.items():
+        for weight, mask in record["mask"].items():
+            assert (mask.view(-1, 4).sum(1) == 2).all(), (where, weight)
+            assert torch.equal(mask, record["end"]["mask"][weight]), (where, weight)
+            kept = record["end"]["dense"][weight] * mask
+            assert torch.equal(kept, record["end"]["dense"][weight]) and kept.any(), (where, weight)
+            seen = record["published"][weight].float().flatten()
+            assert torch.equal(seen != 0, mask != 0), (where, weight)
+        moved = {name for name, value in record["published"].items() if not torch.equal(value, record["before"][name])}
+        assert moved == {*record["mask"], *(n for n in record["before"] if "layers" in n and "norm" in n)}, where
+
+
+def refused() -> dict[str, str]:
+    """Messages of starts that cannot be."""
+    said = {}
+    engine, forge = build(CASE)
+    said["no text"] = message_of(lambda: forge.start(None))
+
+    @dataclass(frozen=True)
+    class Uneven(Text):
+        def passes(self, batch: int) -> list[Closure]:
+            return super().passes(batch) * (1 + batch)
+
+    said["uneven"] = message_of(lambda: forge.start(Uneven(engine)))
+    handle = engine.module.model.layers[1].register_forward_pre_hook(lambda _module, args: (2 * args[0], *args[1:]))
+    said["no chain"] = message_of(lambda: forge.start(Text(engine)))
+    handle.remove()
+    handle = engine.module.model.layers[1].register_forward_hook(lambda _module, _args, output: 2 * output)
+    said["not alone"] = message_of(lambda: forge.start(Text(engine)))
+    handle.remove()
+    return said
+
+
+def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+    for said in run_distributed(refused, 2):
+        assert "sparseforge.start needs calibration batches: call forge.start(probe)" in said["no text"], said
+        assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in said["uneven"], said
+        assert "does not hand its hidden states from block to block as they are" in said["no chain"], said
+        assert "model.layers.1 computes something else alone than in its model" in said["not alone"], said
