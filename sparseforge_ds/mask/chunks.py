@@ -13,19 +13,23 @@ ELEMENTS_PER_THREAD = 1 << 15
 """Of a chunk on a processor."""
 CHUNK = 1 << 24
 """Elements of a chunk on an accelerator or in compiled code, and of what is scored, gated and published at a time."""
+IN_PLACE = 1 << 30
+"""Elements of a chunk that a compiled function changes in place, without temporaries: 32-bit indices reach all."""
 ALIGNMENT = 64
 """Rows that a chunk is a multiple of: its elements then fall into the same vector lanes as without chunks."""
 
 
-def chunks(tensor: Tensor) -> Iterator[slice]:
+def chunks(tensor: Tensor, in_place: bool = False) -> Iterator[slice]:
     """Consecutive slices that cover the first axis of `tensor`.
 
     Args:
         tensor: (n, ...) that is worked on together with a few temporaries of its size.
+        in_place: whether that needs no temporaries where it is compiled.
     """
     length = tensor.shape[0]
     stepwise = tensor.device.type == "cpu" and not is_compiled(tensor.device)
-    most = ELEMENTS_PER_THREAD * torch.get_num_threads() if stepwise else CHUNK
+    long = IN_PLACE if in_place else CHUNK
+    most = ELEMENTS_PER_THREAD * torch.get_num_threads() if stepwise else long
     rows = most * length // max(tensor.numel(), 1)
     step = max(ALIGNMENT, rows - rows % ALIGNMENT)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -61,7 +61,7 @@ def soft_step(
         out: (n,) master weight, fp32 or bf16.
     """
     held = None if before.untyped_storage()._cdata == out.untyped_storage()._cdata else before
-    for chunk in chunks(dense):  # of a multiple of 8 elements
+    for chunk in chunks(dense, in_place=True):  # of a multiple of 8 elements
         bits = kept[chunk.start // 8 : -(-chunk.stop // 8)]
         # A compiled function must not get the same memory twice.
         given = (dense[chunk], None if held is None else held[chunk], mask[chunk], bits)
@@ -70,7 +70,7 @@ def soft_step(
 
 def soft_publish(dense: Tensor, mask: Tensor, kept: Tensor, x: float, out: Tensor) -> None:
     """The second half of `soft_step`: m_eff(x) W into `out`."""
-    for chunk in chunks(dense):
+    for chunk in chunks(dense, in_place=True):
         bits = kept[chunk.start // 8 : -(-chunk.stop // 8)]
         _soft_publish(dense[chunk], mask[chunk], bits, *from_nearer(x), out[chunk])
 
@@ -82,7 +82,7 @@ def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
         gradient: (n,) of any dtype.
         kept: (ceil(n / 8),) packed bits.
     """
-    for chunk in chunks(gradient):
+    for chunk in chunks(gradient, in_place=True):
         keep_in_place(gradient[chunk], kept[chunk.start // 8 : -(-chunk.stop // 8)])
 
 

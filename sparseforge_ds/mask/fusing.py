@@ -3,7 +3,8 @@
 A fused function is ordinary torch code, and that is what runs where it is not compiled. Both ways give the same bits on
 a CPU, sums excepted, whose order differs. To that end a body uses only operations that vector and scalar code round
 alike: `between` is written out, because `torch.lerp` may or may not be a fused multiply-add, and an exponential is
-taken in fp64 and rounded once.
+taken in fp64 and rounded once. On an accelerator Triton is told to contract no multiply-add either; its divisions and
+exponentials may still differ from a CPU's in their last bit. Devices of one kind agree.
 
 A compiled function is a torch operator of its own, `sparseforge::<name>`: on fake tensors it gives shapes without being
 compiled, and whoever counts operations sees the one kernel that it is.
@@ -31,6 +32,8 @@ _OPTIONS = {
     "max_pointwise_cat_inputs": 0,
     "max_fusion_size": 512,
     "cpp.max_horizontal_fusion_size": 512,
+    # Triton contracts a * b + c to one rounding otherwise, which neither a CPU nor the step-by-step code does.
+    "emulate_precision_casts": True,
 }
 ROW = 4096
 """Elements that compiled code sums first: a power of 2, of which a whole chunk has no more than a few thousand."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.mask.fusing import fused, is_compiled
 
 IGNORED = -100
 """Label of a position that is not trained on, as in transformers."""
@@ -167,7 +168,9 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient_TV = torch.empty_like(student_TV)
         for rows in blocks(len(student_TV), block_tokens(tokens.config, student_TV.shape[1])):
             teacher = None if teacher_TV is None else teacher_TV[rows]
-            gradient_TV[rows] = tokens.gradient(student_TV[rows], teacher, of_losses[0][0], rows=rows)
+            # Step by step the cast is a part of the copy.
+            dtype = student_TV.dtype if is_compiled(student_TV.device) else None
+            gradient_TV[rows] = tokens.gradient(student_TV[rows], teacher, of_losses[0][0], rows=rows, dtype=dtype)
         return gradient_TV, None, None, None, None
 
 
@@ -203,32 +206,10 @@ class TokenLosses:
     def add(self, rows: slice, student_TV: Tensor, teacher_TV: Tensor | None) -> None:
         """Take in whole rows of logits."""
         temperature = self.config.temperature
-        high_T1, below_TV = self._below(student_TV)
-        scratch_TV = below_TV.exp()
-        log_sum_T1 = scratch_TV.sum(-1, keepdim=True).log_()
-        self.student_T1[rows] = high_T1 + log_sum_T1
-        self.cross_entropy_T1[rows] = log_sum_T1 - below_TV.gather(1, self.target_T1[rows])
-        if temperature != 1.0:
-            torch.exp(below_TV.div_(temperature), out=scratch_TV)
-            log_sum_T1 = scratch_TV.sum(-1, keepdim=True).log_()
-        self.tempered_T1[rows] = high_T1 / temperature + log_sum_T1
-        if teacher_TV is None:
-            return
-        high_T1, above_TV = self._below(teacher_TV)
-        if temperature != 1.0:
-            above_TV.div_(temperature)
-        torch.exp(above_TV, out=scratch_TV)
-        sum_T1 = scratch_TV.sum(-1, keepdim=True)
-        teacher_log_sum_T1 = sum_T1.log()
-        self.teacher_T1[rows] = high_T1 / temperature + teacher_log_sum_T1
-        # sum of p (log p - log q), with the two constants of a row taken out of the sum
-        kl_T1 = scratch_TV.mul_(above_TV.sub_(below_TV)).sum(-1, keepdim=True).div_(sum_T1)
-        self.kl_T1[rows] = kl_T1.add_(log_sum_T1 - teacher_log_sum_T1).mul_(temperature**2)
-
-    def _below(self, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of each row, and by how much the others are below it: one kernel from 16 bits to 32."""
-        high_T1 = logits_TV.amax(-1, keepdim=True).to(self.exact)
-        return high_T1, torch.sub(logits_TV, high_T1)
+        parts = _token_losses(student_TV, teacher_TV, self.target_T1[rows], temperature, temperature != 1.0)
+        columns = (self.student_T1, self.cross_entropy_T1, self.tempered_T1, self.teacher_T1, self.kl_T1)
+        for column_T1, part_T1 in zip(columns, parts, strict=False):  # without a teacher there are three
+            column_T1[rows] = part_T1
 
     def means(self) -> Tensor:
         """(3,) total, cross-entropy and KL over the tokens that are trained on."""
@@ -246,25 +227,148 @@ class TokenLosses:
         of_total: Tensor,
         rows: slice = slice(None),
         columns: slice | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """d total / d student for a block of rows and columns, in `exact`, after every row has been taken in. d KL /
-        d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T."""
+        """d total / d student for a block of rows and columns, in `dtype` or `exact`, after every row was taken in."""
         temperature, task_weight = self.config.temperature, self.config.task_weight
-        kl_weight = self.config.weight * temperature
-        gradient_TV = self._softmax(student_TV, self.tempered_T1[rows], temperature)
-        if temperature == 1.0:
-            gradient_TV.mul_(kl_weight + task_weight)
-        else:
-            other_TV = self._softmax(student_TV, self.student_T1[rows], 1.0)
-            gradient_TV.mul_(kl_weight).add_(other_TV, alpha=task_weight)
-            del other_TV
-        if teacher_TV is not None:
-            gradient_TV.sub_(self._softmax(teacher_TV, self.teacher_T1[rows], temperature), alpha=kl_weight)
-        place_T1 = self.target_T1[rows] - (0 if columns is None else columns.start)
-        here_T1 = (place_T1 >= 0) & (place_T1 < student_TV.shape[1])
-        gradient_TV.scatter_add_(1, place_T1.where(here_T1, 0), -task_weight * here_T1.to(self.exact))
-        return gradient_TV.mul_(of_total / self.trained).masked_fill_(self.ignored_T1[rows], 0.0)
+        return _logit_gradient(
+            student_TV,
+            teacher_TV,
+            torch.cat([self.student_T1[rows], self.tempered_T1[rows], self.teacher_T1[rows]], dim=1),
+            self.target_T1[rows] - (0 if columns is None else columns.start),
+            self.ignored_T1[rows],
+            (of_total / self.trained).to(self.exact),
+            temperature,
+            self.config.weight * temperature,
+            task_weight,
+            temperature != 1.0,
+            self.exact if dtype is None else dtype,
+        )
 
-    def _softmax(self, logits_TV: Tensor, normalizer_T1: Tensor, temperature: float) -> Tensor:
-        below_TV = torch.sub(logits_TV, normalizer_T1 * temperature)
-        return (below_TV if temperature == 1.0 else below_TV.div_(temperature)).exp_()
+
+@fused(kernels=8, reads=2)
+def _token_losses(
+    student_TV: Tensor, teacher_TV: Tensor | None, target_T1: Tensor, temperature: float, tempered: bool
+) -> list[Tensor]:
+    """Both terms of the loss, and the log-normalizers of every row.
+
+    Args:
+        student_TV: whole rows of logits, in any floating dtype.
+        teacher_TV: likewise, or None.
+        target_T1: labels, 0 where they are ignored.
+        temperature: of the KL.
+        tempered: whether it is not 1.
+
+    Returns:
+        (T, 1) in fp32, or in fp64 where the logits are: log-normalizers of the student at temperature 1, cross-entropy,
+        and log-normalizers of the student at the set temperature; with a teacher also its own, and KL.
+    """
+    high_T1, below_TV = _below(student_TV)
+    if torch.compiler.is_compiling():  # nothing of a block's size is stored
+        log_sum_T1 = below_TV.exp().sum(-1, keepdim=True).log()
+        parts = [high_T1 + log_sum_T1, log_sum_T1 - below_TV.gather(1, target_T1)]
+        if tempered:
+            below_TV = below_TV / temperature
+            high_T1 = high_T1 / temperature
+            log_sum_T1 = below_TV.exp().sum(-1, keepdim=True).log()
+        parts.append(high_T1 + log_sum_T1)
+        if teacher_TV is None:
+            return parts
+        high_T1, above_TV = _below(teacher_TV)
+        if tempered:
+            above_TV = above_TV / temperature
+            high_T1 = high_T1 / temperature
+        share_TV = above_TV.exp()
+        sum_T1 = share_TV.sum(-1, keepdim=True)
+        kl_T1 = (share_TV * (above_TV - below_TV)).sum(-1, keepdim=True) / sum_T1 + log_sum_T1 - sum_T1.log()
+        return [*parts, high_T1 + sum_T1.log(), kl_T1 * temperature * temperature]
+    scratch_TV = below_TV.exp()
+    log_sum_T1 = scratch_TV.sum(-1, keepdim=True).log_()
+    parts = [high_T1 + log_sum_T1, log_sum_T1 - below_TV.gather(1, target_T1)]
+    if tempered:
+        torch.exp(below_TV.div_(temperature), out=scratch_TV)
+        log_sum_T1 = scratch_TV.sum(-1, keepdim=True).log_()
+    parts.append(high_T1 / temperature + log_sum_T1)
+    if teacher_TV is None:
+        return parts
+    high_T1, above_TV = _below(teacher_TV)
+    if tempered:
+        above_TV.div_(temperature)
+    torch.exp(above_TV, out=scratch_TV)
+    sum_T1 = scratch_TV.sum(-1, keepdim=True)
+    teacher_log_sum_T1 = sum_T1.log()
+    parts.append(high_T1 / temperature + teacher_log_sum_T1)
+    # sum of p (log p - log q), with the two constants of a row taken out of the sum
+    kl_T1 = scratch_TV.mul_(above_TV.sub_(below_TV)).sum(-1, keepdim=True).div_(sum_T1)
+    return [*parts, kl_T1.add_(log_sum_T1 - teacher_log_sum_T1).mul_(temperature**2)]
+
+
+def _below(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, and by how much the others are below it: one kernel from 16 bits to 32."""
+    high_T1 = logits_TV.amax(-1, keepdim=True).to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return high_T1, torch.sub(logits_TV, high_T1)
+
+
+@fused()
+def _logit_gradient(
+    student_TV: Tensor,
+    teacher_TV: Tensor | None,
+    normalizer_T3: Tensor,
+    place_T1: Tensor,
+    ignored_T1: Tensor,
+    scale: Tensor,
+    temperature: float,
+    kl_weight: float,
+    task_weight: float,
+    tempered: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """d total / d student for a block of rows and columns of logits.
+
+    d KL / d student = (softmax(student / T) - softmax(teacher / T)) / T, and T^2 of the loss makes that a factor T.
+
+    Args:
+        student_TV: logits, in any floating dtype.
+        teacher_TV: likewise, or None.
+        normalizer_T3: log-normalizers of the student at temperature 1, of both at the set one.
+        place_T1: columns of the labels, which may lie outside of the block.
+        ignored_T1: rows without a gradient.
+        scale: () what comes from above, over the number of trained tokens.
+        temperature: of the KL.
+        kl_weight: of the KL, times the temperature.
+        task_weight: of the cross-entropy.
+        tempered: whether the temperature is not 1.
+        dtype: of the result.
+    """
+    plain_T1, tempered_T1, teacher_T1 = normalizer_T3.split(1, dim=1)
+    if torch.compiler.is_compiling():
+        exact_TV = student_TV.to(normalizer_T3.dtype)
+        gradient_TV = (exact_TV - plain_T1).exp() * task_weight
+        if tempered:
+            gradient_TV = gradient_TV + (exact_TV / temperature - tempered_T1).exp() * kl_weight
+        else:
+            gradient_TV = gradient_TV + (exact_TV - tempered_T1).exp() * kl_weight
+        if teacher_TV is not None:
+            above_TV = teacher_TV.to(normalizer_T3.dtype)
+            above_TV = above_TV / temperature if tempered else above_TV
+            gradient_TV = gradient_TV - (above_TV - teacher_T1).exp() * kl_weight
+        column_V = torch.arange(student_TV.shape[1], device=student_TV.device)
+        gradient_TV = torch.where(column_V == place_T1, gradient_TV - task_weight, gradient_TV)
+        return torch.where(ignored_T1, 0.0, gradient_TV * scale).to(dtype)
+    gradient_TV = _softmax(student_TV, tempered_T1, temperature)
+    if not tempered:
+        gradient_TV.mul_(kl_weight + task_weight)
+    else:
+        other_TV = _softmax(student_TV, plain_T1, 1.0)
+        gradient_TV.mul_(kl_weight).add_(other_TV, alpha=task_weight)
+        del other_TV
+    if teacher_TV is not None:
+        gradient_TV.sub_(_softmax(teacher_TV, teacher_T1, temperature), alpha=kl_weight)
+    here_T1 = (place_T1 >= 0) & (place_T1 < student_TV.shape[1])
+    gradient_TV.scatter_add_(1, place_T1.where(here_T1, 0), -task_weight * here_T1.to(gradient_TV.dtype))
+    return gradient_TV.mul_(scale).masked_fill_(ignored_T1, 0.0).to(dtype)
+
+
+def _softmax(logits_TV: Tensor, normalizer_T1: Tensor, temperature: float) -> Tensor:
+    below_TV = torch.sub(logits_TV, normalizer_T1 * temperature)
+    return (below_TV if temperature == 1.0 else below_TV.div_(temperature)).exp_()

@@ -235,7 +235,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_V = torch.empty_like(bias_V) if of_bias and bias_V is not None else None
         for columns in blocks(V, V if ctx.kept else _columns(ctx.size * V // T)):
             student_TV, teacher_TV = ctx.kept or (student(slice(None), columns), teacher(slice(None), columns))
-            gradient_TV = ctx.tokens.gradient(student_TV, teacher_TV, of_losses[0][0], columns=columns).to(ctx.dtype)
+            gradient_TV = ctx.tokens.gradient(student_TV, teacher_TV, of_losses[0][0], columns=columns, dtype=ctx.dtype)
             del student_TV, teacher_TV
             if grad_TH is not None:
                 grad_TH += gradient_TV @ head.weight[columns]

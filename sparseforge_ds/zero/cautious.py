@@ -22,7 +22,7 @@ def hold_back(weights: Tensor, before: Tensor, gradient: Tensor) -> None:
         gradient: (...) that the step was made with, of any dtype.
     """
     flat, of_before, of_gradient = weights.view(-1), before.view(-1), gradient.view(-1)
-    for chunk in chunks(flat):
+    for chunk in chunks(flat, in_place=True):
         _hold_back(flat[chunk], of_before[chunk], of_gradient[chunk])
 
 

@@ -23,6 +23,7 @@ def test_an_accelerator_gets_long_runs() -> None:
         slice(0, CHUNK // 4),
         slice(CHUNK // 4, CHUNK // 2),
     ]
+    assert list(chunks(torch.empty(3 * CHUNK, device="meta"), in_place=True)) == [slice(0, 3 * CHUNK)]
 
 
 @pytest.mark.parametrize("members", [3, 4])

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(60, 64), (576, 576), (1088, 5120), (2048, 8192)]
 DIALS = Dials(temperature=0.4, beta=0.3, mid_penalty=0.2, penalty_rate=0.2, mask_rate=0.1, x=0.7)
 CODES_OFF = 1e-5
-"""Share of mask codes that may differ by one: Triton contracts a multiplication and an addition, a CPU does not."""
+"""Share of mask codes that may differ by one: an exponential or a division may round its last bit otherwise."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch._inductor.metrics as metrics
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.mask import fusing
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.bits import pack, unpack
@@ -23,6 +24,7 @@ from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_stats, standardized_score
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
+from sparseforge_ds.model.distill import TokenLosses
 from sparseforge_ds.zero.cautious import hold_back
 from sparseforge_ds.zero.layer_hooks import uncompiled
 from tests.reference import updated_mask
@@ -205,6 +207,7 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
     assert isinstance(curvature, RankOne)
     scaling = scalings(score_stats(dense, curvature)[None], 1e-3)[0]
     bits, given = pack(mask.int() > 0), torch.randn(12, 24, dtype=torch.bfloat16)
+    losses = TokenLosses(torch.arange(12), DistillationConfig(temperature=2.0), given.dtype)
     functions: dict[str, Callable[[], object]] = {
         "move_mask": lambda: move_groups(dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1),
         "sum_moments": lambda: score_stats(dense, curvature),
@@ -218,6 +221,8 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
         "token_squares": lambda: token_squares(given),
         "fisher_sums": lambda: fisher_sums(given, given[:, :20].clone()),
         "weighted_squares": lambda: weighted_squares(given, torch.rand(12)),
+        "token_losses": lambda: losses.add(slice(None), given, given.flip(1)),
+        "logit_gradient": lambda: losses.gradient(given, given.flip(1), torch.ones(()), dtype=given.dtype),
     }
     assert functions.keys() == fusing.KERNELS.keys()
     torch._dynamo.reset()

@@ -17,6 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.mask import fusing
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels, task_loss
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 from tests.tiny_models import tiny_llama, token_batch
@@ -133,6 +134,21 @@ def test_a_student_that_equals_its_teacher_has_no_kl(temperature: float) -> None
     assert found.kl.abs() < 1e-12
     (gradient,) = torch.autograd.grad(found.total, student)
     assert gradient.abs().max() < 1e-15
+
+
+def test_compiled_is_step_by_step() -> None:
+    """As a GPU runs it: blocks of fewer tokens than there are, ignored labels, 16 bits in and out."""
+    config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=9)
+    found = []
+    for compiled in (False, True):
+        student, teacher, labels = _case(B=2, S=7, V=50, dtype=torch.bfloat16)
+        with fusing.compiled(compiled):
+            losses = distillation_loss(student, teacher, labels, config)
+            (3 * losses.total).backward()
+        found.append(([*losses[:3]], student.grad.float()))
+    (stepwise, its_gradient), (compiled_losses, gradient) = found
+    torch.testing.assert_close(compiled_losses, stepwise, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, its_gradient, rtol=2**-7, atol=1e-7)  # one rounding to bf16
 
 
 def test_no_gradient_reaches_the_teacher_or_the_logged_parts() -> None:
