@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_OTHER_WEIGHTS = re.compile(
+    r"pytorch_model.*\.bin|.+\.(?:pt|pth|ckpt|gguf|h5|msgpack)|(?:consolidated|adapter_model).*\.safetensors"
+)
+"""Files with weights in other forms, or under other names."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class TensorFolder:
             held[single.name] = _read_specs(single)
             files = dict.fromkeys(held[single.name], single.name)
         else:
-            raise ValueError(f"{self.folder}: no {single.name} and no {index.name} in it; give an exported model")
+            raise ValueError(f"{self.folder}: no {single.name} and no {index.name} in it{_cure(self.folder, stem)}")
         self.files: dict[str, str] = files
         self.specs: dict[str, TensorSpec] = {}
         """Shape and dtype of every tensor, in the order of the files."""
@@ -127,6 +132,24 @@ class TensorFolder:
         with _opened(self.folder / self.files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def other_weights(folder: Path) -> list[str]:
+    """Return the names of a folder's files with weights in a form that is not read here, pickles above all."""
+    files = folder.iterdir() if folder.is_dir() else ()
+    return sorted(file.name for file in files if _OTHER_WEIGHTS.fullmatch(file.name) and file.is_file())
+
+
+def _cure(folder: Path, stem: str) -> str:
+    """Return what to do about a folder without readable tensors."""
+    others = other_weights(folder) if stem == "model" else []
+    if not others:
+        return "; give an exported model"
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return (
+        f", but {others[0]}{more}, which is not read here: weights are read from safetensors files alone, which cannot "
+        "run code; load it with transformers and write a new folder with save_pretrained"
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.cli.printing import printable
 
 _EPILOG = """\
 The text goes to stdout as it comes, everything else to stderr. Without --temperature the most likely token is taken
@@ -19,6 +20,8 @@ special tokens are used, such as those that end a text: no penalties, beams, or 
 
 On CUDA the model keeps a static cache and is compiled for it, with CUDA graphs, where transformers can do that. The
 first tokens wait for the compiler, up to a minute; --eager does without.
+
+exit code: 0 done; 1 the model computes NaN; 2 an error, said in one line
 
 examples:
   sparseforge generate models/qwen3_14b_packed24 "The capital of France is"
@@ -68,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         from transformers import GenerationConfig, TextStreamer
 
         from sparseforge_ds.evaluate.pretrained import adapter_of, check_known, load_model, load_tokenizer
+        from sparseforge_ds.model.sound_weights import first_not_finite
         from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
         from sparseforge_ds.runtime.packed_experts import is_packed
 
@@ -98,14 +102,36 @@ def run(args: argparse.Namespace) -> int:
         load_cpu_kernel()  # it may have to be compiled, which is no speed of the model
     torch.manual_seed(args.seed)
     began = time.perf_counter()
-    tokens = model.generate(
-        **inputs.to(model.device),
-        generation_config=model.generation_config,
-        streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
-    )
+    try:
+        tokens = model.generate(
+            **inputs.to(model.device),
+            generation_config=model.generation_config,
+            logits_processor=[_refuse_nan],
+            streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
+        )
+    except _NoNumberError:
+        bad = first_not_finite(model)
+        overflow = f"all weights are finite, so sums overflow in {model.dtype}; try --dtype float32"
+        why = overflow if bad is None else f"{bad} is not finite; give a sound model"
+        print()  # behind the prompt
+        print(
+            f"error: {printable(args.model)}: its logits are NaN, so that no token is likelier: {why}", file=sys.stderr
+        )
+        return 1
     took, made = time.perf_counter() - began, tokens.shape[1] - length
     print(f"{made} tokens in {took:.1f} s, {made / took:.1f} a second, on {model.device}", file=sys.stderr)
     return 0
+
+
+class _NoNumberError(Exception):
+    """Logits that are NaN."""
+
+
+def _refuse_nan(tokens: Any, scores: Any) -> Any:
+    """Pass the logits of one step on, as transformers asks of a processor; `generate` would take token 0 of NaN."""
+    if scores.isnan().any():
+        raise _NoNumberError
+    return scores
 
 
 def cache_settings(model: Any) -> dict[str, Any]:

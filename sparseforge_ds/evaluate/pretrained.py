@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import cached_file
 
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import register_model_classes
+from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
@@ -62,6 +64,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
         raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     register_model_classes()
+    _require_floats(name)
     unreachable = None if Path(name).exists() else why_unreachable()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -86,6 +89,15 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _require_floats(name: str) -> None:
+    """Reject a folder of a dense model with a weight that is no float, which would be cast in silence."""
+    folder = Path(name)
+    stored = any((folder / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json"))
+    if stored and "quantization_config" not in read_json(folder / "config.json"):
+        dtypes = {key: spec.dtype for key, spec in TensorFolder(folder).specs.items()}
+        require_float_weights(dtypes, folder, name)
 
 
 def _without_adapter(name: str) -> dict[str, Any]:

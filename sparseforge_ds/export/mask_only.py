@@ -36,6 +36,7 @@ from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.permutation.record import Permutation, Reordering
 from sparseforge_ds.rotation.record import FILE as ROTATION
 from sparseforge_ds.rotation.record import keep_rotation, rotation_of
@@ -127,6 +128,8 @@ class MaskedSource(Source):
         if held != expected:
             raise ValueError(f"{model}: is a {held}, the mask in {path} is of a {expected}; give its dense model")
         self._tensors = TensorFolder(self.model_folder)
+        dtypes = {name: spec.dtype for name, spec in self._tensors.specs.items()}
+        require_float_weights(dtypes, self.model_folder, str(model))
         self.permutation = masks.permutation
         self.check_permutation(masks.content["permutation"], masks.folder / "mask.json")
         if rotation_of(self.model_folder) != rotation_of(masks.folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sparseforge_ds.checkpoint.tensors import other_weights
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.mask_only import MaskedSource
 from sparseforge_ds.export.run_source import RunSource
@@ -23,7 +24,10 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     path = Path(path)
     if (path / "mask.json").is_file():
         return MaskedSource(path, model, dtype)
-    plain = (path / "config.json").is_file() and any(path.glob("model*.safetensors*"))
+    held = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in other_weights(
+        path
+    )  # the second for its error
+    plain = (path / "config.json").is_file() and held
     masked = (path / "latest").is_file()  # a checkpoint of transformers' Trainer, which has the weights beside it
     if (plain and not masked) or (path / "sparsity.json").is_file():
         return FolderSource(path, model, dtype)

@@ -18,6 +18,7 @@ from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.permutation.channels import check_family, dimensions
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
@@ -25,7 +26,7 @@ from sparseforge_ds.permutation.record import FOLDER, Permutation, Reordering
 
 class DenseFolder:
     """The weights of a dense model in files, whose channels have the order that they were trained in. Raises ValueError
-    where it cannot be read, is sparse or permuted already, or has an adapter."""
+    where it cannot be read, stores a weight as no float, is sparse or permuted already, or has an adapter."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -36,6 +37,8 @@ class DenseFolder:
         check_family(self.model_type)
         self.config = load_config(self.folder, str(folder)).get_text_config()
         self.tensors = TensorFolder(self.folder)
+        dtypes = {name: spec.dtype for name, spec in self.tensors.specs.items()}
+        require_float_weights(dtypes, self.folder, str(folder))
         self.specs, self.unused = divide(self.tensors.specs, read_model_config(self.folder))
         """Of the tensors that the model has; and names of others, which transformers does not load, and which are not
         written again."""

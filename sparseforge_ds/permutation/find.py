@@ -126,6 +126,8 @@ def _scores(
         else:
             root = squares[axis.tensor].to(device).sqrt()
             score = value.float().abs() * root.unsqueeze(-1 if axis.axis == -2 else -2)
+        if not score.isfinite().all():
+            raise ValueError(f"permute: {axis.tensor}, or what it is multiplied by, is not finite; give a sound model")
         score = score / score.mean().clamp(min=torch.finfo(torch.float32).tiny)
         flat_LR = score.movedim(axis.axis, 1 if score.dim() == 3 else 0).reshape(-1, score.numel() // axis.length)
         chosen = torch.randperm(_rows(axis), generator=generator)[: max(1, round(share * _rows(axis)))]

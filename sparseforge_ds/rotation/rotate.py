@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.sound_weights import first_not_finite
 from sparseforge_ds.rotation.moments import measure
 from sparseforge_ds.rotation.record import FORMAT, sha256_of
 from sparseforge_ds.rotation.search import Search
@@ -42,6 +43,12 @@ def rotate(model: PreTrainedModel, batches: Sequence[Tensor], config: SparseForg
     if not isinstance(pattern, NM):
         raise ValueError(f"rotate: {pattern} is no n:m pattern, which a search of groups in a row needs")
     before_SV = _next_tokens(model, batches[0])
+    if not before_SV.isfinite().all():
+        bad = first_not_finite(model)
+        raise ValueError(
+            f"rotate: the {model.config.model_type!r} model computes NaN; "
+            + (f"{bad} is not finite, give a sound model" if bad else "give one whose sums stay in its dtype")
+        )
     untied = untie(model)
     stream = find_stream(model, batches[0])
     weights = prunable_weights(model, config)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -27,6 +28,7 @@ from sparseforge_ds.export.stored import is_packed
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.sound_weights import first_not_finite, require_float_weights
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import bare_model
@@ -75,7 +77,8 @@ def find_model(name: str, flag: str) -> Pretrained:
         flag: the flag that named it, for messages.
 
     Raises:
-        ValueError: there is no such model, its folder is incomplete or damaged, or it is no causal language model.
+        ValueError: there is no such model, its folder is incomplete or damaged, a weight is stored as no float, or it
+            is no causal language model.
     """
     folder = _folder(name, flag)
     if not (folder / "config.json").is_file():
@@ -97,15 +100,11 @@ def find_model(name: str, flag: str) -> Pretrained:
             f"{flag} {name}: its weights are packed 2:4, which cannot be trained; unpack it first: sparseforge export "
             f"{name} DENSE --format hf"
         )
-    if not any((folder / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json")):
-        raise ValueError(
-            f"{flag} {name}: no model.safetensors in {folder}; weights are read from safetensors files "
-            "(save_pretrained of transformers writes them)"
-        )
     try:
-        TensorFolder(folder)  # for its errors
+        tensors = TensorFolder(folder)
     except ValueError as error:
         raise ValueError(f"{flag} {name}: {error}; copy or download it again") from None
+    require_float_weights({key: spec.dtype for key, spec in tensors.specs.items()}, folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
 
 
@@ -201,7 +200,7 @@ def load_model(
         **more: for `from_pretrained`.
 
     Raises:
-        AgreedError: it cannot be loaded, or weights are missing in the files; every rank has read the same.
+        AgreedError: it cannot be loaded, weights are missing in the files, or one is not finite; every rank knows.
     """
     try:
         with _loading_as(partition):
@@ -215,7 +214,24 @@ def load_model(
             f"{who}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
             "config.json and weights do not belong together"
         )
+    _require_finite(model, who, partition is not None)
     return cast(PreTrainedModel, model)
+
+
+def _require_finite(model: PreTrainedModel, who: str, is_divided: bool) -> None:
+    """Reject NaN and infinity in the weights before anything trains on them. Collective if ZeRO-3 divides them."""
+    names = [name for name, _ in model.named_parameters()]
+    bad = first_not_finite(model)
+    first = len(names) if bad is None else names.index(bad)
+    if is_divided and torch.distributed.is_initialized():
+        shared = torch.tensor(first, device=get_accelerator().current_device_name())
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
+        first = int(shared)
+    if first < len(names):
+        raise AgreedError(
+            f"{who}: {names[first]} is not finite in {model.dtype}, and neither would any loss be; give a sound model, "
+            "or one that fits the run's dtype"
+        )
 
 
 @contextlib.contextmanager

@@ -129,6 +129,38 @@ def test_weights_of_another_model(inputs):
     assert not (inputs.run / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_a_weight_that_is_no_float(inputs, dtype):
+    """Buffers that old files keep as bool are no weights, and are left alone."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(inputs.model / "model.safetensors")
+    old_mask = {"model.layers.0.self_attn.bias": torch.ones(8, 8, dtype=torch.bool)}
+    save_file(
+        weights | old_mask | {name: weights[name].to(dtype)}, inputs.model / "model.safetensors", {"format": "pt"}
+    )
+    said = f"{inputs.model}: {name} is stored as {dtype}, which transformers would cast"
+    assert f"--model {said}" in inputs.refused("--dry_run", ranks=1)
+    assert not inputs.run.exists()
+
+
+@pytest.mark.parametrize(("stage", "flag"), [(1, "model"), (3, "model"), (3, "teacher")])
+def test_a_model_whose_weights_are_not_finite(inputs, stage, flag):
+    """Before the first step: it was told to resume from a checkpoint that it never wrote."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    spoiled = inputs.folder / "spoiled"
+    shutil.copytree(inputs.model, spoiled)
+    weights = load_file(spoiled / "model.safetensors")
+    weights[name][-1, -1] = float("inf" if flag == "teacher" else "nan")
+    save_file(weights, spoiled / "model.safetensors", {"format": "pt"})
+    inputs.flags[flag] = str(spoiled)
+    inputs.content = deepspeed_json(stage=stage, batch=8)
+    if flag == "teacher":
+        inputs.content["sparseforge"]["distillation"] = {"hold": "zero3"}
+    said = inputs.refused()
+    assert f"--{flag} {spoiled}: {name} is not finite in torch.float32" in said and "give a sound model" in said
+    assert not (inputs.run / "checkpoints").exists()
+
+
 def test_sequences_that_ranks_cannot_share(inputs):
     inputs.flags |= {"sequence_parallel": "2", "seq_length": "31"}
     message = inputs.refused()
@@ -414,11 +446,12 @@ def test_random_numbers_of_something_else(resumable):
     assert f"{file.name}: damaged" in resumable.refused("--resume")
 
 
-def spoil_final_norm(inputs):
-    """A model whose every logit is NaN."""
+def spoil_final_norm(inputs, value=3e38):
+    """A model whose every logit is NaN: infinities are subtracted."""
     model = tiny_llama(vocab_size=BYTE_VOCABULARY)
     with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
+        model.model.norm.weight.fill_(value)
+        model.lm_head.weight.sign_()
     shutil.rmtree(inputs.model)
     write_model(inputs.model, model)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.cli import generate
@@ -130,7 +131,7 @@ def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     for model, more, message in (
         (apart, [], f"{apart}: its tokenizer gives token 220, the model has 60 embeddings; tokenizer and weights do"),
-        (damaged, [], "damaged: cannot be loaded as a causal language model (Error while deserializing header: "),
+        (damaged, [], "damaged/model.safetensors: not a readable safetensors file (Error while deserializing header: "),
         (odd, [], "'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
         (zero, [], "modulo by zero"),
         (tmp_path / "mask", [], f"is a mask; put it on its dense model: sparseforge export {tmp_path / 'mask'} OUT"),
@@ -145,3 +146,33 @@ def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["generate", str(model), PROMPT, *more]) == 2, message
         told = capsys.readouterr()
         assert message in told.err and told.out == ""
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_model_of_nan_says_so(
+    dense: Path, tmp_path: Path, temperature: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its likeliest token would be token 0, for ever, and a sample a traceback."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+
+    def refuses(name: str, value: float, why: str) -> None:
+        save_file(tensors | {name: tensors[name].clone().fill_(value)}, folder / "model.safetensors", {"format": "pt"})
+        assert main(["generate", str(folder), PROMPT, "--max_new_tokens", "4", "--temperature", temperature]) == 1
+        said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert said == [f"error: {folder}: its logits are NaN, so that no token is likelier: {why}"]
+
+    down = "model.layers.1.mlp.down_proj.weight"
+    refuses(down, float("nan"), f"{down} is not finite; give a sound model")
+    overflow = "all weights are finite, so sums overflow in torch.float32; try --dtype float32"
+    refuses("model.norm.weight", 3.4e38, overflow)
+
+
+def test_a_dense_model_of_integers_is_refused(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(dense, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    for command in (["generate", str(folder), PROMPT], ["permute", str(folder), str(tmp_path / "out")]):
+        assert main(command) == 2
+        assert f"{folder}: {name} is stored as torch.int8, which transformers would cast" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ def test_other_dense_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     MODELS["llama"](num_hidden_layers=1).save_pretrained(tmp_path / "short")
     assert main(["export", str(mask), out, "--model", str(tmp_path / "short")]) == 2
     assert "model.layers.1.self_attn.q_proj.weight is missing there" in capsys.readouterr().err
+    whole = load_file(tmp_path / "dense" / "model.safetensors")
+    integers = shutil.copytree(tmp_path / "dense", tmp_path / "integers")
+    save_file(whole | {QUERY: whole[QUERY].to(torch.int32)}, integers / "model.safetensors", {"format": "pt"})
+    assert main(["export", str(mask), out, "--model", str(integers)]) == 2
+    assert f"{integers}: {QUERY} is stored as torch.int32, which transformers would cast" in capsys.readouterr().err
     assert main(["export", str(mask), out, "--model", str(tmp_path / "none")]) == 2
     assert main(["export", str(tmp_path / "dense"), out, "--model", str(tmp_path / "dense")]) == 2
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))

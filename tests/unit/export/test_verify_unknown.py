@@ -15,6 +15,7 @@ from sparseforge_ds.export import counting
 from sparseforge_ds.export.verify import FolderReport, check_folder
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.permutation.record import Permutation
+from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 
 
@@ -110,3 +111,26 @@ def test_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert main(["verify", str(tmp_path)]) == 2
     assert "has no config.json, so it is no model" in capsys.readouterr().err
+
+
+def test_weights_in_a_form_that_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that reads a folder says what it found, and what to do."""
+    model = write_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"a pickle")
+    text = write_text(tmp_path / "text.jsonl")
+    said = "no model.safetensors.index.json in it, but pytorch_model.bin, which is not read here: weights are read from"
+    train = ["train", "--deepspeed", str(write_json(tmp_path / "ds.json", deepspeed_json(batch=8))), "--dry_run"]
+    flags = {"model": model, "dataset": text, "output_dir": tmp_path / "run", "seq_length": 32}
+    for command in (
+        ["verify", str(model)],
+        ["export", str(model), str(tmp_path / "out")],
+        ["permute", str(model), str(tmp_path / "out")],
+        [*train, *(f"--{name}={value}" for name, value in flags.items())],
+    ):
+        assert main(command) in (1, 2)
+        assert said in capsys.readouterr().err
+    (model / "pytorch_model.bin").rename(model / "consolidated.00.pth")
+    (model / "model.Q4_K_M.gguf").touch()
+    assert main(["verify", str(model)]) == 2
+    assert "but consolidated.00.pth and 1 more, which is not read here" in capsys.readouterr().err

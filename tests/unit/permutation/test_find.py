@@ -77,6 +77,15 @@ def test_a_weight_that_stays_dense_does_not_count() -> None:
     assert torch.equal(order[0], torch.arange(64)) and not torch.equal(found.index_BC["layers.1.mlp"], order)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
+    model = BUILDERS["llama"]()
+    name = "model.layers.1.mlp.down_proj.weight"
+    model.get_parameter(name).data[0, 0] = value
+    with pytest.raises(ValueError, match=f"permute: {name}, or what it is multiplied by, is not finite"):
+        find(model)
+
+
 def test_a_sample_of_rows_gains_too() -> None:
     model = BUILDERS["llama"](hidden_size=64, intermediate_size=128)
     found = find(model, rows=24)

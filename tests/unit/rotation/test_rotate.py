@@ -35,6 +35,14 @@ def test_a_model_that_computes_something_else_afterwards_is_refused() -> None:
         rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(), steps=5)
 
 
+def test_a_model_of_nan_is_refused_before_the_search() -> None:
+    model = built("llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    model.get_parameter(name).data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=f"rotate: the 'llama' model computes NaN; {name} is not finite, give a sound"):
+        rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(), steps=5)
+
+
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
 def test_any_pattern_in_a_row(pattern: str) -> None:
     model = built("llama")

@@ -1,0 +1,66 @@
+"""Weights that nobody can train or compute with: stored as no floating-point numbers, or not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseforge_ds.mask.packing import VALUE_DTYPES
+from sparseforge_ds.model.registration import auto_class, load_config
+
+
+def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path, who: str) -> None:
+    """Reject files of a dense model with a parameter in a dtype that loaders cast in silence: int64, bool, float8.
+
+    Args:
+        dtypes: of every tensor in the files. Buffers, like the masks that old files keep as bool, may be anything.
+        folder: of the model, for its config.json.
+        who: the model's name in the message.
+
+    Raises:
+        ValueError: a parameter is stored so.
+    """
+    foreign = sorted(name for name, dtype in dtypes.items() if dtype not in VALUE_DTYPES)
+    if not foreign:
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from sparseforge_ds.model.packed24_files import Targets
+
+    config = load_config(folder, who)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    targets = Targets(model, get_model_conversion_mapping(model))
+    places = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in foreign:
+        if targets.find(name)[0] in places:
+            raise ValueError(
+                f"{who}: {name} is stored as {dtypes[name]}, which transformers would cast without a word; give a "
+                "model whose weights are float32, bfloat16 or float16"
+            )
+
+
+def first_not_finite(model: nn.Module) -> str | None:
+    """Return the name of the first parameter with NaN or infinity, or None; of a ZeRO-3 model in this rank's parts."""
+    return next((name for name, parameter in model.named_parameters() if not _is_finite(_local(parameter))), None)
+
+
+def _is_finite(values: Tensor) -> bool:
+    if values.numel() == 0 or values.is_meta or not values.is_floating_point():
+        return True
+    ends = torch.stack(torch.aminmax(values))  # NaN, too, is passed on
+    return bool(ends.isfinite().all())
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    """Return what this rank holds of a parameter, without the padding behind the last part of ZeRO-3."""
+    divided: Any = parameter
+    if not hasattr(divided, "ds_tensor"):
+        return parameter.detach()
+    part = divided.ds_tensor.detach().reshape(-1)
+    start = part.numel() * torch.distributed.get_rank(divided.ds_process_group)
+    return part[: max(0, divided.ds_numel - start)]
