@@ -21,6 +21,7 @@ from sparseforge_ds.export.source import DTYPES, config_sha256, read_model_confi
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import empty_of, load_config
+from sparseforge_ds.model.sound_weights import require_float_weights
 
 Reader = Callable[[str], Tensor]
 
@@ -45,8 +46,8 @@ class DenseModel:
         """Read what the files hold, but no weights.
 
         Raises:
-            ValueError: the folder cannot be read, is sparse already, or has an adapter; or its tensors are not those of
-                the model that its config.json describes.
+            ValueError: the folder cannot be read, is sparse already, stores a weight as no float, or has an adapter; or
+                its tensors are not those of the model that its config.json describes.
         """
         self.folder = Path(folder)
         self.stored_config = read_model_config(self.folder)
@@ -55,6 +56,8 @@ class DenseModel:
                 raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
         self.config = load_config(self.folder, str(folder))
         self.tensors = TensorFolder(self.folder)
+        dtypes = {name: spec.dtype for name, spec in self.tensors.specs.items()}
+        require_float_weights(dtypes, self.folder, str(folder))
         self.specs, self.unused = divide(self.tensors.specs, self.stored_config)
         try:
             with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -79,7 +82,7 @@ class DenseModel:
             read: gives a tensor of the files by its name there; by default the dense one.
 
         Raises:
-            ValueError: the files lack one.
+            ValueError: the files lack one, or one is not finite.
         """
         read = read or self.tensors.read
         for name in self.names(prefix, but):
@@ -87,6 +90,8 @@ class DenseModel:
             filled = 0
             for part in self._parts_of.get(name, ()):
                 stored = read(part.name)
+                if not stored.isfinite().all():
+                    raise ValueError(f"{self.folder}: {part.name} is not finite; give a sound model")
                 value.view(-1)[part.start : part.start + stored.numel()] = stored.view(-1)
                 filled += stored.numel()
             if filled != value.numel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import BUILDERS, tiny_gpt2
 
 _QUICK = ("--tokens", "512", "--seq_length", "32", "--epochs", "1", "--device", "cpu")
-FAMILIES = ("deepseek_v3", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "llama4_text", "mixtral", "qwen3", "qwen3_moe")
+FAMILIES = (
+    *("deepseek_v3", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "llama4_text", "mixtral", "qwen3", "qwen3_moe"),
+)
 """One for each way to name tensors in files, to store experts, and to call blocks."""
 
 
@@ -138,6 +141,14 @@ def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
     assert "no such folder" in error(model=tmp_path / "nothing")
+    name, file = "model.layers.1.mlp.down_proj.weight", tmp_path / "odd" / "model.safetensors"
+    odd = write_model(tmp_path / "odd")
+    whole = load_file(file)
+    save_file(whole | {name: whole[name].to(torch.int16)}, file, {"format": "pt"})
+    assert f"{odd}: {name} is stored as torch.int16, which transformers would cast" in error(model=odd)
+    save_file(whole | {name: whole[name] * float("inf")}, file, {"format": "pt"})
+    assert f"{odd}: {name} is not finite; give a sound model" in error(model=odd)
+    shutil.rmtree(tmp_path / "out.part")  # what was done before that block, to go on from
     mixture = write_model(tmp_path / "mixture", _model("mixtral"))
     assert 'fused experts has not; use "annealed"' in error("--mask", "sparsegpt", model=mixture)
     assert not (tmp_path / "out.part").exists()
