@@ -100,14 +100,9 @@ def _measure(name: str, size: float, elements: int, call: Callable[[], Any], dev
     for _ in range(3):
         call()
     milliseconds = median(_milliseconds(call, device) for _ in range(CALLS))
-    row = {
-        "name": name,
-        "ms": milliseconds,
-        "terabytes_a_second": elements * size / milliseconds / 1e9,
-        "host_us": _host_microseconds(call, device),
-    }
-    print("{name:36} {ms:9.4f} ms {terabytes_a_second:7.3f} TB/s {host_us:8.0f} us host".format(**row), flush=True)
-    return row
+    rate, host = elements * size / milliseconds / 1e9, _host_microseconds(call, device)
+    print(f"{name:36} {milliseconds:9.4f} ms {rate:7.3f} TB/s {host:8.0f} us host", flush=True)
+    return {"name": name, "ms": milliseconds, "terabytes_a_second": rate, "host_us": host}
 
 
 def _milliseconds(call: Callable[[], Any], device: str) -> float:
