@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +44,13 @@ from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.rotation.record import keep_rotation
+from sparseforge_ds.runtime.extension_locks import clear_before_training
 from sparseforge_ds.train.monitoring import dial_scalars
 from sparseforge_ds.train.objective import LOSSES, Objective
 from sparseforge_ds.train.teacher import Teacher
 
 _LOG = logging.getLogger(__name__)
+clear_before_training()  # at import, because TrainingArguments already start DeepSpeed, which compiles
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
@@ -265,19 +268,43 @@ class SparseForgeMixin(_Trainer):
     # -- what is saved and logged, and which checkpoint is the best ----------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The trainer's own, of a model that transformers loads.
+        """The trainer's own, of a model that transformers loads; weights that ZeRO-3 divides are gathered for it.
 
         Raises:
             ValueError: it has low-rank branches, which transformers would leave out without a word.
         """
         if not _internal_call:
-            self._refuse_branches("save_model")
-        super().save_model(output_dir, _internal_call)
+            self._before_publication("save_model")
+        with self._gathered_on_save(not _internal_call or self.args.push_to_hub):
+            super().save_model(output_dir, _internal_call)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's own, of a model that transformers loads; raises what `save_model` does."""
-        self._refuse_branches("push_to_hub")
-        return super().push_to_hub(*args, **kwargs)
+        self._before_publication("push_to_hub")
+        with self._gathered_on_save(True):
+            return super().push_to_hub(*args, **kwargs)
+
+    @contextmanager
+    def _gathered_on_save(self, wanted: bool) -> Iterator[None]:
+        """Write weights that ZeRO-3 divides whole while active, as "stage3_gather_16bit_weights_on_model_save" of the
+        DeepSpeed JSON does; without it a trainer writes none. A checkpoint needs no such copy."""
+        engine = self.deepspeed
+        if not wanted or engine is None or engine.zero_optimization_stage() < 3:
+            yield
+            return
+        zero = engine._config.zero_config
+        before = zero.gather_16bit_weights_on_model_save
+        zero.gather_16bit_weights_on_model_save = True
+        try:
+            yield
+        finally:
+            zero.gather_16bit_weights_on_model_save = before
+
+    def _before_publication(self, what: str) -> None:
+        self._refuse_branches(what)
+        if not self._frozen and self.accelerator.is_main_process:
+            step = 0 if self.forge is None else self.forge.step_count
+            _LOG.warning("%s: masks are not frozen at step %d, and the weights that it writes not sparse", what, step)
 
     def _refuse_branches(self, what: str) -> None:
         if self._config.low_rank is not None:

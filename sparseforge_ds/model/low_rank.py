@@ -18,10 +18,12 @@ from sparseforge_ds.model.experts import expert_lists, join_gradients, leaf_modu
 from sparseforge_ds.model.families import LOW_RANK, PrunableWeight
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
+from sparseforge_ds.runtime.extension_locks import clear_before_training
 
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
-    """Make a model ready, in place; call it once, before `deepspeed.initialize`.
+    """Make a model ready, in place; call it once, before `deepspeed.initialize`. The first process of a machine also
+    clears the locks that killed compilers left (`clear_extension_locks`).
 
     The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`), and those in lists get gradients together
     (`join_gradients`). With `low_rank`, every layer whose weight goes under a mask becomes a `LowRankLinear` or
@@ -39,6 +41,8 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         ValueError: fused experts; a model that was prepared before; whatever
             `prunable_weights` raises.
     """
+    if not any(parameter.is_meta for parameter in model.parameters()):  # those are planned with, not trained
+        clear_before_training()
     set_z3_leaf_modules_by_name(model, leaf_modules(model))
     join_gradients(model, expert_lists(model))
     if config.method.name == "cast" and config.method.scaling:

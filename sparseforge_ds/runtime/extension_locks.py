@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from functools import cache
 from pathlib import Path
 
 from torch.utils.cpp_extension import get_default_build_root
@@ -37,6 +38,13 @@ def clear_extension_locks() -> None:
     if not any(root.rglob("*.so")):
         _LOG.info("set-up: what DeepSpeed needs is compiled for this machine once, which takes a minute or two")
     clear_locks(root)
+
+
+@cache
+def clear_before_training() -> None:
+    """Do `clear_extension_locks` once, in the first process of every machine, which the launcher numbers."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        clear_extension_locks()
 
 
 def clear_locks(root: Path) -> None:

@@ -20,7 +20,7 @@ from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import UnknownFlagError, parse_arguments
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.ranks import AgreedError, Ranks
-from sparseforge_ds.runtime.extension_locks import clear_extension_locks
+from sparseforge_ds.runtime.extension_locks import clear_before_training
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.compiler import require_compiler
@@ -50,8 +50,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         OSError: something cannot be written.
         Stopped: SIGTERM or Ctrl-C ended the training, and it is saved.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        clear_extension_locks()
+    clear_before_training()
     deepspeed.init_distributed()
     unlink_shared_buffers()
     ranks = Ranks()

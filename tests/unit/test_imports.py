@@ -162,7 +162,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "integrations.trainer_settings": {"transformers", "checkpoint.folder", "config", "model", "train"},
     "integrations.transformers": {
         *("transformers", "accelerate", "config", "data.micro_batch", "forge", "model", "train"),
-        *("permutation.record", "rotation.record"),
+        *("permutation.record", "rotation.record", "runtime.extension_locks"),
     },
     "integrations.vllm.__init__": {"vllm", "mask.packing"},
     "integrations.vllm.experts": {"vllm", "mask.packing", "runtime.experts24"},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import sparseforge_ds as sf
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -132,15 +134,49 @@ def every_stage(folder: str) -> dict[str, Any]:
     found["log"] = trainer.state.log_history
     for stage in (1, 3):  # its own loss, and Trainer's own optimizer
         config = deepspeed_json(stage, optimizer=False)
+        del config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
         trainer = trainer_of(place / f"plain{stage}", config, 2, activation_checkpointing=bool(stage == 3))
+        early = SaveEarly(trainer, place / "early")
+        trainer.add_callback(early)
         trainer.train()
         found[f"plain{stage}"] = losses_of(trainer)
+        trainer.save_model(str(place / f"saved{stage}"))
+        found[f"early{stage}"] = early.told
     for name, stage, micro, teacher in (("taught3", 3, 3, model), ("plain1", 1, 2, None)):
         config = deepspeed_json(stage, optimizer=teacher is not None)
         trainer = trainer_of(place / f"{name} again", config, micro, teacher)
         trainer.train(resume_from_checkpoint=str(place / name / f"checkpoint-{SAVE}"))
         found[f"{name} again"] = losses_of(trainer)
     return found
+
+
+@contextmanager
+def messages() -> Iterator[list[str]]:
+    """Warnings of the integration."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("sparseforge_ds.integrations.transformers")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+class SaveEarly(TrainerCallback):
+    """Saves the model behind the first step, and keeps what is said."""
+
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        self.trainer = trainer
+        self.folder = folder
+        self.told: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 1:
+            with messages() as told:
+                self.trainer.save_model(str(self.folder))
+            self.told += told
 
 
 def moved(folder: str, name: str, stage: int, micro: int) -> list[float]:
@@ -171,6 +207,20 @@ def test_every_stage_trains_alike(trained: tuple[Path, dict[str, Any]]) -> None:
         for other in others:
             assert found[other] == pytest.approx(found[name], abs=1e-5)
     assert found["plain1"][-1] < found["plain1"][0]
+
+
+def test_a_saved_model_has_its_sparse_weights(trained: tuple[Path, dict[str, Any]]) -> None:
+    """As the guide's JSON has it, without a key for ZeRO-3."""
+    folder, found = trained
+    for stage in (1, 3):
+        model = LlamaForCausalLM.from_pretrained(folder / f"saved{stage}")
+        expected = weights_of(folder / f"plain{stage}" / f"checkpoint-{STEPS}")
+        for name, value in model.named_parameters():
+            assert torch.equal(value, expected[name]), name
+        assert (model.model.layers[0].mlp.up_proj.weight.view(-1, 4) != 0).sum(1).eq(2).all()
+        assert found[f"early{stage}"] == [
+            "save_model: masks are not frozen at step 1, and the weights that it writes not sparse"
+        ]
 
 
 def test_the_log_has_what_masks_do(trained: tuple[Path, dict[str, Any]]) -> None:

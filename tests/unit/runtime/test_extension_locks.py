@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import threading
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
+import sparseforge_ds as sf
+from sparseforge_ds.integrations import transformers
 from sparseforge_ds.runtime import extension_locks
 from sparseforge_ds.runtime.extension_locks import clear_extension_locks
 from tests.distributed import PATIENCE
+from tests.tiny_models import tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +44,27 @@ def test_what_a_killed_compiler_left_is_removed(root, caplog):
     assert caplog.messages == [f"removed {lock}, left by a process that was killed while it compiled"]
     clear_extension_locks()
     assert len(caplog.messages) == 1
+
+
+def load_integration() -> None:
+    """Run the module's statements as a first import does, under another name."""
+    spec = importlib.util.spec_from_file_location("imported_anew", transformers.__file__)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize("start", [lambda: sf.prepare(tiny_llama(), sf.SparseForgeConfig()), load_integration])
+def test_a_trainer_and_a_loop_of_ones_own_remove_it_too(root, monkeypatch, start):
+    """In the first process of a machine, once."""
+    lock = root / "py311_cpu" / "some_op" / "lock"
+    for rank, left in (("1", True), ("0", False), ("0", True)):
+        if rank == "1" or not left:
+            extension_locks.clear_before_training.cache_clear()
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        touch(lock, 9_000)
+        start()
+        assert lock.exists() == left
+    extension_locks.clear_before_training.cache_clear()
 
 
 def test_a_living_compiler_is_waited_for(root, caplog, monkeypatch):
