@@ -46,7 +46,7 @@ else
     part cost 110 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"
     part frozen 90 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --phase frozen --json '$out/frozen.json'"
     # 3: a packed model at work, in CUDA graphs.
-    part bench 150 python3 -m sparseforge_ds bench --shapes llama-2-7b --layers 8 --batches 1 8 --workload 128x128 --json "$out/bench.json"
+    part bench 150 python3 -m sparseforge_ds bench --shapes llama-2-7b --layers 8 --batches 1 8 --workload 128x128 --out "$out/bench"
     part linear 60 python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --rows 1 8 32 64 128 \
         --shapes 4096x4096 12288x4096 22016x4096 4096x11008 7168x5120 34816x5120
     # 4: DeepSpeed's FusedAdam through the whole life of a mask.
