@@ -1,6 +1,6 @@
 # Sourced by launch/demo.sh and tests/run.sh: makes .venv in the checkout, installs into it, and activates it.
 # Quick when there is nothing to do. What it reads from the environment:
-#   PYTHON                   interpreter of the new .venv (default python3; 3.10 or later)
+#   PYTHON                   interpreter of the new .venv (default python3; 3.11 or later)
 #   SPARSEFORGE_TORCH_INDEX  package index of torch alone, such as https://download.pytorch.org/whl/cpu, which spares a
 #                            machine without an NVIDIA GPU some gigabytes of CUDA libraries
 #   TORCH_EXTENSIONS_DIR     where DeepSpeed keeps what it compiles (default .venv/torch_extensions)
@@ -15,9 +15,9 @@ _die() {
 
 _make_venv() {
     local python="${PYTHON:-python3}"
-    command -v "$python" >/dev/null || _die "no $python here; install Python 3.10 or later, or name one: PYTHON=python3.12 bash ..."
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        _die "$("$python" --version) is too old; install Python 3.10 or later, or name one: PYTHON=python3.12 bash ..."
+    command -v "$python" >/dev/null || _die "no $python here; install Python 3.11 or later, or name one: PYTHON=python3.12 bash ..."
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        _die "$("$python" --version) is too old; install Python 3.11 or later, or name one: PYTHON=python3.12 bash ..."
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         _die "$python cannot make virtual environments; install its venv package (Debian and Ubuntu: apt install python3-venv)"
     echo "install: making $_venv with $("$python" --version)"

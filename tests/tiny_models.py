@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -25,7 +26,6 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
-    InternLM3Config,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -168,7 +168,7 @@ _DENSE: dict[type[PreTrainedConfig], dict[str, Any]] = {
     GPTNeoConfig: {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     GPTNeoXConfig: {"num_key_value_heads": 4},
     GraniteConfig: {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
-    InternLM3Config: {"head_dim": 8},
+    **({transformers.InternLM3Config: {"head_dim": 8}} if hasattr(transformers, "InternLM3Config") else {}),  # newer
     MistralConfig: {},
     Olmo2Config: {},
     Olmo3Config: {"sliding_window": 8, "layer_types": _GEMMA["layer_types"]},

@@ -76,7 +76,7 @@ class Conversation:
         return text, [(len(prompt), len(text))]
 
     def _turns(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span]:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from sparseforge_ds.transformers_internals import render_jinja_template
 
         template = tokenizer.get_chat_template()
         if not _GENERATION.search(template):

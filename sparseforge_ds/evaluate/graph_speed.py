@@ -24,6 +24,7 @@ from sparseforge_ds.evaluate.speed import Speed, now, quartiles, resident, token
 from sparseforge_ds.mask.packing import pack24
 from sparseforge_ds.runtime.packed_experts import Packed24Experts
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
+from sparseforge_ds.transformers_internals import CACHE
 
 _PUBLISHED = Path(__file__).resolve().parents[1] / "assets" / "published"
 SHAPES = {"llama-2-7b": _PUBLISHED / "meta-llama" / "Llama-2-7b-hf", "qwen3-14b": _PUBLISHED / "Qwen" / "Qwen3-14B"}
@@ -173,7 +174,7 @@ class _Run:
 
     def _step(self, ids: Tensor) -> Tensor:
         """(B, 1) the likeliest token behind the last one."""
-        logits = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits = self.model(ids, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1:].argmax(-1)
 
     def once(self) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from sparseforge_ds.evaluate.perplexity import positions_of
 from sparseforge_ds.evaluate.pretrained import NO_ADAPTER, adapter_of, load_model
 from sparseforge_ds.runtime.packed_experts import is_packed
+from sparseforge_ds.transformers_internals import CACHE
 
 PAPER = (
     "the paper (arXiv 2605.06402) reports 1.40x to 1.44x the dense model's speed and 0.58x its memory, on an H800 with "
@@ -195,7 +196,7 @@ def _decode(model: PreTrainedModel, batch: int, workload: Workload) -> float:
     began = now(model)
     for _ in range(workload.generated):
         ids = output.logits[:, -1:].argmax(-1)
-        output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+        output = model(ids, **{CACHE: getattr(output, CACHE)}, use_cache=True)
     return batch * workload.generated / (now(model) - began)
 
 

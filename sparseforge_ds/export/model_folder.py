@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
@@ -23,6 +22,7 @@ from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
+from sparseforge_ds.transformers_internals import CHAT_TEMPLATE_DIR
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)

@@ -22,7 +22,7 @@ from sparseforge_ds.model.registration import empty_of, load_config
 def filled_model(source: Source) -> Any:
     """The source's model, in evaluation mode, on the CPU. Raises ValueError where transformers has no class for its
     config.json, or the tensors of the source are not exactly those of the model that config.json describes."""
-    from transformers.initialization import no_init_weights
+    from sparseforge_ds.transformers_internals import no_init_weights
 
     config = load_config(source.model_folder, str(source.model_folder), cached=True)
     try:

@@ -24,11 +24,6 @@ from transformers import (
     PreTrainedModel,
     initialization,
 )
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2MLP
 from transformers.models.llama.modeling_llama import (
@@ -38,8 +33,15 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.models.olmoe.modeling_olmoe import OlmoeModel
-from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import OutputRecorder
+
+from sparseforge_ds.transformers_internals import (
+    CACHE,
+    MoeCausalLMOutputWithPast,
+    OutputRecorder,
+    can_return_tuple,
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 
 class DeepseekConfig(LlamaConfig):
@@ -199,14 +201,13 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """As every causal language model of transformers.
+        """As every causal language model of transformers. A cache, whatever its name, is among `kwargs`.
 
         In training, `aux_loss` of the output is the balance loss times `aux_loss_alpha`, and part of `loss`. A loop
         that makes its own loss from the logits adds `aux_loss` to it.
@@ -218,7 +219,6 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -235,7 +235,7 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,

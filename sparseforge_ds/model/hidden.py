@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import IGNORED, DistillationLoss, blocks, first_derivative_only
+from sparseforge_ds.transformers_internals import GradientCheckpointingLayer
 
 
 def chosen_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:

@@ -82,7 +82,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
 
     def get_weight_conversions(self) -> list[Any]:
         """`weight` and `weight_positions` become `weight`; a weight that is not packed is passed through."""
-        from transformers.core_model_loading import WeightConverter
+        from sparseforge_ds.transformers_internals import WeightConverter
 
         return [
             WeightConverter([rf"\.{leaf}$", rf"\.{leaf}{POSITIONS}$"], f".{leaf}", [_operation(self)])

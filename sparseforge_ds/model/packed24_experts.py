@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
 
 from sparseforge_ds.mask.packing import POSITIONS, check24
 from sparseforge_ds.model.packed24_files import Targets, note_damage
 from sparseforge_ds.runtime.packed_experts import Packed24Experts, pack_experts, packed_kind
+from sparseforge_ds.transformers_internals import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from safetensors import safe_open
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from sparseforge_ds.mask.packing import POSITIONS, packed24_axis, packed24_shapes, require_stored_dtypes
+from sparseforge_ds.transformers_internals import WeightConverter, WeightRenaming, rename_source_key
 
 _DAMAGED = "_damaged_packed_weights"
 

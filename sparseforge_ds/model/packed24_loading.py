@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.mask.packing import POSITIONS, check24, packed24_axis, unpack24
@@ -19,6 +18,7 @@ from sparseforge_ds.model.packed24_files import note_damage
 from sparseforge_ds.runtime.linear24 import linear24
 from sparseforge_ds.runtime.packed_experts import Packed24Experts
 from sparseforge_ds.runtime.packed_linear import Packed24Linear
+from sparseforge_ds.transformers_internals import ConversionOps
 
 _KEPT = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
 """Layers that a packed one takes the place of."""

@@ -58,7 +58,8 @@ def model_class(config: Any) -> Any:
 
     name = (config.architectures or [""])[0]
     named: Any = getattr(transformers, name, None)
-    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    if is_model:
         other = not named.can_generate() or getattr(config, "is_encoder_decoder", False)
         if other and name not in MODEL_MAPPING_NAMES.values():  # bare models are part of causal ones
             return named

@@ -22,6 +22,7 @@ from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
 from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
 from sparseforge_ds.planning.live import Live
 from sparseforge_ds.planning.sequence_parallel import exchanged
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens, sees_all
 
 
@@ -77,7 +78,7 @@ def trace(
     model = empty_model(config, forge, dtype)
     model.train()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     token_BS = torch.zeros(micro_batch, seq_length // parts, dtype=torch.long, device="meta")
     with without_numbers(config), exchanged(model, parts):
         told = None if teacher is None else _Teacher(teacher, dtype, token_BS, forge.distillation)

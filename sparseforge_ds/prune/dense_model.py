@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.adapter import CONFIG
@@ -22,6 +21,7 @@ from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import empty_of, load_config
 from sparseforge_ds.model.sound_weights import require_float_weights
+from sparseforge_ds.transformers_internals import no_init_weights
 
 Reader = Callable[[str], Tensor]
 

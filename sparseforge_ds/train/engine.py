@@ -22,6 +22,7 @@ from sparseforge_ds.train.pretrained import load_model
 from sparseforge_ds.train.sequence_parallel import SequenceParallel
 from sparseforge_ds.train.spec import RunSpec
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
+from sparseforge_ds.transformers_internals import checkpoint_activations
 
 
 @dataclass
@@ -51,7 +52,7 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     if permutation is not None:
         permute_model(model, permutation)
     if spec.arguments.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     model = sf.prepare(model, spec.config)
     model.train()
     documents, parts = spec.arguments.document_attention, spec.sequence_parallel

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn import functional as F
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
+from sparseforge_ds.transformers_internals import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 from sparseforge_ds.zero.layer_hooks import uncompiled, with_hook
 
 ExpertHook = Callable[[str, str, Tensor | None, Tensor, Tensor, int], None]

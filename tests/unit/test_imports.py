@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sparseforge_ds.transformers_internals import WHERE
+
 PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 
 # What each part may import besides itself and the standard library. A name stands for all below it. A part imports only
@@ -16,12 +18,21 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"torch"},
     "started_by": set(),
+    "transformers_internals": set(),
     "mask": {"torch"},
     "runtime": {"torch", "mask.packing"},
     "config": {"mask.pattern", "mask.anneal"},
     "checkpoint": {"torch", "safetensors"},
     "zero": {"torch", "deepspeed", "mask", "config.refused_settings", "checkpoint"},
-    "model": {"torch", "transformers", "config", "mask.pattern", "mask.packing", "mask.fusing", "runtime"},
+    "model": {
+        "torch",
+        "transformers",
+        "config",
+        "mask.pattern",
+        "mask.packing",
+        "mask.fusing",
+        "runtime",
+    },
     "start": {"torch", "config", "mask", "model.families", "zero"},
     "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config", "checkpoint.disk", "ranks"},
     "curvature": {"torch", "numpy", "config", "mask", "zero"},
@@ -172,7 +183,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "runtime.triton_kernel": {"triton"},
     "runtime.triton_programs": {"triton"},
     "runtime.triton_words": {"triton"},
-    "zero.expert_hooks": {"transformers.integrations.moe"},
+    "zero.expert_hooks": {"transformers_internals"},
     "zero.layer_hooks": {"transformers.modeling_utils"},
 }
 # The public names.
@@ -227,6 +238,8 @@ def test_imports_go_one_way(path: Path) -> None:
     if "*" in MAY_IMPORT[part]:
         return
     allowed = MAY_IMPORT[part] | ONE_FILE_MORE.get(_module(path), set()) | {part}
+    if "transformers" in allowed:
+        allowed |= {"transformers_internals"}
     offenders = {
         name
         for name in _imports(path)
@@ -257,6 +270,18 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         sorter.prepare()
     except CycleError as circle:
         pytest.fail(f"a circle of imports: {' -> '.join(circle.args[1])}")
+
+
+def test_internals_of_transformers_are_imported_in_one_place() -> None:
+    """Where their absence is an error that names the version."""
+    modules = {f"transformers.{module}" for module in WHERE.values()} - {"transformers.modeling_outputs"}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert node.module not in modules and not private, (
+                    f"{path}, line {node.lineno}: import it from sparseforge_ds.transformers_internals"
+                )
 
 
 def test_rows_of_one_file_are_not_stale() -> None:

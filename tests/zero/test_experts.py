@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_tokens
 from tests.distributed import run_distributed
@@ -90,7 +91,7 @@ def test_taps_change_no_gradient_and_survive_checkpointing() -> None:
 
     for hooked in (False, True):
         model = BUILDERS["qwen3_moe"]().train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
         with expert_tokens(experts_of(model) if hooked else {}, hook):
             model(input_ids=ids, labels=ids).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
@@ -106,7 +107,7 @@ def test_the_tokens_of_a_block_are_counted(reentrant: bool | None) -> None:
 
     model = Family("olmoe", listed=True).model().train()
     if reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        checkpoint_activations(model, reentrant)
     blocks = {str(number): layer.mlp for number, layer in enumerate(model.model.layers)}
     entered: dict[str, int] = {}
     with block_tokens(blocks, entered.__setitem__):

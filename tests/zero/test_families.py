@@ -22,6 +22,7 @@ from sparseforge_ds.model.estimator_support import refuse_unmeasurable
 from sparseforge_ds.model.experts import leaf_modules
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.train.teacher import Teacher
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES
 from tests.zero.case import Case, build, gathered, published, short, states
@@ -139,7 +140,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
     size = ROWS // dist.get_world_size()
     more = {"train_micro_batch_size_per_gpu": size, **case.more}
     if family.taught:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     engine, forge = build(replace(case, more=more), model)
     distillation, teacher = case.sparseforge.distillation, None
     if family.taught:

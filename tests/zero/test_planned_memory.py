@@ -21,6 +21,7 @@ from sparseforge_ds.planning.memory import gathered_weights, memory
 from sparseforge_ds.planning.settings import Settings, settings
 from sparseforge_ds.planning.states import checkpoint_bytes, kept_gradients, model_states
 from sparseforge_ds.train.teacher import Teacher
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.zero.case import LENGTH, Case, StepText, batch_at, build, build_engine, my_part, train_step
@@ -188,7 +189,7 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
     experts = "leaf_module" in case.zero
     built = mixture() if experts else model_of(case, layers=4)
     if checkpointing:
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(built)
     engine = build_engine(case, built.train())
     for step in range(2):
         train_step(engine, case, step)

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparseforge_ds.curvature import RunningSums, estimator_of, sums_of
 from sparseforge_ds.mask.curvature import counter_key, rademacher
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.probe import Probe, batches_of
 from tests import tiny_models
 from tests.distributed import run_distributed
@@ -189,7 +190,7 @@ def measure(
         if apart and isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda _m, _x, y: y.clone() if isinstance(y, Tensor) else y)
     if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+        checkpoint_activations(model, checkpointing)
     engine, forge = build(case, model)
     return sampler(kind, forge, case.sparseforge)(probe_of(engine, case, 0), 0, probes)
 
@@ -337,7 +338,7 @@ def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
             case = Case(stage=3, config={"importance": importance, "max_steps": 100, "curvature": own})
             model = MODELS[case.model]()
             if checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                checkpoint_activations(model)
                 model.train()
             engine, forge = build(case, model)
             coordinator = engine.optimizer.parameter_offload.get_param_coordinator()

@@ -43,7 +43,7 @@ def _program(path: Path, body: str) -> Path:
 def test_no_python(checkout: Path) -> None:
     result = _source(checkout, PYTHON="python-that-is-not-there")
     assert result.returncode == 1
-    assert "no python-that-is-not-there here; install Python 3.10 or later" in result.stderr
+    assert "no python-that-is-not-there here; install Python 3.11 or later" in result.stderr
 
 
 def test_old_python(checkout: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig, DeepseekForCausalLM, DeepseekModel, balance_loss, register
+from sparseforge_ds.transformers_internals import CACHE, checkpoint_activations
 from tests.tiny_models import BUILDERS, token_batch
 
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
@@ -319,7 +320,7 @@ def test_the_balance_loss_reaches_the_router_through_activation_checkpointing() 
     for kwargs in (None, {"use_reentrant": False}):
         model = _tiny(aux_loss_alpha=10.0).train()
         if kwargs:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            checkpoint_activations(model, **kwargs)
         model(**batch).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
         without = _tiny(aux_loss_alpha=0.0).train()
@@ -351,7 +352,7 @@ def test_a_cache_changes_nothing() -> None:
     with torch.no_grad():
         whole = model(input_ids=ids).logits
         cache = DynamicCache(config=model.config)
-        parts = [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in ids.split(5, dim=1)]
+        parts = [model(input_ids=part, **{CACHE: cache}, use_cache=True).logits for part in ids.split(5, dim=1)]
         last = model(input_ids=ids, logits_to_keep=1).logits
     torch.testing.assert_close(torch.cat(parts, dim=1), whole)
     torch.testing.assert_close(last, whole[:, -1:])

@@ -15,6 +15,7 @@ from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.tiny_models import _LLAMA_LIKE, BUILDERS, SCALED, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
 
 SEVERAL = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=5)
@@ -75,7 +76,7 @@ def test_every_family_has_the_loss_and_gradients_of_whole_logits(family: str, co
 def test_tied_heads_and_checkpointing(tied: bool, checkpointing: dict[str, bool] | None) -> None:
     student = tiny_qwen3(tie_word_embeddings=tied).double().train()
     if checkpointing is not None:
-        student.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        checkpoint_activations(student, **checkpointing)
         student.enable_input_require_grads()
     _agree(student, tiny_llama(seed=1).double(), SEVERAL)
 

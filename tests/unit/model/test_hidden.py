@@ -16,6 +16,7 @@ from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared, same_states
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.tiny_models import BUILDERS, SCALED, tiny_gpt2, tiny_llama, token_batch
 
 EVERY = [1, 2, 3, None]
@@ -119,7 +120,7 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool, every: int) -
     for checkpointing in (False, True):
         student, teacher = tiny_llama().train(), tiny_llama(seed=1).eval()
         if checkpointing:
-            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            checkpoint_activations(student, reentrant)
         found.append(_gradients(student, _found(student, teacher, _config(every)).total))
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():

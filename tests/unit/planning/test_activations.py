@@ -16,6 +16,7 @@ from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss
 from sparseforge_ds.model.hidden import captured_states, chosen_layers
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.live import Live
+from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from tests import tiny_models
 from tests.unit.planning.published_configs import qwen3_14b
@@ -33,7 +34,7 @@ FAMILIES = [name for name in tiny_models.BUILDERS if name not in UNFUSED]
 def real(family: str, checkpointing: bool) -> tuple[Any, Tensor]:
     model = tiny_models.BUILDERS[family]().train()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     generator = torch.Generator().manual_seed(0)
