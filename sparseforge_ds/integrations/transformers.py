@@ -41,6 +41,7 @@ from sparseforge_ds.integrations.trainer_settings import (
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.sound_weights import require_finite_weights
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.rotation.record import keep_rotation
@@ -143,6 +144,7 @@ class SparseForgeMixin(_Trainer):
             return self.optimizer
         self._config = dataclasses.replace(self._config, max_steps=self.state.max_steps)
         refuse_length(self, self._config)
+        require_finite_weights(self.model, self.model.name_or_path or type(self.model).__name__)
         prepare(self.model, self._config)
         groups = param_groups(self.model, self._config, weight_decay=self.args.weight_decay)
         if self.optimizer is not None:  # the DeepSpeed JSON has one

@@ -48,6 +48,30 @@ def first_not_finite(model: nn.Module) -> str | None:
     return next((name for name, parameter in model.named_parameters() if not _is_finite(_local(parameter))), None)
 
 
+def require_finite_weights(model: Any, who: str) -> None:
+    """Reject NaN and infinity in the weights before anything trains on them. Collective if ZeRO-3 divides them.
+
+    Args:
+        model: of transformers, with its weights.
+        who: its name in the message.
+
+    Raises:
+        ValueError: a weight is not finite; all ranks name the same one.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    bad = first_not_finite(model)
+    first = len(names) if bad is None else names.index(bad)
+    if any(hasattr(parameter, "ds_tensor") for parameter in model.parameters()):
+        shared = torch.tensor(first, device=torch.accelerator.current_accelerator(check_available=True) or "cpu")
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
+        first = int(shared)
+    if first < len(names):
+        raise ValueError(
+            f"{who}: {names[first]} is not finite in {model.dtype}, and neither would any loss be; give a sound model, "
+            "or one that fits the run's dtype"
+        )
+
+
 def _is_finite(values: Tensor) -> bool:
     if values.numel() == 0 or values.is_meta or not values.is_floating_point():
         return True

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -28,7 +27,7 @@ from sparseforge_ds.export.stored import is_packed
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
-from sparseforge_ds.model.sound_weights import first_not_finite, require_float_weights
+from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.planning.architecture import bare_model
@@ -214,24 +213,11 @@ def load_model(
             f"{who}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
             "config.json and weights do not belong together"
         )
-    _require_finite(model, who, partition is not None)
+    try:
+        require_finite_weights(model, who)
+    except ValueError as error:
+        raise AgreedError(str(error)) from None
     return cast(PreTrainedModel, model)
-
-
-def _require_finite(model: PreTrainedModel, who: str, is_divided: bool) -> None:
-    """Reject NaN and infinity in the weights before anything trains on them. Collective if ZeRO-3 divides them."""
-    names = [name for name, _ in model.named_parameters()]
-    bad = first_not_finite(model)
-    first = len(names) if bad is None else names.index(bad)
-    if is_divided and torch.distributed.is_initialized():
-        shared = torch.tensor(first, device=get_accelerator().current_device_name())
-        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
-        first = int(shared)
-    if first < len(names):
-        raise AgreedError(
-            f"{who}: {names[first]} is not finite in {model.dtype}, and neither would any loss be; give a sound model, "
-            "or one that fits the run's dtype"
-        )
 
 
 @contextlib.contextmanager

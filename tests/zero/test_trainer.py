@@ -471,6 +471,9 @@ def refusals(place: Path, trained: Any) -> Any:
     yield "key", said(lambda: trainer_of(place, deepspeed_json(2, patern="2:4"), 2))
     fresh = trainer_of(place / "none", config, 2)
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(place / "none" / "checkpoint-99")))
+    lost = trainer_of(place / "lost", deepspeed_json(2), 2)
+    lost.model.model.norm.weight.data[3] = torch.nan
+    yield "not finite", said(lost.train)
     seldom = deepspeed_json(2, method={"update_every": 100})
     yield "length", said(trainer_of(place / "seldom", seldom, 2).train)  # when it was made, its steps were not known
     del config["sparseforge"]
@@ -494,6 +497,7 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     assert "save_model: transformers would load the model without its low-rank branches" in found["saved"]
     assert "push_to_hub: transformers would load the model without its low-rank branches" in found["pushed"]
     assert "push_to_hub with sparseforge.low_rank" in found["refused"]["branches"]
+    assert "LlamaForCausalLM: model.norm.weight is not finite in torch.float32" in found["refused"]["not finite"]
     for plain, more in (found["counted"][:2], found["counted"][2:]):  # by sums and by elements
         assert plain[0] and more[0], "passes before the first step were not in training mode"
         assert int((plain[1] != more[1]).sum()) <= 2 and plain[1].sum() * 2 == plain[1].numel()
