@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 
@@ -24,6 +25,8 @@ from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError
 from sparseforge_ds.zero.halo import Chunk
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
+
+_LOG = logging.getLogger(__name__)
 
 
 class Scoring:
@@ -61,6 +64,8 @@ class Ranking:
         self.mean = mean
         self._metrics: dict[str, float] = {}
         """Of the sums that the newest scores are made of, until they are reported."""
+        self._idle: set[int] = set()
+        """Matrices that nothing reached, at the last scores."""
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
         """(chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first. Raises
@@ -100,13 +105,13 @@ class Ranking:
             for inside, curvature, of_matrix in scoring.of(chunk, self._elements(chunk)):
                 of_matrix += score_stats(dense[inside], curvature)
         moments = on.layout.sum_shards(moments.to(on.layout.device))
-        totals, heard = self._read(moments[:, 1], sums)
+        totals, heard, squares = self._read(moments[:, 1], moments[:, 3], sums)
         self.mean.without_gradient = not any(totals) and all(heard) and (sums is None or not sums.values.any())
         if magnitude_without_gradient and self.mean.without_gradient:
             self.mean.note_without_gradient()
             scoring.by_magnitude = set(range(len(totals)))
         else:
-            scoring.by_magnitude = self._require_curvature(totals, heard, sums)
+            scoring.by_magnitude = self._require_curvature(totals, heard, squares, sums)
         if scoring.by_magnitude:
             rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
             moments[rows] = magnitude_stats(moments[rows])
@@ -120,10 +125,12 @@ class Ranking:
         shard = self.on.shards[chunk.name]
         return self.on.of(shard, "curvature")[chunk.start - shard.start : chunk.stop - shard.start]
 
-    def _read(self, totals: Tensor, sums: AxisSums | None) -> tuple[list[float], list[float]]:
-        """Copy what an update must know to the host at once; return the first two arguments of `_require_curvature`."""
+    def _read(
+        self, totals: Tensor, squares: Tensor, sums: AxisSums | None
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Copy what an update must know to the host at once; return the numbers that `_require_curvature` takes."""
         on, running = self.on, self.mean.running
-        parts = [totals, ~self.mean.unheard, on.load.numbers()]
+        parts = [totals, ~self.mean.unheard, on.load.numbers(), squares]
         if running is not None:
             assert sums is not None
             without_bias = on.load.spread(torch.ones_like(on.load.counted), on.bias_correction)
@@ -135,8 +142,8 @@ class Ranking:
             read = read[len(part) :]
         on.load.read(of_parts[2])
         if running is not None:
-            self._metrics = running.metrics(of_parts[3])
-        return of_parts[0], of_parts[1]
+            self._metrics = running.metrics(of_parts[4])
+        return of_parts[0], of_parts[1], of_parts[3]
 
     def report(self) -> dict[str, float]:
         """Metrics of the masks accounted for since the last report, and of the curvature where scores were made of it
@@ -149,16 +156,22 @@ class Ranking:
             metrics["curvature/lost_refreshes"] = float(self.mean.lost_refreshes)
         return metrics
 
-    def _require_curvature(self, totals: list[float], heard: list[float], sums: AxisSums | None) -> set[int]:
+    def _require_curvature(
+        self, totals: list[float], heard: list[float], squares: list[float], sums: AxisSums | None
+    ) -> set[int]:
         """Stop when some matrix has no usable curvature.
+
+        A matrix of zeros needs none: all of its scores are equal.
 
         Args:
             totals: of max(H, 0) of every matrix, H as scores take it.
             heard: 0 for matrices of layers that were not heard in some refresh, else 1.
+            squares: of W, the sum of every matrix.
             sums: that scores are made of.
 
         Returns:
-            Matrices of experts without any, where other experts of their layer have one: no token has reached them.
+            Matrices that are scored by magnitude: experts without any curvature, where other experts of their layer
+            have one, since no token has reached them; and those that were heard, with inputs or gradients of exactly 0.
         """
         if not all(map(math.isfinite, totals)):
             raise DivergedError(
@@ -169,11 +182,18 @@ class Ranking:
         bad = [
             row
             for row, total in enumerate(totals)
-            if not heard[row] or (not 0 < total < math.inf and row not in unseen)
+            if not heard[row] or (not 0 < total < math.inf and row not in unseen and squares[row])
         ]
-        if not bad:
-            return unseen
         vanished = [] if sums is None else [row for row in bad if heard[row] and vanishes(*sums.of(row))]
+        idle: set[int] = set()
+        if self.mean.running is not None or self.on.config.importance == "wanda":  # others may not have been heard
+            idle = {row for row in bad if heard[row] and totals[row] == 0 and row not in vanished}
+        if not any(totals):  # of a loss without any gradient nothing is known
+            idle = set()
+        self._tell_idle(idle)
+        bad = [row for row in bad if row not in idle]
+        if not bad:
+            return unseen | idle
         absent = [row for row in bad if row not in vanished]
         if self.mean.without_gradient:
             why = NO_GRADIENT
@@ -193,3 +213,18 @@ class Ranking:
             f"no usable curvature for {len(names)} of {len(totals)} matrices at step {self.on.step}: "
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. {why}"
         )
+
+    def _tell_idle(self, rows: set[int]) -> None:
+        """Say once which matrices have no gradient, or no input, as beside a layer of zeros."""
+        if rows - self._idle and self.on.layout.rank == 0:
+            names = [self.on.matrices.names[row] for row in sorted(rows)]
+            _LOG.warning(
+                "no input or no gradient reaches %d of %d matrices at step %d, as beside a layer of zeros (%s%s): "
+                "their masks keep the largest weights until one does",
+                len(rows),
+                len(self.on.matrices.names),
+                self.on.step,
+                ", ".join(names[:5]),
+                " ..." if len(names) > 5 else "",
+            )
+        self._idle = rows

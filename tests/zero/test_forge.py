@@ -249,6 +249,57 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
             assert said.startswith("ValueError") and "_proj.weight" in said and "reconstruction) = 1e-30" in said, said
 
 
+BLOCKS = {
+    "a zero matrix": ("up_proj",),
+    "identity block": ("o_proj", "down_proj"),
+    "dead mlp": ("gate_proj", "up_proj"),
+}
+SCORES = [
+    {},
+    TRAINING,
+    {"importance": "wanda", "method": "naive_retrain"},
+    {"importance": "sparsegpt", "method": "naive_retrain"},
+]
+
+
+def with_zeros(config: dict[str, Any], zero: tuple[str, ...], stage: int) -> tuple[str, bool]:
+    """What is said of a model in which some weights are 0, as fresh blocks have them, and whether it became sparse."""
+    model = MODELS["llama"]()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.split(".")[-2] in zero:
+                weight.zero_()
+    case = Case(stage=stage, config=config, steps=10)
+    engine, forge = build(case, model)
+
+    def whole_life() -> None:
+        forge.start(probe_of(engine, case, 0))
+        for step in range(10):
+            train_step(engine, case, step)
+            forge.step(probe_of(engine, case, step))
+        forge.finish()
+
+    said, weights = message_of(whole_life), published(engine)
+    groups = [
+        (weights[w.name].flatten()[torch.tensor(groups_of("2:4", w.shape, w.input_axis))] != 0).sum(1)
+        for w in forge.weights
+    ]
+    return said, all(bool((kept <= 2).all()) for kept in groups)
+
+
+def with_zeros_all() -> dict[str, tuple[str, bool]]:
+    return {
+        f"{block} {config}": with_zeros(config, zero, 2 if number % 2 else 3)
+        for number, config in enumerate(SCORES)
+        for block, zero in BLOCKS.items()
+    }
+
+
+def test_zeros_in_a_model_are_ties_and_no_error() -> None:
+    for of_rank in run_distributed(with_zeros_all, 2):
+        assert of_rank == dict.fromkeys(of_rank, ("no error", True))
+
+
 COMPILED = [
     Case(stage=stage, model=model, config=config, steps=4)
     for stage, model, config in ((1, "llama", TRAINING), (0, "llama", {"importance": "hutchinson"}), (2, "gpt2", {}))
