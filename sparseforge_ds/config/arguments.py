@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sparseforge_ds.config.strict import LARGEST, MOST
+
 EMBEDDED_MODEL = "stdlib_llama"
 """`--model` of the model that is shipped inside the package."""
 EMBEDDED_TEXT = "stdlib"
@@ -226,7 +228,7 @@ class RunArguments:
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "gradient_accumulation_steps", "sequence_parallel", "gpus"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "use an integer >= 1")
+            _require(value is None or 1 <= value <= MOST, name, value, f"use an integer >= 1, at most {MOST:,}")
         _require(
             self.dry_run or self.gpus is None,
             "gpus",
@@ -242,13 +244,14 @@ class RunArguments:
             "use a number > 0, without --max_steps; --dry_run reads no text, so give it --max_steps",
         )
         for name, sound, cure in (
+            ("max_steps", steps is None or steps <= MOST, f"use an integer >= 0, at most {MOST:,}"),
             *((n, getattr(self, n) is None or getattr(self, n) >= 0, "use an integer >= 0") for n in _COUNTS),
             ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),
-            ("seq_length", self.seq_length >= 2, "use an integer >= 2"),
-            ("learning_rate", rate is None or 0 < rate < float("inf"), "use a value > 0, like 1e-4"),
+            ("seq_length", 2 <= self.seq_length <= MOST, f"use an integer >= 2, at most {MOST:,}"),
+            ("learning_rate", rate is None or 0 < rate <= LARGEST, f"use a value > 0, at most {LARGEST:g}, like 1e-4"),
             ("warmup", 0 <= self.warmup < 1, "use a share of the run, 0 <= share < 1"),
             ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "use a share, 0 <= share <= 1"),
-            ("weight_decay", decay is None or decay >= 0, "use >= 0"),
+            ("weight_decay", decay is None or 0 <= decay <= LARGEST, f"use >= 0, at most {LARGEST:g}"),
             (
                 "keep_best",
                 not self.keep_best or self.eval_dataset is not None,

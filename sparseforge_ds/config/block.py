@@ -32,7 +32,7 @@ from sparseforge_ds.config.parts import (
 from sparseforge_ds.config.presets import PRESETS
 from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.soft_mask import SoftMaskConfig
-from sparseforge_ds.config.strict import build, merge, require
+from sparseforge_ds.config.strict import MOST, build, merge, require
 from sparseforge_ds.mask.anneal import MaskSchedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
 
@@ -75,7 +75,7 @@ class SparseForgeConfig:
     `start.mask` chooses the mask, and `importance` is not used."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.max_steps < 2**63, "max_steps", self.max_steps, "use an integer >= 0")
+        require(0 <= self.max_steps <= MOST, "max_steps", self.max_steps, f"use an integer >= 0, at most {MOST:,}")
         require(0 <= self.seed < 2**32, "seed", self.seed, "use 0 <= seed < 2^32")
         if not isinstance(self.method, MethodConfig):
             raise ValueError(

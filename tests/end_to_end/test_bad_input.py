@@ -282,6 +282,14 @@ def test_what_a_flag_or_the_json_shows_is_said_before_the_ranks_meet(inputs):
         (_with(inputs, "stage", zero_optimization__stage=4), ["zero_optimization.stage = 4", "use 0, 1, 2 or 3"]),
         (_with(inputs, "autocast", torch_autocast={"enabled": True, "dtype": "float16"}), ["torch_autocast", "bf16"]),
         (_with(inputs, "key", zero_optimisation={}), ["did you mean 'zero_optimization'?"]),
+        ([*good, "--learning_rate=1e38"], ["--learning_rate 1e+38 is not valid", "at most 1e+18"]),
+        (
+            [*good, "--max_steps=99999999999999"],
+            ["--max_steps 99999999999999", "at most 1,000,000,000"],
+        ),
+        ([*good, "--global_batch=99999999999999"], ["--global_batch 99999999999999", "1,000,000,000"]),
+        (_with(inputs, "steps", sparseforge__max_steps=10**10), ["max_steps = 10000000000", "1,000,000,000"]),
+        (_with(inputs, "decay", optimizer__params={"weight_decay": 1e300}), ["weight_decay = 1e+300", "at most 1e+18"]),
         (_with(inputs, "negative", train_batch_size=-8), ["train_batch_size = -8 is not valid"]),
         (_with(inputs, "micro", train_micro_batch_size_per_gpu=3), ["train_batch_size = 8", "use 6 or 12"]),
     ]
@@ -490,6 +498,17 @@ def test_weights_that_are_lost_are_not_saved_and_the_run_says_so(inputs):
     assert result == {"diverged": message.strip().removeprefix("error: "), "last_good_checkpoint": str(good)}
     inputs.flags["learning_rate"] = "1e-3"  # weights of 1e4 are finite, and the next step loses them again
     assert "and move step_000001 elsewhere, and start again" in inputs.refused("--resume") and good.is_dir()
+
+
+def test_a_loss_without_any_gradient(inputs):
+    """Every logit is 0, whatever the layers do: an error of the masks, in one line."""
+    model = tiny_llama(vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257, pad_token_id=None)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    shutil.rmtree(inputs.model)
+    write_model(inputs.model, model)
+    inputs.content["sparseforge"] = {"max_steps": 8, "method": "naive_retrain", "importance": "fisher"}
+    assert "no usable curvature for 14 of 14 matrices at step 0" in inputs.refused()
 
 
 def test_an_infinite_loss_when_curvature_is_due(inputs):
