@@ -238,7 +238,13 @@ def document_of(record: object, text_field: str, where: str) -> Document:
     for name, value in zip(fields, values, strict=True):
         if not isinstance(value, str) and not _is_conversation(value):
             what = f"is {type(value).__name__}, not text nor a list of messages with a role and content"
-            raise ValueError(f"{where}: field {name!r} {what}; use --text_field")
+            cure = "make it one of these, or name another field by --text_field"
+            if _is_sharegpt(value):
+                cure = (
+                    "its messages have from and value, as ShareGPT's: write them as role (user for human, assistant "
+                    "for gpt) and content"
+                )
+            raise ValueError(f"{where}: field {name!r} {what}; {cure}")
     raise ValueError(
         f"{where}: of prompt and completion one is text and the other a list of messages; make both text, or both "
         "messages"
@@ -271,6 +277,12 @@ def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
             "text, or name another field by --text_field"
         )
     return {**message, "content": content}
+
+
+def _is_sharegpt(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and {"from", "value"} <= each.keys() for each in value
+    )
 
 
 def _is_conversation(value: object) -> bool:

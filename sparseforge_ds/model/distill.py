@@ -127,7 +127,8 @@ def same_vocabulary(student: int, teacher: int) -> None:
         raise ValueError(
             f"the teacher's vocabulary has {teacher} entries and the student's {student}; distillation compares them "
             "entry by entry, so use a teacher with the same tokenizer and the same padding of its head, or set "
-            "distillation to null"
+            "distillation to null. After resize_token_embeddings the teacher is the resized dense model: save it "
+            "before training (save_pretrained), and give that folder"
         )
 
 

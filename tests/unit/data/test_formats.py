@@ -123,7 +123,8 @@ def test_columns_of_every_type_of_text_are_read(tmp_path, column, kind):
 )
 def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=rf"a\.parquet, row 0: field 'text' is {what}, not text .*; use --text_field"):
+    said = rf"a\.parquet, row 0: field 'text' is {what}, not text .*; make it one of these, or name another field by"
+    with pytest.raises(ValueError, match=said):
         find_source(str(tmp_path / "a.parquet"))
 
 
@@ -248,7 +249,8 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
     [
         ({"messages": "hi"}, None),
         ({"messages": [{"content": "hi"}]}, "field 'messages' is list, not text nor a list of messages with a role"),
-        ({"messages": ["hi"]}, "field 'messages' is list"),
+        ({"messages": ["hi"]}, "field 'messages' is list.*and content; make it one of these, or name another"),
+        ({"messages": [{"from": "human", "value": "hi"}]}, "have from and value, as ShareGPT's: write them as role"),
         ({"prompt": CHAT, "completion": "x"}, "of prompt and completion one is text and .*make both text, or both"),
         ({"prompt": "x", "completion": CHAT}, "of prompt and completion one is text and .*make both text, or both"),
         ({"prompt": CHAT, "completion": 3}, "field 'completion' is int, not text nor"),
