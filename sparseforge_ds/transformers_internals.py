@@ -15,7 +15,6 @@ RANGE = ">=5.5,<6"
 
 WHERE = {
     "ALL_EXPERTS_FUNCTIONS": "integrations.moe",
-    "CHAT_TEMPLATE_DIR": "utils.hub",
     "Concatenate": "core_model_loading",
     "ConversionOps": "core_model_loading",
     "GradientCheckpointingLayer": "modeling_layers",

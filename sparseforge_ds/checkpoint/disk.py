@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,19 @@ def sync_tree(folder: Path) -> None:
         for name in files:
             sync(Path(parent, name))
         sync(Path(parent))
+
+
+def open_own_file(path: Path, flags: int) -> int:
+    """Open a file of a folder of ours for writing, and make it where it is missing.
+
+    Raises ValueError for a link: what it leads to would be overwritten.
+    """
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path}: is a link, whose target is not written to; remove it") from None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -135,12 +136,24 @@ def list_files(folder: Path) -> CheckpointFiles:
     return CheckpointFiles(folder, [model[r] for r in sorted(model)], [optimizer[r] for r in sorted(optimizer)])
 
 
+def check_depth(content: Any, most: int = 40) -> None:
+    """Raise ValueError for lists and dicts nested more than `most` deep, which Python handles by recursion."""
+    level = [content]
+    for _ in range(most + 1):
+        held = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
+        if not held:
+            return
+        level = list(itertools.chain.from_iterable(held))
+    raise ValueError(f"it is nested more than {most} deep")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # a pipe or a device might never end
         content = json.loads(path.read_text())
+        check_depth(content)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:  # also not UTF-8, and numbers of thousands of digits

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.model_files import check_links, read_weight_map
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -87,13 +87,10 @@ class TensorFolder:
                 f"{self.folder}: has both {single.name} and {index.name}, of which one is left from an earlier save: "
                 "transformers loads the first, other tools the files of the second; remove what is old"
             )
+        check_links(self.folder)
         if index.is_file():
-            files = read_json(index).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise ValueError(f"{index}: has no weight_map")
+            files = read_weight_map(index)
             for file in sorted(set(files.values())):
-                if Path(file).name != file:
-                    raise ValueError(f"{index}: refers to {file!r}, outside of its folder")
                 held[file] = _read_specs(self.folder / file)
         elif single.is_file():
             held[single.name] = _read_specs(single)

@@ -142,13 +142,18 @@ def cache_settings(model: Any) -> dict[str, Any]:
 
 def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
     """The prompt as the model wants it, (1, tokens)."""
+    from sparseforge_ds.model.chat_template import render_chat
+    from sparseforge_ds.model.tokenizer import run_tokenizer
+
     if not args.chat:
-        inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
+        inputs = run_tokenizer(tokenizer, args.prompt, return_tensors="pt", return_token_type_ids=False)
     elif tokenizer.chat_template is None:
         raise ValueError(f"{args.model}: its tokenizer has no chat template; leave out --chat")
     else:
-        turns = [{"role": "user", "content": args.prompt}]
-        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        text = render_chat(tokenizer, [{"role": "user", "content": args.prompt}], add_generation_prompt=True)
+        inputs = run_tokenizer(
+            tokenizer, text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False
+        )
     if inputs["input_ids"].numel() == 0:
         raise ValueError("PROMPT: gives no tokens, and the tokenizer no beginning of a text; write at least a word")
     return inputs

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from sparseforge_ds.checkpoint.model_files import check_model_folder
+
 
 def require_model(name: str, hub: bool = True) -> None:
     """Raise ValueError for a mask, a run, or nothing at all; `hub` says that it may be the id of a model there."""
@@ -17,6 +19,7 @@ def require_model(name: str, hub: bool = True) -> None:
                 f"{name}: has no config.json, so it is no model; of a run make one first: sparseforge consolidate "
                 f"{quoted} OUT"
             )
+        check_model_folder(folder)
     elif folder.exists():
         raise ValueError(f"{name}: is a file; give the folder of a model")
     elif not hub:

@@ -31,6 +31,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from sparseforge_ds.checkpoint.disk import open_own_file
 from sparseforge_ds.compare.assessment import Evaluator
 from sparseforge_ds.compare.check import check_methods
 from sparseforge_ds.compare.page import write_pages
@@ -199,7 +200,7 @@ def _threads() -> int | None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep a second comparison out of the folder."""
-    with (folder / ".lock").open("w") as lock:
+    with open(open_own_file(folder / ".lock", os.O_WRONLY), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

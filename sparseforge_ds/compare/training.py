@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from sparseforge_ds.checkpoint.disk import open_own_file
+
 _PRELOADED = ["sparseforge_ds.train.run"]
 """What the fork server has imported before it starts a rank, which spares every run some seconds."""
 _GRACE = 120.0
@@ -130,7 +132,7 @@ def train_rank(
     code, or saves and stops when the comparison, which holds the other end of a pipe, is gone."""
     threading.Thread(target=_stop_after, args=(comparison,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = open_own_file(Path(log), os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.environ.update(environment)

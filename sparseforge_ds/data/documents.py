@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-"""First character, and the one behind the last."""
+from sparseforge_ds.model.chat_template import Span, render_chat, render_turns
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What the expressions of a chat template raise, as code of Python would: 1 / 0, or text.index of what is not there."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -76,31 +76,23 @@ class Conversation:
         return text, [(len(prompt), len(text))]
 
     def _turns(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span]:
-        from sparseforge_ds.transformers_internals import render_jinja_template
-
-        template = tokenizer.get_chat_template()
-        if not _GENERATION.search(template):
+        if not _GENERATION.search(tokenizer.get_chat_template()):
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} does not mark the assistant's turns, "
                 "which --loss_on completion trains on; put them between {% generation %} and {% endgeneration %} in "
                 "the template (chat_template.jinja), or give records with prompt and completion"
             )
-        # Without keys that are null, as `apply_chat_template` has it.
-        messages = [{key: value for key, value in each.items() if value is not None} for each in self.messages]
-        texts, spans = render_jinja_template(
-            [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
-        )
+        with self._named():
+            texts, spans = render_turns(tokenizer, self.messages)
         if texts != [text]:
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} makes another text of the conversation "
                 "each time (does it print the time?), so that --loss_on completion cannot tell its turns apart; put a "
                 "constant in the place of that (chat_template.jinja), or give records with prompt and completion"
             )
-        return [(int(start), int(stop)) for start, stop in spans[0]]
+        return spans
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, messages: tuple[dict[str, Any], ...], **how: bool) -> str:
-        from jinja2 import TemplateError
-
         if not tokenizer.chat_template:
             raise ValueError(
                 f"{self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
@@ -112,12 +104,17 @@ class Conversation:
                 f"({', '.join(tokenizer.chat_template)}) none is the default; put one into the model's folder "
                 "(chat_template.jinja)"
             )
+        with self._named():
+            return render_chat(tokenizer, messages, **how)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add to an error of the template the record, and a cure."""
         try:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
-        except (TemplateError, *_FAILURES) as error:
+            yield
+        except ValueError as error:
             raise ValueError(
-                f"{self.where}: the tokenizer's chat template refuses the conversation ({error}); repair or remove it, "
-                "or repair the template (chat_template.jinja)"
+                f"{self.where}: {error}; repair or remove it, or repair the template (chat_template.jinja)"
             ) from None
 
 

@@ -13,9 +13,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn
-from sparseforge_ds.data.documents import Conversation, Document, Span, is_blank, tokenizable, trained_spans
+from sparseforge_ds.data.documents import Conversation, Document, is_blank, tokenizable, trained_spans
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.data.windows import first_of, ids_of, trained_of
+from sparseforge_ds.model.chat_template import Span
+from sparseforge_ds.model.tokenizer import run_tokenizer
 
 _DOCUMENTS_AT_A_TIME = 256
 _CHARACTERS_AT_A_TIME = 2**22
@@ -69,10 +71,10 @@ def encode(
     front, behind = frame_tokens(tokenizer, frame)
     texts = [each.render(tokenizer) if isinstance(each, Conversation) else each for each in documents]
     texts = [tokenizable(text) for text in texts]
-    batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    batch = run_tokenizer(tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return [
         list(ids) if isinstance(each, Conversation) else [*front, *ids, *behind]
-        for each, ids in zip(documents, batch, strict=True)
+        for each, ids in zip(documents, batch["input_ids"], strict=True)
     ]
 
 
@@ -95,8 +97,13 @@ def encode_trained(
         )
     pairs = [trained_spans(each, tokenizer) for each in documents]
     texts = [tokenizable(text) for text, _ in pairs]
-    batch = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+    batch = run_tokenizer(
+        tokenizer,
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_offsets_mapping=True,
+        verbose=False,
     )
     found = []
     for document, (_, spans), ids, offsets in zip(

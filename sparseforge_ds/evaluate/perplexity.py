@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparseforge_ds.data.documents import tokenizable
 from sparseforge_ds.evaluate.pretrained import check_known
 from sparseforge_ds.evaluate.token_scores import score_tokens
+from sparseforge_ds.model.tokenizer import run_tokenizer
 from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
@@ -206,7 +207,7 @@ def whole_documents(
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
     """The ids of a text, with the special tokens that the tokenizer puts around it or without."""
-    ids: list[int] = tokenizer(tokenizable(text), add_special_tokens=special, verbose=False)["input_ids"]
+    ids: list[int] = run_tokenizer(tokenizer, tokenizable(text), add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 

@@ -21,7 +21,7 @@ from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import register_model_classes
+from sparseforge_ds.model.registration import load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
@@ -32,6 +32,7 @@ _CONFIG = "adapter_config.json"
 _UNUSABLE = (
     *(OSError, ValueError, UnpicklingError, SafetensorError),  # files
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, StrictDataclassError),  # a config's values
+    ImportError,  # the library of a quantized format is missing
 )
 """What `from_pretrained` raises for a model that is wrong."""
 
@@ -63,10 +64,13 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     if adapter is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    register_model_classes()
-    _require_floats(name)
     unreachable = None if Path(name).exists() else why_unreachable()
+    if unreachable is None:
+        load_config(name, name)  # for its errors
+    _require_floats(name)
     try:
+        if unreachable is not None:
+            load_config(name, name, cached=True)
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=wanted,
@@ -85,7 +89,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
         try:
             cached = not Path(adapter).exists() and why_unreachable() is not None
             model.load_adapter(adapter, adapter_kwargs={"local_files_only": True} if cached else {})
-        except (*_UNUSABLE, ImportError) as error:
+        except _UNUSABLE as error:
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

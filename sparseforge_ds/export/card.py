@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from sparseforge_ds.checkpoint.disk import whole_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
@@ -178,9 +179,13 @@ def _metadata(text: str, path: Path) -> ModelCardData:
 
 
 def push(folder: Path, name: str, private: bool = False) -> str:
-    """Upload a folder to the hub as a model, which is made if it is not there yet; returns its address."""
+    """Upload a folder to the hub as a model, which is made if it is not there yet, and return its address.
+
+    Raises ValueError where the hub refuses, and for a link that leads out of the folder.
+    """
     if not HUB_ID.fullmatch(name) or ":" in name:
         raise ValueError(f"--push {name}: give owner/name")
+    check_links(folder, everything=True)
     if (folder / ADAPTER).is_file():
         _name_base(folder, name)
     try:

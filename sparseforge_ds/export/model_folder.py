@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.disk import write_json
+from sparseforge_ds.checkpoint.model_files import CHAT_TEMPLATES, check_links, is_legal_file
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
 from sparseforge_ds.export.source import Source, config_sha256
 from sparseforge_ds.export.verify import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
-from sparseforge_ds.transformers_internals import CHAT_TEMPLATE_DIR
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)
@@ -111,14 +111,18 @@ def copy_model_files(source: Source, folder: Path, quantization_config: dict[str
 
 
 def copy_other_files(model_folder: Path, folder: Path) -> None:
-    """Tokenizer, licence and the like: what is neither weights nor config.json, nor written by an export."""
+    """Copy tokenizer, licence and the like: what is neither weights nor config.json, nor written by an export.
+
+    Raises ValueError for a link that leads out of the model's folder.
+    """
+    check_links(model_folder)
     for file in sorted(model_folder.iterdir()):
         weights = ".safetensors" in file.name or ".bin" in file.name
-        wanted = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        wanted = file.suffix in _COPIED or is_legal_file(file.name)
         if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
             shutil.copyfile(file, folder / file.name)
-    if (templates := model_folder / CHAT_TEMPLATE_DIR).is_dir():  # of a tokenizer that has several
-        shutil.copytree(templates, folder / CHAT_TEMPLATE_DIR)
+    if (templates := model_folder / CHAT_TEMPLATES).is_dir():
+        shutil.copytree(templates, folder / CHAT_TEMPLATES)
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:

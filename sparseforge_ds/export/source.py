@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
@@ -180,7 +181,9 @@ def buffer_names(folder: Path) -> set[str]:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a dense model, as `load_config` takes it. Raises ValueError for quantized weights."""
+    """config.json of a dense model, as `load_config` takes it. Raises ValueError for quantized weights,
+    and for a link that leads out of the folder."""
+    check_links(folder)
     config = read_json(folder / "config.json")
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sparseforge_ds.checkpoint.model_files import check_model_folder, check_sizes
 from sparseforge_ds.model.loading_error import reason
 
 _QUANTIZERS = "transformers.quantizers.auto"
@@ -38,12 +39,17 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     Raises ValueError, which begins with `who`, where it cannot be used.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     register_model_classes()
+    errors = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
     try:
+        if Path(name).is_dir():
+            check_model_folder(name)
+        else:
+            check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0])
         config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+    except (*errors, StrictDataclassError) as error:
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
     return _of_text_alone(config)
 

@@ -7,23 +7,29 @@ first word of each becomes another token; and `tokenizer.json` alone does not sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoTokenizer,
+    BatchEncoding,
     LlamaTokenizer,
     PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
+from sparseforge_ds.checkpoint.model_files import check_model_folder
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
+_MOST_GROWTH = 64
 _APART = (
     "tokenizer and weights do not belong together, or tokens were added: bring the tokenizer that the weights were "
     "trained with"
@@ -37,24 +43,67 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     Raises ValueError where there is none, it cannot be read, or it gives other tokens than its own sentencepiece model.
     """
     folder = Path(name)
+    with tokenizer_errors("its tokenizer cannot be read"):
+        return _load(name, folder)
+
+
+@contextlib.contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Raise a ValueError, which begins with `what`, for whatever is wrong with a tokenizer that the block uses.
+
+    The tokenizers library raises `Exception` itself, and a panic of its Rust code is not even that: a regular
+    expression that backtracks too often is known by the first text for which it does.
+    """
+    known = (OSError, ValueError, LookupError, TypeError, ArithmeticError, StrictDataclassError, RecursionError)
     try:
-        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
-            raise ValueError(f"none of {', '.join(_FILES[:4])} is there; copy the tokenizer's files into the folder")
-        bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
-        if bare and (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
-            tokenizer = _as_trained(
-                LlamaTokenizer.from_pretrained(folder, trust_remote_code=False), folder / "tokenizer.model"
-            )
-        else:
-            cached = not folder.is_dir() and why_unreachable() is not None
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
-        assert isinstance(tokenizer, PreTrainedTokenizerBase)
-        if bare and (folder / "config.json").is_file():
-            _frame_as_config_says(tokenizer, load_config(folder, str(folder)))
-        _check_ids(tokenizer, folder)
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
-        raise ValueError(f"its tokenizer cannot be read ({reason(error)})") from None
+        yield
+    except BaseException as error:
+        if not isinstance(error, known) and type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what} ({reason(error)})") from None
+
+
+def _load(name: str | Path, folder: Path) -> PreTrainedTokenizerBase:
+    if folder.is_dir():
+        check_model_folder(folder)
+    if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
+        raise ValueError(f"none of {', '.join(_FILES[:4])} is there; copy the tokenizer's files into the folder")
+    bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
+    if bare and (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
+        tokenizer = _as_trained(
+            LlamaTokenizer.from_pretrained(folder, trust_remote_code=False), folder / "tokenizer.model"
+        )
+    else:
+        cached = not folder.is_dir() and why_unreachable() is not None
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if bare and (folder / "config.json").is_file():
+        _frame_as_config_says(tokenizer, load_config(folder, str(folder)))
+    _check_growth(tokenizer)
+    _check_ids(tokenizer, folder)
     return tokenizer
+
+
+def _check_growth(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a normalizer that makes a text many times longer: the tokenizers library has no limit for that."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is None:
+        return
+    growth, rules = 1.0, [json.loads(normalizer.__getstate__())]
+    while rules:
+        rule = rules.pop()
+        rules += rule.get("normalizers", ())
+        if rule["type"] == "Replace":
+            # A regular expression may match single characters.
+            pattern, content = rule["pattern"].get("String", "."), rule["content"]
+            growth *= max(1.0, len(content) / max(1, len(pattern)))
+        elif rule["type"] == "Prepend":
+            growth *= max(1, len(rule["prepend"]))
+    if growth > _MOST_GROWTH:
+        raise ValueError(
+            f"its normalizer may make a text {growth:.3g} times as long, and {_MOST_GROWTH} times is the most that is "
+            "accepted; repair the Replace rules in tokenizer.json"
+        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
@@ -74,6 +123,12 @@ def check_tokens(ids: Iterable[int], size: int, name: str) -> None:
     does not are no matter here, such as the padding that was added to tokenizers of LLaMA-2."""
     if (largest := max(ids, default=0)) >= size:
         raise ValueError(f"{name}: its tokenizer gives token {largest}, the model has {size} embeddings; {_APART}")
+
+
+def run_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **how: Any) -> BatchEncoding:
+    """Return what a tokenizer makes of texts, as its call with `how` does. Raises ValueError where it fails."""
+    with tokenizer_errors("the tokenizer cannot read the text"):
+        return tokenizer(text, **how)
 
 
 def _as_trained(tokenizer: PreTrainedTokenizerBase, model: Path) -> PreTrainedTokenizerBase:

@@ -21,8 +21,11 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 import sparseforge_ds
+from sparseforge_ds.checkpoint.model_files import LEGAL_FILES
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
+from sparseforge_ds.export.compressed_tensors import is_only_pruned
+from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.stored import is_packed
 from sparseforge_ds.model.hub import why_unreachable
 from sparseforge_ds.model.loading_error import reason
@@ -36,7 +39,7 @@ from sparseforge_ds.planning.sequence_parallel import check_divided
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.rotation.record import rotation_of
 
-_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *LEGAL_FILES]
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,10 @@ def find_model(name: str, flag: str) -> Pretrained:
         raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
     config = load_config(folder, f"{flag} {name}")
     require_causal(config, f"{flag} {name}")
-    if (getattr(config, "quantization_config", None) or {}).get("low_rank"):
+    stored = getattr(config, "quantization_config", None) or {}
+    if not isinstance(stored, dict):
+        raise ValueError(f"{flag} {name}: its config.json has a quantization_config that is no JSON object; remove it")
+    if stored.get("low_rank"):
         raise ValueError(
             f"{flag} {name}: is packed, with low-rank branches, which are no part of a dense model; give the dense "
             "model that it was made of"
@@ -94,10 +100,15 @@ def find_model(name: str, flag: str) -> Pretrained:
             f"{flag} {name}: has a PEFT adapter beside its weights (adapter_config.json), which transformers would "
             "load as further layers; merge it into the weights (merge_and_unload of peft), or take the file away"
         )
-    if is_packed(config.to_dict()):
+    if is_packed({"quantization_config": stored}):
         raise ValueError(
             f"{flag} {name}: its weights are packed 2:4, which cannot be trained; unpack it first: sparseforge export "
             f"{name} DENSE --format hf"
+        )
+    if stored and not is_only_pruned({"quantization_config": stored}):
+        raise ValueError(
+            f"{flag} {name}: its weights are quantized ({str(stored.get('quant_method'))[:50]}), which cannot be "
+            "trained; give the model that it was made of"
         )
     try:
         tensors = TensorFolder(folder)
@@ -126,6 +137,30 @@ def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
 def empty_model(model: Pretrained) -> PreTrainedModel:
     """The model without weights (on the meta device): names and shapes, in a moment and in no memory."""
     return bare_model(model.config)
+
+
+def check_shapes(model: Pretrained, flag: str, empty: PreTrainedModel) -> None:
+    """Compare the shapes in a model's files with those that its config gives it, where there are files.
+
+    Args:
+        model: student or teacher.
+        flag: that names it.
+        empty: what its config describes, on any device.
+
+    Raises:
+        ValueError: a tensor has another shape.
+    """
+    if not any(model.folder.glob("model*.safetensors*")):  # a dry run may know the config only
+        return
+    shapes = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+    expected = {name: part.shape for name, part in published_tensors(model.config.model_type, shapes).items()}
+    for name, spec in TensorFolder(model.folder).specs.items():
+        shape = expected.get(name, expected.get(f"{empty.base_model_prefix}.{name}"))
+        if shape is not None and shape != spec.shape:
+            raise ValueError(
+                f"{flag} {model.name}: {name} is {spec.shape} in the files, and {shape} by config.json; they do not "
+                "belong together: copy or download both again"
+            )
 
 
 def check_length(model: Pretrained, flag: str, seq_length: int, parts: int, attention: str | None) -> None:
@@ -206,8 +241,14 @@ def load_model(
             model, report = model_class.from_pretrained(
                 folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **more
             )
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise AgreedError(f"{who}: cannot be loaded ({reason(error)})") from None
+    except RuntimeError as error:  # of every kind, such as too little memory on one rank
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise AgreedError(
+            f"{who}: config.json and weights do not belong together: the report above lists where shapes differ"
+        ) from None
     if missing := sorted(report["missing_keys"]):  # they are random now
         raise AgreedError(
             f"{who}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "

@@ -35,8 +35,9 @@ import transformers
 from transformers import GenerationConfig
 
 import sparseforge_ds
-from sparseforge_ds.checkpoint.disk import whole_folder, write_json
+from sparseforge_ds.checkpoint.disk import open_own_file, whole_folder, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
+from sparseforge_ds.checkpoint.model_files import is_legal_file
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, few
@@ -147,9 +148,9 @@ def lock_folder(folder: Path) -> int:
         The open file that holds the lock.
 
     Raises:
-        ValueError: another run is at work in the folder.
+        ValueError: another run is at work in the folder, or the lock is a link.
     """
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = open_own_file(folder / ".lock", os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -200,8 +201,8 @@ def _write_model(spec: RunSpec, folder: Path) -> None:
     spec.model.config.save_pretrained(folder)
     spec.model.tokenizer.save_pretrained(folder)
     # What transformers does not save: other engines read the one, people the other.
-    for file in (spec.model.folder / "tokenizer.model", *spec.model.folder.glob("LICENSE*")):
-        if file.is_file():
+    for file in spec.model.folder.iterdir():
+        if file.is_file() and (file.name == "tokenizer.model" or is_legal_file(file.name)):
             shutil.copyfile(file, folder / file.name)
     keep_rotation(spec.model.folder, folder)
     if (spec.model.folder / "generation_config.json").is_file():

@@ -42,6 +42,7 @@ from sparseforge_ds.train.pretrained import (
     Pretrained,
     check_attention,
     check_length,
+    check_shapes,
     check_teacher_vocabulary,
     empty_model,
     find_model,
@@ -205,13 +206,17 @@ def make_spec(
                 check_attention(each, attention, elsewhere=arguments.dry_run)
             check_length(each, flag, arguments.seq_length, parts, attention)
     empty = empty_model(model)
+    check_shapes(model, "--model", empty)
+    other = None if teacher is None or teacher is model else empty_model(teacher)
+    if teacher is not None and other is not None:
+        check_shapes(teacher, "--teacher", other)
     if arguments.any_family:
         config = any_family(empty, config)
     weights_to_prune(empty, config)  # for its errors
     if arguments.document_attention:
         for each, flag in ((model, "--model"), (teacher, "--teacher")):
             if each is not None:
-                bare = empty if each is model else empty_model(each)
+                bare = empty if other is None or each is model else other
                 check_document_attention(bare, f"{flag} {each.name}", config)
     if config.permute is not None:
         _check_channels(empty, config)
@@ -246,7 +251,7 @@ def make_spec(
         held_out=held_out,
         steps=config.max_steps,
         sizes=describe(empty, weights, leaves),
-        teacher_sizes=None if teacher is None or teacher is model else describe(empty_model(teacher), (), leaves),
+        teacher_sizes=None if other is None else describe(other, (), leaves),
         world_size=world_size,
     )
 

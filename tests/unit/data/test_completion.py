@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from sparseforge_ds.data.packing import encode, encode_trained
 from sparseforge_ds.data.producer import Maker
 from sparseforge_ds.data.text_files import TextOptions
 from sparseforge_ds.data.windows import PackedWindows, ids_of, trained_of
+from sparseforge_ds.model import chat_template
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model
@@ -242,3 +245,28 @@ def test_a_step_without_any_trained_token_is_an_error():
     one = next(stream.micro_batches(range(4)).__iter__())
     assert one.trained == 0.5
     batches(np.ones(400, dtype=bool), 2, 2).prepare_step()
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "itself": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+    "time": (LOOPS, r"it runs for more than 0\.\d+ s"),
+    "text": ("{% for a in range(999) %}{{ messages }}{% endfor %}", "it makes more than .* characters of them"),
+    "memory": ("{{ 'x' * 10000000000 }}", "it needs too much memory"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_template_is_one_error(what, monkeypatch):
+    """One that calls itself, and those without an end to their time, text or memory."""
+    template, message = HOSTILE[what]
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    conversation = Conversation(tuple(CHAT), "a.jsonl, line 3")
+    with pytest.raises(ValueError, match=f"line 3: the tokenizer's chat template refuses .*{message}.*jinja"):
+        encode([conversation], tokenizer_with(template))
+    with pytest.raises(ValueError, match="line 3: the tokenizer's chat template refuses"):
+        encode_trained([conversation], tokenizer_with(MARKED + template))
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+    time.sleep(0.01)  # no alarm is left
+    assert encode([conversation], tokenizer_with(MARKED))

@@ -9,13 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sentencepiece import SentencePieceProcessor
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer, DeepseekV2Config, GPT2Config, LlamaConfig, OPTConfig, Qwen2Config, Qwen3Config
 
-from sparseforge_ds.data.packing import encode, token_dtype
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.data.documents import PromptAndCompletion
+from sparseforge_ds.data.packing import encode, encode_trained, token_dtype
+from sparseforge_ds.evaluate import perplexity
 from sparseforge_ds.evaluate.pretrained import load_tokenizer as load_for_evaluation
 from sparseforge_ds.export.model_folder import copy_model_files
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
-from tests.tiny_folders import byte_tokenizer
+from tests.tiny_folders import byte_tokenizer, write_model
 
 CONFIGS = {
     "llama2": LlamaConfig(vocab_size=32000, bos_token_id=1, eos_token_id=2),
@@ -124,3 +128,48 @@ def test_a_tokenizer_with_tokens_beyond_the_embedding_is_refused():
     check_vocabulary(tokenizer, LlamaConfig(vocab_size=258))
     with pytest.raises(ValueError, match="1 tokens without an embedding, the first is '</s>' with id 257 in .* of 257"):
         check_vocabulary(tokenizer, LlamaConfig(vocab_size=257))
+
+
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}}
+HOSTILE = {
+    "merges outside the vocabulary": {"model": {"merges": [["zz", "qq"]]}},
+    "no unknown token": {"model": {"type": "WordLevel", "unk_token": "[NOPE]", "vocab": {"<s>": 256, "</s>": 257}}},
+    "a bad expression": {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "(["}}},
+    "rules that multiply": {"normalizer": {"type": "Sequence", "normalizers": [{**REPLACE, "content": "a" * 9}] * 12}},
+    "one rule that multiplies": {"normalizer": {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1000}},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_tokenizer_is_one_error(tmp_path, what, capsys):
+    """Where the tokenizers library raises Exception itself, or its Rust code panics, or has no limit."""
+    model = write_model(tmp_path / "model")
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for key, change in HOSTILE[what].items():
+        content[key] = change if content[key] is None or key != "model" else {**content[key], **change}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="^its tokenizer cannot be read") as refused:
+        load_tokenizer(model)
+    assert "\n" not in str(refused.value)
+    assert main(["generate", str(model), "Once"]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_text_at_which_a_tokenizer_fails_is_one_error(capsys, tmp_path):
+    """The expression backtracks for few texts, and not for the one that is tried when it is loaded."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(q+)+!!"), "isolated")
+    model = write_model(tmp_path / "model")
+    tokenizer.save_pretrained(model)
+    text = "q" * 60
+    for use in (
+        lambda: encode(["fine", text], load_tokenizer(model)),
+        lambda: encode_trained([PromptAndCompletion("fine", text)], load_tokenizer(model)),
+        lambda: perplexity.tokenize(load_for_evaluation(str(model)), text, special=False),
+    ):
+        with pytest.raises(ValueError, match="the tokenizer cannot read the text .*retry-limit"):
+            use()
+    assert main(["generate", str(model), text]) == 2
+    assert "error: the tokenizer cannot read the text" in capsys.readouterr().err
