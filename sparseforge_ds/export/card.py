@@ -25,9 +25,18 @@ from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
 from sparseforge_ds.export.source import HUB_ID, MASK_ON, published_name
 from sparseforge_ds.export.stored import is_packed, listed_weights
+from sparseforge_ds.mask.pattern import parse_pattern
 
 NAME = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_LINKED = re.compile(rf"{_REPOSITORY.pattern}(:[\w./-]+)?", re.ASCII)
+"""Names that become links: of a repository, perhaps with a part of it."""
+_HARMLESS = re.compile(r"[\w .,:;+=%()/-]*")
+"""Text that is not Markdown."""
+_LONGEST = 200
+_LARGEST_LOSS = 88.0
+"""Nats per token; the perplexity of more is no fp32 number."""
 _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->"
 
 
@@ -100,18 +109,28 @@ def make_card(
     sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
     if odd := next((key for key, section in sections.items() if not isinstance(section, dict)), None):
         raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")
-    run, score = sections["run"], sections["run"].get("evaluation")
-    of_run = _of_run(score)
-    scored = [*of_run, *(result for result in results if result not in of_run)]
-    title = f"{Path(str(run.get('model', 'A model'))).name} {record.get('pattern')}"
+    run, step = sections["run"], record.get("step")
+    texts = run.get("dataset") or []
+    damaged = {
+        "step": step is not None and type(step) is not int,
+        "run.dataset": not isinstance(texts, list) or not all(isinstance(text, str) for text in texts),
+        "run.model": not isinstance(run.get("model", ""), str),
+    }
+    if odd := next((key for key, is_damaged in damaged.items() if is_damaged), None):
+        raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")
+    pattern = str(parse_pattern(str(record.get("pattern"))))
+    of_run = _of_run(run.get("evaluation"))
+    others = (result for result in results if result not in of_run and _is_number(result.metric_value))
+    scored = [*of_run, *others]
+    title = f"{_plain(Path(run.get('model', 'A model')).name)} {pattern}"
     data = ModelCardData(
         model_name=title,
-        base_model=run.get("model") if HUB_ID.fullmatch(str(run.get("model"))) else None,
-        datasets=sorted({text.partition(":")[0] for text in run.get("dataset", []) if HUB_ID.fullmatch(text)}) or None,
+        base_model=run.get("model") if _REPOSITORY.fullmatch(run.get("model", "")) else None,
+        datasets=sorted({text.partition(":")[0] for text in texts if _LINKED.fullmatch(text)}) or None,
         library_name="transformers",
         license=license,
         pipeline_tag="text-generation",
-        tags=["sparse", str(record.get("pattern")), *(["sparseforge"] if "method" in sections["config"] else [])],
+        tags=["sparse", pattern, *(["sparseforge"] if "method" in sections["config"] else [])],
         eval_results=scored or None,
     )
     packed, mask_on = is_packed(config), sections["source"].get(MASK_ON)
@@ -121,12 +140,12 @@ def make_card(
         data,
         template_path=str(_TEMPLATE),
         title=title,
-        pattern=record.get("pattern"),
-        model=run["model"] if isinstance(run.get("model"), str) else None,
+        pattern=pattern,
+        model=run.get("model"),
         ours="method" in sections["config"],
         finished=record.get("finished"),
         mask_on=mask_on,
-        step=record.get("step"),
+        step=step,
         weights=len(weights),
         packed=packed,
         branched=branched,
@@ -210,6 +229,8 @@ def _name_base(folder: Path, name: str) -> None:
 
 
 def _result(task: str, name: str, metric: str, value: float, how: dict[str, Any]) -> EvalResult:
+    if not math.isfinite(float(value)):
+        raise ValueError(f"{metric} is {value}")
     kind = name if HUB_ID.fullmatch(name) else re.sub(r"[^\w.-]+", "-", name)
     return EvalResult(
         task_type=task,
@@ -224,38 +245,59 @@ def _result(task: str, name: str, metric: str, value: float, how: dict[str, Any]
 
 def _of_run(score: Any) -> list[EvalResult]:
     """The score of the exported step, which the run itself measured."""
-    if not isinstance(score, dict) or not isinstance(score.get("loss"), (int, float)):
+    loss = score.get("loss") if isinstance(score, dict) else None
+    if not isinstance(loss, (int, float)) or not 0 <= loss <= _LARGEST_LOSS:  # also of a run that diverged
         return []
     how = {key: score[key] for key in ("sequences", "seq_length") if isinstance(score.get(key), int)}
-    perplexity = math.exp(min(score["loss"], 700.0))
-    return [_result("text-generation", published_name(str(score.get("text"))), "perplexity", perplexity, how)]
+    return [_result("text-generation", published_name(str(score.get("text"))), "perplexity", math.exp(loss), how)]
 
 
-def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, object]]:
+def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the rows of the table of settings, as Markdown."""
     run, config = sections["run"], sections["config"]
-    method = config.get("method")
-    rows: list[tuple[str, object]] = [
-        ("method", method.get("name") if isinstance(method, dict) else method),
-        ("pattern", record.get("pattern")),
-        ("importance", config.get("importance")),
-        ("steps", record.get("step")),
-        ("tokens", f"{run['tokens']:,}" if isinstance(run.get("tokens"), int) else None),
-        ("text", ", ".join(map(_link, run.get("dataset", []))) or None),
-        ("teacher", _link(run["teacher"]) if isinstance(run.get("teacher"), str) else None),
-        *((name.replace("_", " "), run.get(name)) for name in ("seq_length", "global_batch", "learning_rate")),
-        ("dtype", record.get("dtype")),
-    ]
-    return [(name, value) for name, value in rows if value is not None]
+    method, tokens, teacher = config.get("method"), run.get("tokens"), run.get("teacher")
+    values = {
+        "method": method.get("name") if isinstance(method, dict) else method,
+        "pattern": record.get("pattern"),
+        "importance": config.get("importance"),
+        "steps": record.get("step"),
+        "tokens": f"{tokens:,}" if isinstance(tokens, int) else None,
+    }
+    rows = {name: _plain(value) for name, value in values.items() if value is not None}
+    rows["text"] = ", ".join(map(_link, run.get("dataset") or []))
+    rows["teacher"] = _link(teacher) if isinstance(teacher, str) else ""
+    settings = {name.replace("_", " "): run.get(name) for name in ("seq_length", "global_batch", "learning_rate")}
+    rows |= {name: _plain(value) for name, value in settings.items() if value is not None}
+    rows["dtype"] = _plain(record.get("dtype"))
+    return [(name, shown) for name, shown in rows.items() if shown]
 
 
-def _line(result: EvalResult) -> tuple[str, object]:
-    how = ", ".join(f"{key} {value}" for key, value in (result.dataset_args or {}).items())
+def _line(result: EvalResult) -> tuple[str, str]:
+    how = ", ".join(f"{_plain(key)} {_plain(value)}" for key, value in (result.dataset_args or {}).items())
     return (
-        f"{result.metric_name or result.metric_type}, {result.dataset_name}",
+        f"{_plain(result.metric_name or result.metric_type)}, {_plain(result.dataset_name)}",
         f"{result.metric_value:g} {f'({how})' if how else ''}",
     )
 
 
 def _link(name: str) -> str:
     hub, _, _ = name.partition(":")
-    return f"[{name}](https://huggingface.co/{hub})" if HUB_ID.fullmatch(name) else f"`{name}`"
+    return f"[{name}](https://huggingface.co/{hub})" if _LINKED.fullmatch(name) else _code(name)
+
+
+def _plain(value: object) -> str:
+    """Return a value from a file as text that Markdown shows as it is: one line, no link and no HTML."""
+    text = str(value)
+    harmless = _HARMLESS.fullmatch(text) and len(text) <= _LONGEST and "://" not in text and "www." not in text.lower()
+    return text if harmless else _code(text)
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a score, which may be of a README.md that somebody changed, is one."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _code(text: str) -> str:
+    """Return text as code, in which nothing is a link or HTML, on one line and not too long."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text).replace("`", "'").replace("|", " ")
+    return f"`{' '.join(shown.split())[:_LONGEST]}`" if shown.strip() else ""

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,52 @@ def test_a_damaged_card_is_one_line(folder: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["card", str(folder)]) == 2
     assert "README.md: its metadata is damaged (" in capsys.readouterr().err
+
+
+HOSTILE = (
+    "x\n# Free money\n<script>alert(1)</script> [click](http://evil.example) www.evil.example | `code` " + "y" * 999
+)
+
+
+def test_a_hostile_record_puts_nothing_into_the_card(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No HTML, no link, no line of its own, and no perplexity that no model has."""
+    named = "owner/name:part](http://evil.example)<b>"
+    run = {**dict.fromkeys(("model", "teacher", "seq_length", "global_batch", "learning_rate"), HOSTILE)}
+    score = {"text": HOSTILE, "loss": 2.0, "sequences": 8}
+    record = {**RECORD, "dtype": HOSTILE, "run": {**run, "dataset": [HOSTILE, named], "evaluation": score}}
+    record["source"] = {"mask_on": named}
+    for mask_on in (True, False):
+        write_json(folder / "sparsity.json", record if mask_on else {**record, "source": {}})
+        assert main(["card", str(folder)]) == 0
+        text = ModelCard.load(folder / "README.md").text
+        outside = re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for odd in ("<script>", "<b>", "evil", "Free money", "click"):
+            assert odd not in outside, odd
+        assert "\n# Free" not in text and max(map(len, text.splitlines())) < 2000
+        assert "7.38906 (sequences 8)" in text
+    for loss in (float("nan"), float("inf"), -1.0, 700.0, 1e9, True, "low"):
+        write_json(folder / "sparsity.json", {**RECORD, "run": {**RUN, "evaluation": {"text": "a", "loss": loss}}})
+        (folder / "README.md").unlink()
+        assert main(["card", str(folder)]) == 0
+        assert ("perplexity" in (folder / "README.md").read_text()) == (loss is True)
+    result = {"model": str(folder), "perplexity": {"text": "wikitext2", "perplexity": float("nan")}}
+    assert main(["card", str(folder), "--results", str(write_json(folder / "r.json", result))]) == 2
+    assert "damaged (ValueError('perplexity is nan')); measure again" in capsys.readouterr().err
+
+
+def test_a_damaged_record_is_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = [
+        *(("run", "dataset", odd) for odd in (5, [5], "c4", {"a": 1})),
+        *(("run", "model", odd) for odd in (5, ["a"])),
+        *((None, "step", odd) for odd in ("7", True, [7])),
+        *((None, "pattern", odd) for odd in (None, "2:4 <b>", 24)),
+    ]
+    for section, key, odd in damaged:
+        content = {**RECORD, key: odd} if section is None else {**RECORD, section: {**RUN, key: odd}}
+        write_json(folder / "sparsity.json", content)
+        assert main(["card", str(folder)]) == 2, (key, odd)
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and key in said and said.count("\n") == 1, said
 
 
 def test_scores_of_another_model_are_refused(
