@@ -10,7 +10,6 @@ import glob
 import gzip
 import itertools
 import json
-import locale
 import logging
 import lzma
 import re
@@ -32,8 +31,10 @@ KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.j
 """The files that can be read, for people."""
 _PIECE = 2**18
 """Characters that are read at a time, few because of each file of a folder the first record is looked at."""
-_ARRAY = re.compile(r"\s*\[\s*")
-_BYTE_ORDER_MARK = "\ufeff"
+_SPACE = re.compile(r"\s*")
+LARGEST_DOCUMENT = 2**24
+"""Bytes of a .txt file that is one document, and characters of a record. It is tokenised at once, with up to 160 times
+as much memory: 2.6 GB."""
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt at a file of the hub, after the attempts that huggingface_hub makes by itself."""
 _log = logging.getLogger(__name__)
@@ -57,8 +58,22 @@ def kind_of(file: str) -> tuple[str, str]:
     return kind, compression
 
 
+def check_size(file: str, size: int, largest: int = LARGEST_DOCUMENT) -> None:
+    """Raise ValueError unless a .txt file is small enough to be one document."""
+    if size > largest:
+        raise ValueError(
+            f"{file}: is one document of more than {largest:,} bytes, which would be tokenised at once, with over 100 "
+            "times as much memory; divide it into several files (training also divides it by --sample_by paragraph or "
+            "line)"
+        )
+
+
 def documents_of(
-    file: str, text_field: str, sample_by: SampleBy = "document", loss_on: LossOn = "all"
+    file: str,
+    text_field: str,
+    sample_by: SampleBy = "document",
+    loss_on: LossOn = "all",
+    longest_text: int = LARGEST_DOCUMENT,
 ) -> Iterator[Document]:
     """The documents of one file, "" for each without text.
 
@@ -68,11 +83,13 @@ def documents_of(
             have `messages`, or `prompt` and `completion`.
         sample_by: what is a document of a .txt file: a line, a paragraph, or the file.
         loss_on: with `completion` plain text is refused.
+        longest_text: characters of a .txt file that is one document; records have `LARGEST_DOCUMENT` at most.
 
     After a failure of the network it goes on with the next document.
 
     Raises:
-        ValueError: it cannot be read, or has a record with something else than text; the message names line or row.
+        ValueError: it cannot be read, or has a record with something else than text, or one that is too long; the
+            message names line or row.
     """
     import pyarrow
     from huggingface_hub import errors
@@ -83,7 +100,7 @@ def documents_of(
     done, failures = 0, 0
     while True:
         try:
-            for document in itertools.islice(_documents_of(file, text_field, sample_by), done, None):
+            for document in itertools.islice(_documents_of(file, text_field, sample_by, longest_text), done, None):
                 if loss_on == "completion" and _is_plain(document):
                     raise ValueError(
                         f"{file}, document {done + 1}: is plain text, which --loss_on completion cannot divide; give "
@@ -113,17 +130,18 @@ def _unreadable(file: str, done: int, error: Exception) -> ValueError:
     return ValueError(f"{where}: not readable ({error}); {cure}")
 
 
-def _documents_of(file: str, text_field: str, sample_by: SampleBy) -> Iterator[Document]:
+def _documents_of(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
     kind = kind_of(file)[0]
     if kind in _COLUMNS:
         yield from _of_columns(file, kind, text_field)
-    elif kind == ".txt":
-        whole = sample_by == "document"
-        yield from (
-            text if whole else text.strip("\n") for text in _text(file, sample_by=sample_by) if whole or text.strip()
-        )
-    else:
+    elif kind != ".txt":
         yield from _of_json(file, kind, text_field)
+    elif sample_by == "document":
+        yield _whole(file, longest_text)
+    elif sample_by == "paragraph":
+        yield from (text for text in _paragraphs(file) if text.strip())
+    else:
+        yield from (line for _, line in _lines(file) if line.strip())
 
 
 def _rows(builder: str, file: str, **options: Any) -> Any:
@@ -147,30 +165,65 @@ def _zstd(content: Any, mode: str = "rb") -> Any:
     return stream(content, compression="zstd")
 
 
-def _text(file: str, **options: Any) -> Iterator[str]:
-    encoding = locale.getpreferredencoding(False)
-    if encoding.lower().replace("-", "") != "utf8":  # `datasets` opens compressed and remote files in the locale's own
-        raise ValueError(f"{file}: text would be read as {encoding}; set PYTHONUTF8=1 in the environment")
-    rows = _rows("text", file, encoding="utf-8", chunksize=_PIECE, **options)
-    for number, row in enumerate(rows):
-        yield row["text"] if number else row["text"].removeprefix(_BYTE_ORDER_MARK)
+def _opened(file: str) -> Any:
+    """Return a context manager that opens a file, plain or compressed, as text."""
+    import fsspec
+
+    _register_zstd()
+    return fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer")
+
+
+def _lines(file: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file and their numbers, of which the first is 1. No more than the longest is in memory."""
+    with _opened(file) as content:
+        number = 1
+        while line := content.readline(LARGEST_DOCUMENT + 1):
+            if len(line) > LARGEST_DOCUMENT:
+                raise _too_long(f"{file}, line {number}")
+            yield number, line.rstrip("\n")
+            number += 1
+
+
+def _paragraphs(file: str) -> Iterator[str]:
+    """Yield what empty lines divide."""
+    lines: list[str] = []
+    size = 0
+    for number, line in itertools.chain(_lines(file), [(0, "")]):
+        if line:
+            lines.append(line)
+            size += len(line) + 1
+            if size > LARGEST_DOCUMENT:
+                raise _too_long(f"{file}, the paragraph before line {number}")
+        elif lines:
+            yield "\n".join(lines)
+            lines, size = [], 0
+
+
+def _whole(file: str, longest: int) -> str:
+    """Return all text of a file, if it is not too long."""
+    with _opened(file) as content:
+        text: str = content.read(longest + 1)
+    if len(text) > longest:
+        check_size(file, longest + 1, longest)
+    return text
+
+
+def _too_long(where: str) -> ValueError:
+    return ValueError(
+        f"{where}: has more than {LARGEST_DOCUMENT:,} characters, which would be tokenised at once, with over 100 "
+        "times as much memory; divide it into several"
+    )
 
 
 def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
     """A .json file is one array of objects, or has one object a line, as C4 and Dolmino have it."""
-    if kind == ".json" and (head := _head_of_array(file)) is not None:
-        for number, record in enumerate(head, start=1):
-            yield document_of(record, text_field, f"{file}, record {number}")
-        whole = next(_text(file, sample_by="document"))
-        try:
-            records = json.loads(whole)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}: not a JSON array ({error}); repair or remove it") from None
-        for number, record in enumerate(records[len(head) :], start=len(head) + 1):
+    if kind == ".json" and _is_array(file):
+        for number, record in enumerate(_records_of_array(file), start=1):
             yield document_of(record, text_field, f"{file}, record {number}")
         return
-    lines = ((number, line) for number, line in enumerate(_text(file, sample_by="line"), start=1) if line.strip())
-    for number, line in lines:
+    for number, line in _lines(file):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -181,29 +234,65 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
         yield document_of(record, text_field, f"{file}, line {number}")
 
 
-def _head_of_array(file: str) -> list[Any] | None:
-    """The first record of an array, in a list, which is empty where there is none; None of what is no array.
+def _is_array(file: str) -> bool:
+    """Return whether the first character of a file that is no white space opens an array."""
+    with _opened(file) as content:
+        while piece := content.read(_PIECE):
+            if text := piece.lstrip():
+                return bool(text[0] == "[")
+    return False
 
-    Reads no more of the file than that takes: an array is often one long line.
+
+def _records_of_array(file: str) -> Iterator[Any]:
+    """Yield the records of an array, which is often one long line. No more than one record, and a piece, is in memory.
+
+    Raises ValueError for what is no array, from its first wrong record on.
     """
-    import fsspec
-
-    _register_zstd()
-    text = ""
-    with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as content:
-        while piece := content.read(max(_PIECE, len(text))):
+    decoder = json.JSONDecoder()
+    text, at, number, wanted = "", 0, 1, "["
+    with _opened(file) as content:
+        while True:
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # matches anything
+            # 1. What stands before a record, between two, and after the last.
+            if at < len(text) and wanted:
+                if text[at] not in wanted:
+                    raise _no_array(file, number, f"{text[at]!r} in the place of {' or '.join(wanted)}")
+                if text[at] == "]":
+                    if text[at + 1 :].strip() or content.read(_PIECE).strip():
+                        raise _no_array(file, number, "something follows its end")
+                    return
+                wanted, at = "", at + 1
+                continue
+            if at < len(text) and text[at] == "]" and number == 1:
+                wanted = "]"
+                continue
+            # 2. A record, if all of it is there.
+            why: Exception | str = "it breaks off"
+            if at < len(text):
+                try:
+                    record, end = decoder.raw_decode(text, at)
+                except json.JSONDecodeError as error:  # it goes on behind the piece, or there is none
+                    why = error
+                except (ValueError, RecursionError) as error:  # a number of thousands of digits
+                    raise _no_array(file, number, error) from None
+                else:
+                    if end - at > LARGEST_DOCUMENT:
+                        raise _too_long(f"{file}, record {number}")
+                    yield record
+                    number, at, wanted = number + 1, end, ",]"
+                    continue
+            # 3. More of the file.
+            text, at = text[at:], 0
+            if len(text) > LARGEST_DOCUMENT:
+                raise _too_long(f"{file}, record {number}")
+            piece = content.read(max(_PIECE, len(text)))
+            if not piece:
+                raise _no_array(file, number, why)
             text += piece
-            if (start := _ARRAY.match(text)) is None:
-                if text.strip():
-                    return None
-                continue
-            try:
-                return [json.JSONDecoder().raw_decode(text, start.end())[0]]
-            except RecursionError as error:
-                raise ValueError(f"{file}, record 1: not JSON ({error}); repair or remove it") from None
-            except ValueError:  # it goes on behind the piece, or there is none
-                continue
-    return [] if text.strip() else None
+
+
+def _no_array(file: str, number: int, why: object) -> ValueError:
+    return ValueError(f"{file}: not a JSON array (record {number}: {why}); repair or remove it")
 
 
 def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
@@ -216,7 +305,10 @@ def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
         raise ValueError(f"{file}: {error.args[0]}; write the columns with text to a file of their own") from None
     fields = _fields(list(rows.features), text_field, file)
     for number, row in enumerate(rows.select_columns(fields)):
-        yield document_of(row, text_field, f"{file}, row {number}")
+        document = document_of(row, text_field, f"{file}, row {number}")
+        if len(document) > LARGEST_DOCUMENT:
+            raise _too_long(f"{file}, row {number}")
+        yield document
 
 
 def document_of(record: object, text_field: str, where: str) -> Document:

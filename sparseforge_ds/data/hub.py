@@ -65,6 +65,8 @@ class HubText(Source):
                     splits[file] = splits.get(file, frozenset()) | {str(split)}
         chosen, _ = choose(splits, self.options.split, who)
         for file in chosen:
+            if "://" not in file and "://" in str(builder.base_path):
+                raise ValueError(f"{who}: its dataset card names {file}, a file of this machine; use another dataset")
             if not is_readable(file):
                 raise ValueError(
                     f"{who}: {file} is none of {KINDS}; name a configuration or folder without such files as "

@@ -8,11 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
-from sparseforge_ds.data.formats import KINDS, is_plain_text, is_readable, kind_of
+from sparseforge_ds.data.formats import KINDS, check_size, is_plain_text, is_readable, kind_of
 from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
-from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions, check_size
+from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions
 from sparseforge_ds.data.turns import whole_parts
 
 STREAM = "stream:"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,12 @@ _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """What the hub calls the shards of a split (`datasets.data_files.SPLIT_PATTERN_SHARDED`)."""
 _SAMPLES, _SAMPLE = 8, 2**15
 """A long file is hashed in so many samples of so many bytes: there may be thousands of files."""
+
+_LARGEST_CARD = 2**20
+_MOST_STARS = 3
+"""In a component of a pattern; more match slowly."""
+_DAMAGED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+"""What a dataset card raises whose values are of other types than they should be."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ def find_files(path: Path, split: str = "train") -> Files:
     names = sorted(file.relative_to(path).as_posix() for file in _text_files(path))
     if not names:
         raise ValueError(f"--dataset {path}: the folder holds no file of {KINDS}")
-    card = _splits_of_card(path)
+    card = _splits_of_card(path, names)
     splits = {name: card.get(name) or split_of(name) for name in names}
     chosen, left_out = choose(splits, split, f"--dataset {path}")
     return Files(path, tuple(path / name for name in chosen), split, tuple(sorted(left_out.items())))
@@ -169,33 +176,46 @@ def _text_files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _splits_of_card(root: Path) -> dict[str, frozenset[str]]:
-    """The splits of the files that a dataset card, README.md, lists, in all of its configurations."""
+def _splits_of_card(root: Path, names: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Return the splits that a dataset card, README.md, gives the files of a folder, in all of its configurations.
+
+    Its patterns are matched with `names`, the files that are there, and with nothing outside of the folder. Raises
+    ValueError where the card cannot be read.
+    """
     card = root / "README.md"
-    if not card.is_file() or not card.read_bytes().startswith(b"---"):
+    if not card.is_file():
+        return {}
+    with card.open("rb") as file:
+        content = file.read(_LARGEST_CARD + 1)
+    if not content.startswith(b"---"):
         return {}
     import datasets
     import yaml
-    from datasets.data_files import resolve_pattern, sanitize_patterns
+    from datasets.data_files import sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
+    from fsspec.utils import glob_translate
     from huggingface_hub import DatasetCard
 
     splits: dict[str, frozenset[str]] = {}
     try:
-        for config in MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data).values():
+        if len(content) > _LARGEST_CARD:
+            raise ValueError(f"it has more than {_LARGEST_CARD:,} bytes")
+        for config in MetadataConfigs.from_dataset_card_data(DatasetCard(content.decode()).data).values():
             patterns = sanitize_patterns(config["data_files"]) if config.get("data_files") else {}
-            here = ((split, one) for split, own in patterns.items() for one in own if "://" not in one)
-            for split, pattern in here:
-                try:
-                    files = resolve_pattern(pattern, str(root / config.get("data_dir", ".")))
-                except FileNotFoundError:  # a part of the dataset that was not downloaded
+            for split, pattern in ((split, one) for split, own in patterns.items() for one in own):
+                if "://" in pattern:
                     continue
-                for file in files:
-                    name = Path(os.path.relpath(file, root)).as_posix()
+                below = posixpath.normpath(posixpath.join(config.get("data_dir", "."), pattern))
+                stars = [part.count("*") for part in below.split("/")]
+                if below.startswith(("/", "~", "..")) or max(stars) > _MOST_STARS or sum(stars) > 2 * _MOST_STARS:
+                    raise ValueError(f"it names {below[:100]!r}, outside of the folder or with too many *")
+                matches = re.compile(glob_translate(below)).match
+                for name in filter(matches, names):
                     splits[name] = splits.get(name, frozenset()) | {split}
-    except (ValueError, yaml.YAMLError, datasets.exceptions.DatasetsError) as error:
+    except (*_DAMAGED, yaml.YAMLError, datasets.exceptions.DatasetsError) as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"--dataset {root}: its README.md is no readable dataset card ({error}); repair or remove it"
+            f"--dataset {root}: its README.md is no readable dataset card ({why[0][:300]}); repair or remove it"
         ) from None
     return splits
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sparseforge_ds.config.arguments import LossOn, RunArguments, SampleBy
 from sparseforge_ds.data.documents import Document
-from sparseforge_ds.data.formats import documents_of, is_plain_text
+from sparseforge_ds.data.formats import check_size, documents_of, is_plain_text
 from sparseforge_ds.data.splits import Files
 
 
@@ -35,21 +35,6 @@ class TextOptions:
 
 
 DEFAULTS = TextOptions()
-LARGEST_DOCUMENT = 2**24
-"""Bytes of a .txt file that is one document. It is tokenised at once, with up to 160 times as much memory: 2.6 GB."""
-
-
-def check_size(file: str, size: int) -> None:
-    """Whether a .txt file is small enough to be one document.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if size > LARGEST_DOCUMENT:
-        raise ValueError(
-            f"{file}: is one document of {size:,} bytes, which would be tokenised at once, with over 100 times as much "
-            f"memory; give --sample_by paragraph (or line), or files of at most {LARGEST_DOCUMENT:,} bytes"
-        )
 
 
 class Reader:

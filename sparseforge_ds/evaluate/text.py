@@ -16,6 +16,8 @@ from sparseforge_ds.data.stdlib_text import Split, stdlib_file
 STDLIB: dict[str, Split] = {"stdlib:heldout": "heldout", "stdlib:train": "train"}
 WIKITEXT = "wikitext2"
 """`--text` of the split on the hub; `wikitext2:PATH` is a copy of its rows on this machine."""
+_LONGEST_TEXT = 2**28
+"""Characters of a .txt file. All of it is tokenised at once, with over 100 times as much memory."""
 _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
@@ -58,7 +60,7 @@ def records(source: str, text_field: str) -> Iterator[Any]:
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
     if not path.is_file() or not is_readable(path.name):
         raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")
-    yield from documents_of(str(path), text_field)
+    yield from documents_of(str(path), text_field, longest_text=_LONGEST_TEXT)
 
 
 def is_wikitext2(source: str) -> bool:

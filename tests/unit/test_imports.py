@@ -146,7 +146,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "data.formats": {"fsspec", "huggingface_hub"},
     "data.hub": {"huggingface_hub"},
     "data.packing": {"model.chat_template", "model.tokenizer"},
-    "data.splits": {"yaml", "huggingface_hub"},
+    "data.splits": {"yaml", "fsspec", "huggingface_hub"},
     "export.compressed_tensors": {"compressed_tensors", "pydantic"},
     "export.card": {"huggingface_hub", "yaml"},
     "export.folder_source": {"model.branch"},

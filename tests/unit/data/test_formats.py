@@ -5,9 +5,11 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import itertools
 import json
 import locale
 import lzma
+import tracemalloc
 
 import datasets
 import fsspec
@@ -15,7 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sparseforge_ds.data.formats import documents_of
+from sparseforge_ds.data import formats
+from sparseforge_ds.data.formats import LARGEST_DOCUMENT, documents_of
 from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.text_files import TextOptions
@@ -143,7 +146,8 @@ def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
         ("a.arrow", b"nothing of the kind", r"a\.arrow: not readable .*; repair"),
         ("a.arrow", b"", r"a\.arrow: not readable .*; repair"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "line 1: not JSON"),
-        ("a.json", b'[{"text": ' + b"[" * 100_000, "not JSON"),
+        ("a.json", b'[{"text": ' + b"[" * 100_000, "not a JSON array"),
+        ("a.json", b'[{"text": "x", "n": ' + b"9" * 5000 + b"}]", "not a JSON array"),
         ("a.xml", b"<text/>", r"unknown kind of file '.xml'; use one of .txt, .jsonl, .json \(each"),
         *((f"a.json{end}", b"nothing of the kind", f"a.json{end}: not readable.*repair") for end in PACKS if end),
     ],
@@ -183,11 +187,57 @@ def test_zstd_is_read_by_ours_also_where_fsspec_has_another(tmp_path, monkeypatc
         assert file.read() == b"others may still write it"
 
 
-def test_an_environment_that_would_read_text_as_something_else_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text(CONTENTS[".jsonl"])
+def test_text_is_utf_8_whatever_the_environment_says(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(CONTENTS[".jsonl"], encoding="utf-8")
     monkeypatch.setattr(locale, "getpreferredencoding", lambda *_: "ISO-8859-1")
-    with pytest.raises(ValueError, match="a.jsonl: text would be read as ISO-8859-1; set PYTHONUTF8=1"):
-        read(tmp_path / "a.jsonl")
+    assert read(tmp_path / "a.jsonl") == TEXTS
+
+
+LONG = "x" * (LARGEST_DOCUMENT + 1)
+RECORD = json.dumps({"text": LONG})
+FIRST = json.dumps({"text": "a"})
+TOO_LONG = {
+    "a.jsonl": (f"{FIRST}\n{RECORD}\n", "a.jsonl, line 2: has more than 16,777,216 characters"),
+    "a.json": (f"[{FIRST}, {RECORD}]", "a.json, record 2: has more than 16,777,216 characters"),
+    "a.jsonl.gz": (f"{FIRST}\n{RECORD}{LONG * 8}", "a.jsonl.gz, line 2: has more than"),
+    "a.json.gz": (f"[{FIRST}, {RECORD}{LONG * 8}", "a.json.gz, record 2: has more than"),
+    "a.txt.gz": (f"a\n{LONG[1:]}\n" * 8, "a.txt.gz: is one document of more than 16,777,216 bytes"),
+    "paragraph.txt.gz": (f"a\n\n{(LONG[:999] + chr(10)) * 130000}", "the paragraph before line [0-9]+: has more than"),
+    "line.txt.gz": (f"a\n{LONG * 8}", "line.txt.gz, line 2: has more than"),
+    "a.parquet": ("", "a.parquet, row 1: has more than"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_no_more_than_a_record_may_have_is_read_of_one(tmp_path, name):
+    """Not all of 128 MiB that a small file is unpacked to, either."""
+    content, message = TOO_LONG[name]
+    path = tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", LONG]}), path)
+    else:
+        path.write_bytes(gzip.compress(content.encode(), 1) if name.endswith("gz") else content.encode())
+    how = {"sample_by": name.partition(".")[0]} if len(name.partition(".")[0]) > 1 else {}
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=message):
+        read(path, **how)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * LARGEST_DOCUMENT
+
+
+def test_an_array_is_read_a_record_at_a_time(tmp_path, monkeypatch):
+    """Wherever the pieces of the file end."""
+    records = [{"text": text, "n": [1, {"a": "]"}]} for text in ("a", "b, ]", '"[{', "tr\u00e9s \\ ", "")]
+    path = tmp_path / "a.json"
+    for indent, piece in itertools.product((None, 1), (1, 2, 3, 7, 50)):
+        monkeypatch.setattr(formats, "_PIECE", piece)
+        path.write_text(f" {json.dumps(records, indent=indent)}\n", encoding="utf-8")
+        assert read(path) == [record["text"] for record in records]
+    for odd in ('[{"text": "a"} {"text": "b"}]', '[{"text": "a"},]', '[{"text": "a"}] x', "[,]", '[{"text": "a"}', "["):
+        path.write_text(odd)
+        with pytest.raises(ValueError, match=r"a\.json: not a JSON array \(record \d: .*repair"):
+            read(path)
 
 
 def test_null_is_an_empty_document(tmp_path):

@@ -69,7 +69,7 @@ def test_a_folder_without_that_split_and_a_text_that_is_too_short(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     with (tmp_path / "large.txt").open("wb") as file:
         file.truncate(2**24 + 1)
-    with pytest.raises(ValueError, match=r"large.txt: is one document of 16,777,217 bytes.*--sample_by"):
+    with pytest.raises(ValueError, match=r"large.txt: is one document of more than 16,777,216 bytes.*--sample_by"):
         find_held_out(arguments(eval_dataset=str(tmp_path / "large.txt")))
     with pytest.raises(ValueError, match=r"--eval_dataset .*short.txt: has 6 tokens, less than one window"):
         read(eval_dataset=str(tmp_path / "short.txt"))

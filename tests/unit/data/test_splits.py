@@ -114,6 +114,28 @@ def test_a_datasets_card_decides_where_there_is_one(tmp_path):
     assert len(names(tmp_path / "c4")) == 2
 
 
+DAMAGED = (
+    *("configs: [5]", "configs: 5", "configs: [{data_files: 'a.jsonl'}]", "configs: " + "[" * 3000),
+    *(
+        f"configs: [{{config_name: a, data_files: '{odd}'}}]"
+        for odd in ("/**", "../**", "~/**", "a/../../*", "*a" * 99)
+    ),
+    *(f"configs: [{{config_name: a, data_files: '*', data_dir: {odd}}}]" for odd in ("5", "/", "..", "[a]")),
+    "x: " + "y" * 2**20,
+)
+
+
+@pytest.mark.parametrize("card", DAMAGED, ids=lambda card: card[:60])
+def test_a_hostile_card_is_one_error_and_walks_nothing(tmp_path, card, monkeypatch):
+    write(tmp_path, "data/a.jsonl")
+    (tmp_path / "data" / "README.md").write_text(f"---\n{card}\n---\n")
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top, *a, **k: walk(top, *a, **k) if top == tmp_path / "data" else 1 / 0)
+    with pytest.raises(ValueError, match="README.md is no readable dataset card .*; repair or remove it") as refused:
+        find_files(tmp_path / "data")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 700
+
+
 @pytest.mark.parametrize(
     ("name", "split"),
     [("data/part-00000-of-00002.parquet", "part"), ("test/train.txt", "test"), ("a/valid/b/c.txt", "validation")],
