@@ -55,13 +55,14 @@ def check_model_folder(folder: str | Path) -> None:
         if (folder / name).exists():
             content = read_json(folder / name)
             if name == "config.json":
-                check_sizes(content)
+                check_sizes(content, folder / name)
 
 
-def check_sizes(config: dict[str, Any]) -> None:
+def check_sizes(config: dict[str, Any], where: object) -> None:
     """Check sizes by which transformers divides, and those that decide how long it takes to build a model at all.
 
-    Raises ValueError for sizes below 1, more layers or experts than any model has, and deeply nested values.
+    Raises ValueError, which begins with `where`, for sizes below 1, more layers or experts than any model has, and
+    deeply nested values.
     """
     check_depth(config)
     parts = [config]
@@ -72,9 +73,9 @@ def check_sizes(config: dict[str, Any]) -> None:
             if not isinstance(size, (int, float)):
                 continue
             if size < 1 and key in _AT_LEAST_ONE:
-                raise ValueError(f"{key} is {size}; it must be 1 or more")
+                raise ValueError(f"{where}: {key} is {size}; it must be 1 or more")
             if size > _MOST and ("layers" in key or "experts" in key or key == "n_layer"):
-                raise ValueError(f"{key} is {size}, and no model has more than {_MOST}")
+                raise ValueError(f"{where}: {key} is {size}, and no model has more than {_MOST}")
 
 
 def check_links(folder: str | Path, everything: bool = False) -> None:

@@ -47,7 +47,7 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
         if Path(name).is_dir():
             check_model_folder(name)
         else:
-            check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0])
+            check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)
         config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except (*errors, StrictDataclassError) as error:
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None

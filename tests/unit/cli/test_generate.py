@@ -133,7 +133,7 @@ def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (apart, [], f"{apart}: its tokenizer gives token 220, the model has 60 embeddings; tokenizer and weights do"),
         (damaged, [], "damaged/model.safetensors: not a readable safetensors file (Error while deserializing header: "),
         (odd, [], "'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
-        (zero, [], "modulo by zero"),
+        (zero, [], "num_attention_heads is 0; it must be 1 or more"),
         (tmp_path / "mask", [], f"is a mask; put it on its dense model: sparseforge export {tmp_path / 'mask'} OUT"),
         (tmp_path / "run", [], "of a run make one first: sparseforge consolidate"),
         (dense, ["--max_new_tokens", "0"], "--max_new_tokens 0: use 1 or more"),
