@@ -44,9 +44,12 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     register_model_classes()
     errors = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
     try:
-        if Path(name).is_dir():
+        if is_folder := Path(name).is_dir():
             check_model_folder(name)
-        else:
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from None
+    try:
+        if not is_folder:
             check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)
         config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except (*errors, StrictDataclassError) as error:

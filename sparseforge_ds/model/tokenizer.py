@@ -43,6 +43,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     Raises ValueError where there is none, it cannot be read, or it gives other tokens than its own sentencepiece model.
     """
     folder = Path(name)
+    if folder.is_dir():
+        check_model_folder(folder)
     with tokenizer_errors("its tokenizer cannot be read"):
         return _load(name, folder)
 
@@ -64,8 +66,6 @@ def tokenizer_errors(what: str) -> Iterator[None]:
 
 
 def _load(name: str | Path, folder: Path) -> PreTrainedTokenizerBase:
-    if folder.is_dir():
-        check_model_folder(folder)
     if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
         raise ValueError(f"none of {', '.join(_FILES[:4])} is there; copy the tokenizer's files into the folder")
     bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
