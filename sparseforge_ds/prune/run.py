@@ -152,8 +152,8 @@ def micro_batches(sequences: int, length: int, hidden: int, start: StartConfig) 
         batch = max(1, min(batch, sequences * start.epochs // LEAST_STEPS))
     batch = min(batch, sequences)
     fits = max(1, _ACTIVATION_BYTES // (_BYTES_A_CHANNEL * hidden * length))
-    per_step = math.ceil(batch / min(batch, fits))
-    return math.ceil(batch / per_step), per_step
+    size = max(size for size in range(1, min(batch, fits) + 1) if batch % size == 0)
+    return size, batch // size
 
 
 class _Run:

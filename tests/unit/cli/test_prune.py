@@ -124,6 +124,15 @@ def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, te
         assert (out / kept).exists() and check_folder(out).ok
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "mask"), [("llama", "sparsegpt"), ("gpt2", "wanda"), ("mixtral", "annealed")])
+def test_on_a_gpu(family: str, mask: str, tmp_path: Path, text: Path) -> None:
+    folder, out = write_model(tmp_path / "dense", _model(family).bfloat16()), tmp_path / "out"
+    words = ["prune", str(folder), str(out), "--text", str(text), "--mask", mask, *_QUICK[:-1], "cuda"]
+    assert main(words) == 0
+    assert check_folder(out).ok
+
+
 def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = write_model(tmp_path / "dense"), tmp_path / "out"
 

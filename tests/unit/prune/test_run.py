@@ -1,0 +1,57 @@
+"""Pruning as a function: how tokens become steps, and what training is worth on a real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.prune.hidden_streams import make_streams
+from sparseforge_ds.prune.run import PruneSettings, micro_batches, prune
+from sparseforge_ds.prune.sequences import read_sequences
+
+
+@torch.no_grad()
+def test_training_brings_a_real_model_closer(assets: Path, tmp_path: Path) -> None:
+    """SparseGPT alone, and 16 steps a block after it, on the same 8,192 tokens."""
+    folder, texts = assets / "models" / "stories260K", assets / "text" / "tinystories"
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sequences = read_sequences(tokenizer, dense.config, str(texts / "train.jsonl"), 8192, 256)
+    unseen = read_sequences(tokenizer, dense.config, str(texts / "heldout.jsonl"), 2048, 256)
+    target = dense(unseen).logits.log_softmax(-1)
+    divergence = []
+    for epochs in (0, 2):
+        out = tmp_path / str(epochs)
+        pruned = prune(folder, out, sequences, PruneSettings(SparseForgeConfig(), StartConfig(epochs=epochs)))
+        logits = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)(unseen).logits.log_softmax(-1)
+        divergence.append(float((target.exp() * (target - logits)).sum(-1).mean()))
+        assert all(block.error <= block.error_before for block in pruned.blocks)
+    assert divergence[1] < 0.75 * divergence[0]
+
+
+def test_tokens_become_steps() -> None:
+    def steps(sequences: int, length: int, hidden: int = 512, **start: int) -> tuple[int, int]:
+        settings = StartConfig(**start)
+        size, per_step = micro_batches(sequences, length, hidden, settings)
+        return size * per_step, settings.epochs * (sequences // size // per_step)
+
+    assert steps(256, 256) == (4, 256)  # 65,536 tokens: 1,024 a step
+    assert steps(512, 256) == (4, 512)
+    assert steps(8192, 256) == (64, 512)  # 2M: 16,384 a step
+    assert steps(8, 512, epochs=1) == (1, 8)
+    assert steps(32, 256, epochs=2) == (4, 16)  # at least 16 steps
+    assert steps(32, 256, batch=8) == (8, 16)
+    assert micro_batches(4096, 2048, 5120, StartConfig()) == (2, 4)  # 16,384 tokens of a wide model in four parts
+
+
+def test_streams_that_fit_nowhere_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseforge_ds.prune.hidden_streams.SHARE", 0.0)
+    with pytest.raises(ValueError, match=r"take 4096.0 GB.*fewer --tokens"):
+        make_streams((10**9, 1, 1, 1024), torch.bfloat16, torch.device("cpu"), tmp_path)
+    dense, pruned, where = make_streams((2, 1, 4, 8), torch.bfloat16, torch.device("cpu"), tmp_path)
+    dense[1] = torch.ones(1, 4, 8)
+    assert dense[1].eq(1).all() and len(pruned) == 2 and "on the disk" in where
