@@ -52,7 +52,10 @@ def process_group(rank: Rank) -> Iterator[None]:
     """A world in which every collective returns at once and moves nothing; its devices are of the kind of an H100."""
     dist.init_process_group("fake", rank=rank.number, world_size=rank.world, store=FakeStore())
     try:
-        with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)):
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+            mock.patch.object(torch.cuda, "mem_get_info", lambda device=None: (40 << 30, 80 << 30)),
+        ):
             yield
     finally:
         dist.destroy_process_group()

@@ -155,8 +155,8 @@ class BlockStart:
     def _check_chain(self, inputs: _Inputs) -> None:
         """Raise ValueError, on all ranks, where blocks do not hand hidden states to each other as they are."""
         layout = self.weights.layout
-        broken = torch.tensor(float(not inputs.is_chain), device=layout.device)
-        if layout.all_reduce(broken).item():
+        chains = layout.all_reduce(torch.tensor(float(inputs.is_chain), device=layout.device))
+        if not (chains == layout.world_size).item():
             model = type(layout.engine.module).__name__
             raise ValueError(
                 f"{model} does not hand its hidden states from block to block as they are, each once, so that its "
@@ -217,7 +217,8 @@ class BlockStart:
         apart = (output_BSH[:, -1].float() - end_BH).norm() / end_BH.norm()
         bound = _ALONE.get(self.dtype, _ALONE_IN_16_BITS)
         # What is not finite is for `solve_block` to name.
-        if layout.all_reduce((apart > bound).float()).item():
+        near = layout.all_reduce((~(apart > bound)).float())
+        if not (near == layout.world_size).item():
             raise ValueError(
                 f"{block.name} computes something else alone than in its model (relative distance {float(apart):.2g} "
                 'of its output), so that it cannot be pruned alone; set "start" to null, and another importance than '
