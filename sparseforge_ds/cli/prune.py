@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     text = read_sequences(
         load_tokenizer(args.model), load_config(args.model, args.model), args.text, args.tokens, args.seq_length
     )
+    if args.tokens - text.numel() >= text.shape[1]:
+        print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
     settings = PruneSettings(config, start, args.any_family)
     found = prune(args.model, args.out, text, settings, device, shard_bytes)
     weights = found.record["weights"].values()

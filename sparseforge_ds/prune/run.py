@@ -6,6 +6,7 @@ not saved: a run that was stopped computes them again, by forward passes of the 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -261,16 +262,21 @@ class _Progress:
     """The folder beside `out` that holds what is done: a file for each block, and what all of it was made of."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        """Begin, or go on. Raises ValueError where something else was begun there."""
+        """Begin, or go on. Raises ValueError where something else was begun there, or another process is at work."""
         self.folder = folder
         path = folder / "settings.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / "lock").open("w")  # held until the process ends, however it does
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder}: another process is at work in it; wait for it, or give another OUT") from None
         if path.is_file():
             if changed := differences(read_json(path), identity, "prune"):
                 raise ValueError(
                     f"{folder}: was begun with other settings ({few(changed)}); give the same, or remove the folder"
                 )
         else:
-            folder.mkdir(parents=True, exist_ok=True)
             write_json(path, identity)
         for stale in (*folder.glob("*.tmp"), *folder.glob("*.stream")):
             stale.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -72,7 +73,11 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
         patch.setattr(_Progress, "save", stop_at_the_second)
         assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 130
     assert not (tmp_path / "out").exists() and (tmp_path / "out.part").is_dir()
-    # Another run does not take over what it finds.
+    # Two at a time would overwrite each other's streams; and another run does not take over what it finds.
+    with (tmp_path / "out.part" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
+    assert "another process is at work" in capsys.readouterr().err
     assert main([*words[:2], str(tmp_path / "out"), *words[2:], "--rate", "0.5"]) == 2
     assert "begun with other settings (prune.start.rate was" in capsys.readouterr().err
     saved: list[int] = []
