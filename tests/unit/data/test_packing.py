@@ -116,6 +116,43 @@ def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_p
     assert pack(documents(), byte_tokenizer(bos=False), tmp_path).key not in (first.key, other.key)
 
 
+@pytest.mark.parametrize(
+    ("suffix", "damage", "said"),
+    [
+        (".bin", lambda content: content[:-2], "has 12 bytes instead of 14"),
+        (".bin", lambda content: content[::-1], "has other bytes in block 0 than were written"),
+        (".bin", lambda content: b"\xff" * len(content), "has other bytes in block 0 than were written"),
+        (".json", lambda content: content[:40], "is damaged (JSONDecodeError"),
+        (".json", lambda content: content.replace(b"checksums", b"of_others"), "is damaged (TypeError"),
+        (".json", lambda content: content.replace(b'"tokens"', b'"tokenz"'), "is damaged (TypeError"),
+        (".json", lambda content: b"[" * 100_000, "is damaged (RecursionError"),
+    ],
+)
+def test_a_cache_that_is_not_as_it_was_written_is_made_again(tmp_path, caplog, suffix, damage, said):
+    packed = pack(documents(), byte_tokenizer(), tmp_path)
+    (file,) = tmp_path.glob(f"*{suffix}")
+    good = file.read_bytes()
+    file.write_bytes(damage(good))
+    assert pack(documents(), byte_tokenizer(), tmp_path) == packed
+    assert file.read_bytes() == good
+    assert len(caplog.messages) == 1 and said in caplog.messages[0], caplog.messages
+    assert pack(documents([]), byte_tokenizer(), tmp_path) == packed, "and then taken as it is"
+
+
+def test_one_wrong_byte_of_a_large_cache_is_found(tmp_path, monkeypatch):
+    """All blocks of a file are compared while there are few."""
+    monkeypatch.setattr("sparseforge_ds.data.packed._BLOCK", 64)
+    text = [f"document {number}" for number in range(40)]
+    packed = pack(documents(text), byte_tokenizer(), tmp_path)
+    (file,) = tmp_path.glob("*.bin")
+    good = file.read_bytes()
+    for place in (0, 700, len(good) - 1):
+        content = bytearray(good)
+        content[place] ^= 1
+        file.write_bytes(content)
+        assert pack(documents(text), byte_tokenizer(), tmp_path) == packed and file.read_bytes() == good
+
+
 def test_a_moved_cache_is_found_where_it_is(tmp_path):
     pack(documents(), byte_tokenizer(), tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
