@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_SAMPLES, _SAMPLE = 8, 2**10
+"""A large tensor is hashed in so many samples of so many bytes."""
 _OTHER_WEIGHTS = re.compile(
     r"pytorch_model.*\.bin|.+\.(?:pt|pth|ckpt|gguf|h5|msgpack)|(?:consolidated|adapter_model).*\.safetensors"
 )
@@ -129,6 +132,37 @@ class TensorFolder:
         with _opened(self.folder / self.files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def sample_weights(folder: Path) -> str:
+    """Return a hash of names, dtypes, shapes and samples of all tensors of a folder, however they lie in files.
+
+    Small tensors are hashed whole, of large ones some bytes from beginning to end: training changes all of a weight.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    tensors = TensorFolder(folder)
+    digests: dict[str, str] = {}
+    for file in sorted(set(tensors.files.values())):
+        path = folder / file
+        try:
+            with path.open("rb") as content:
+                header = int.from_bytes(content.read(8), "little")
+                entries = json.loads(content.read(header))
+                for name in (name for name, of in tensors.files.items() if of == file):
+                    entry = entries[name]
+                    start, stop = (8 + header + offset for offset in entry["data_offsets"])
+                    spread = max(0, stop - start - _SAMPLE)
+                    places = [start + spread * part // (_SAMPLES - 1) for part in range(_SAMPLES)]
+                    digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
+                    for place in sorted(set(places)):
+                        content.seek(place)
+                        digest.update(content.read(min(_SAMPLE, stop - place)))
+                    digests[name] = digest.hexdigest()
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from None
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def other_weights(folder: Path) -> list[str]:

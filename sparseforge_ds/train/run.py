@@ -34,7 +34,7 @@ from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.preemption import Preemption, Stopped
 from sparseforge_ds.train.ranks import rank_from_launcher, take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
-from sparseforge_ds.train.run_folder import begins_anew, check_folder, lock_folder, write_folder
+from sparseforge_ds.train.run_folder import begins_anew, check_folder, check_weights, lock_folder, write_folder
 from sparseforge_ds.train.spec import RunSpec, make_spec, read_config
 from sparseforge_ds.train.text import open_text
 from sparseforge_ds.train.tracking import Trackers, flat
@@ -70,6 +70,8 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         spec = dataclasses.replace(spec, arguments=dataclasses.replace(arguments, resume=False))
     checkpoints = Checkpoints(spec.folder / "checkpoints", ranks, spec.stage, arguments.keep_checkpoints)
     ranks.all_or_raise(lambda: check_folder(spec))
+    if spec.arguments.resume:
+        ranks.on_first(lambda: check_weights(spec))
     ranks.all_or_raise(lambda: require_compiler(torch.device(get_accelerator().current_device_name())))
     ranks.on_first(lambda: lock_folder(spec.folder))
     ranks.on_first(checkpoints.recover)

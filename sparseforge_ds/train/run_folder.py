@@ -38,6 +38,7 @@ import sparseforge_ds
 from sparseforge_ds.checkpoint.disk import open_own_file, whole_folder, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.checkpoint.model_files import is_legal_file
+from sparseforge_ds.checkpoint.tensors import sample_weights
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, few
@@ -94,6 +95,34 @@ def check_folder(spec: RunSpec) -> None:
     # A start sweeps up what an interrupted save left, before it writes anything.
     swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
     check_room(spec, shutil.disk_usage(spec.folder).free + swept)
+
+
+def check_weights(spec: RunSpec) -> None:
+    """Refuse to resume a run whose model or teacher has other weights than before, under the same name or another.
+
+    The teacher's folder may be another by `--teacher`, as the log then says. Reads samples of the weights: rank 0 only.
+
+    Raises:
+        ValueError: they have changed, or cannot be read.
+    """
+    record = read_json(spec.folder / "sparseforge.json")
+    before = record.get("weights_sha256")
+    if not isinstance(before, dict):  # a run of an earlier version
+        return
+    run = record.get("run")
+    other_teacher = isinstance(run, dict) and run.get("teacher") != spec.arguments.teacher
+    for role, now in _weights_sha256(spec).items():
+        if now != before.get(role) and not (role == "teacher" and other_teacher):
+            raise ValueError(
+                f"--resume: the weights of --{role} {getattr(spec.arguments, role)} are not those that the run in "
+                f"{spec.folder} was started with; bring them back, or start in a new --output_dir"
+            )
+
+
+def _weights_sha256(spec: RunSpec) -> dict[str, str]:
+    """Return a hash of the weights of the model, and of a teacher that is another one."""
+    models = {"model": spec.model} | ({} if spec.teacher in (None, spec.model) else {"teacher": spec.teacher})
+    return {role: sample_weights(model.folder) for role, model in models.items() if model is not None}
 
 
 def check_room(spec: RunSpec, free: int) -> None:
@@ -192,7 +221,11 @@ def write_folder(spec: RunSpec) -> None:
     if not spec.arguments.resume or not final.is_dir():  # that of a run that goes on has been compared
         with whole_folder(final, replace=True) as folder:
             _write_model(spec, folder)
-    more = {"permutation": keep_permutation(spec), "config_sha256": config_sha256(read_json(final / "config.json"))}
+    more = {
+        "permutation": keep_permutation(spec),
+        "config_sha256": config_sha256(read_json(final / "config.json")),
+        "weights_sha256": _weights_sha256(spec),
+    }
     write_json(spec.folder / "sparseforge.json", {**describe(spec), **more})
 
 

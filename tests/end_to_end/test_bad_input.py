@@ -439,6 +439,16 @@ def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
     assert (resumable.run / "checkpoints" / "step_000008").is_dir()
 
 
+def test_a_model_whose_weights_were_changed_in_place(resumable):
+    """It is the teacher, too: the rest of the run would be distilled from another model."""
+    resumable.flags["model"] = shutil.copytree(resumable.model, resumable.folder / "copy")
+    path = Path(resumable.flags["model"], "model.safetensors")
+    save_file({name: 2 * weight for name, weight in load_file(path).items()}, path, metadata={"format": "pt"})
+    message = resumable.refused("--resume")
+    assert f"the weights of --model {resumable.flags['model']} are not those that the run in" in message
+    assert "bring them back, or start in a new --output_dir" in message
+
+
 def test_a_finished_run_that_was_killed_before_its_result(finished):
     file = finished.run / "result.json"
     before = json.loads(file.read_text())

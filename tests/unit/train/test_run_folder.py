@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import SparseForgeConfig
@@ -25,6 +26,7 @@ from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
     begins_anew,
     check_folder,
+    check_weights,
     lock_folder,
     room_for_checkpoints,
     write_folder,
@@ -54,7 +56,7 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
     keys = {"version", "config", "weights", "coverage", "model_type", "run", "published", "versions", "config_sha256"}
-    assert set(record) == {*keys, "permutation"}
+    assert set(record) == {*keys, "permutation", "weights_sha256"}
     assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
     assert SparseForgeConfig.from_dict(record["config"]) == first.config
     assert record["weights"][0] == {
@@ -178,6 +180,39 @@ def test_a_model_with_another_config_is_not_resumed(spec, tmp_path):
         check_folder(spec(resume=True))
     path.write_text(json.dumps({**config, "transformers_version": "6.0"}))
     check_folder(spec(resume=True))
+
+
+def test_a_model_whose_weights_were_changed_in_place_is_not_resumed(spec, tmp_path):
+    teacher = tiny_folders.write_model(tmp_path / "teacher")
+    for flags in ({}, {"teacher": str(teacher)}):
+        check_folder(spec(**flags))
+        write_folder(spec(**flags))
+        check_weights(spec(resume=True, **flags))
+    change(teacher, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ValueError, match=f"--resume: the weights of --teacher {teacher} are not those"):
+        check_weights(spec(resume=True, teacher=str(teacher)))
+    check_weights(spec(resume=True))  # another teacher, by its flag, which the log says
+    moved = shutil.copytree(tmp_path / "model", tmp_path / "moved")
+    save_in_shards(moved)
+    check_weights(spec(resume=True, model=str(moved)))
+    change(moved, "model.norm.weight")
+    with pytest.raises(ValueError, match=f"the weights of --model {moved} are not those that the run in"):
+        check_weights(spec(resume=True, model=str(moved)))
+
+
+def change(folder, name):
+    """One element of a weight, its last."""
+    index = folder / "model.safetensors.index.json"
+    path = folder / (json.loads(index.read_text())["weight_map"][name] if index.exists() else "model.safetensors")
+    tensors = load_file(path)
+    tensors[name].view(-1)[-1] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def save_in_shards(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
 
 
 def test_a_model_with_another_order_of_channels_is_not_resumed(spec):
