@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -48,7 +49,16 @@ class SavedState:
     def _checked(self, state: object, where: str) -> dict[str, Any]:
         """A saved state, which is of a run like this one."""
         now = RunState.of(self._on.config, list(self._on.weights.values()))
-        if unlike := RunState.parse(state, where).changes(now):
+        saved, steps = RunState.parse(state, where), now.config.max_steps
+        unlike = saved.changes(now)
+        if unlike and not replace(saved, config=replace(saved.config, max_steps=steps)).changes(now):
+            was = saved.config.max_steps
+            raise ValueError(
+                f"{where} is of a run of {was} steps, and this one has {steps}: masks are scheduled in fractions of "
+                f"them. Give {was} again (max_steps of sf.SparseForge, or a Trainer's max_steps or epochs). Once masks "
+                "are frozen, a loop of your own may make more steps than that, and a Trainer is given more"
+            )
+        if unlike:
             raise ValueError(
                 f"{where} is of a run with other settings: {few(unlike)}; resume with the saved settings, or start a "
                 "fresh run in another output_dir"

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from sparseforge_ds.checkpoint.folder import is_whole_of_trainer, newest_of_trainer
+from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.model.distill import same_vocabulary
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.registration import load_config
@@ -126,6 +128,26 @@ def way_back(output: str | Path) -> str:
     newest = newest_of_trainer(Path(output))
     where = "begin again" if newest is None else f"go back to {newest} by resume_from_checkpoint"
     return f"{where}, with a lower learning rate"
+
+
+def laid_out_over(checkpoint: str | Path | bool | None, steps: int) -> int:
+    """Return the steps of which a trainer's masks are scheduled in fractions.
+
+    Args:
+        checkpoint: `whole_checkpoint`'s answer.
+        steps: the trainer's own number.
+
+    Returns:
+        That of a saved run which `steps` makes longer once its masks are frozen, as its schedule is over; else `steps`.
+
+    Raises:
+        ValueError: the checkpoint is of no run of ours, or damaged.
+    """
+    if checkpoint is None or isinstance(checkpoint, bool):
+        return steps
+    saved = RunState.parse(Checkpoint(checkpoint).client_state.get("sparseforge"), str(checkpoint))
+    before = saved.config.max_steps
+    return before if before < steps and saved.step >= saved.config.release_step else steps
 
 
 def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:

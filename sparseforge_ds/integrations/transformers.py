@@ -31,6 +31,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     WITHOUT_BRANCHES,
     block_of,
     check_teacher,
+    laid_out_over,
     refuse_arguments,
     refuse_length,
     refuse_settings,
@@ -93,6 +94,8 @@ class SparseForgeMixin(_Trainer):
         self._trained_inputs: list[dict[str, Any]] = []
         """Micro-batches of the step that were trained on, as the loss was given them; kept for probes alone."""
         self._updated = False
+        self._resumed: str | Path | bool | None = None
+        """Checkpoint from which `train` goes on."""
         refuse_arguments(kwargs)
         super().__init__(*args, **kwargs)
         refuse_settings(self, teacher)
@@ -122,7 +125,7 @@ class SparseForgeMixin(_Trainer):
                 "train() was called before, and masks have moved since: make a new trainer, and give "
                 "resume_from_checkpoint to go on where this one is"
             )
-        resume_from_checkpoint = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self._resumed = resume_from_checkpoint = whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         assert self.forge is not None
         self._require_finite()
@@ -142,7 +145,10 @@ class SparseForgeMixin(_Trainer):
         """The trainer's optimizer, over our param groups. The number of steps is known by now."""
         if self.optimizer is not None and not isinstance(self.optimizer, DummyOptim):
             return self.optimizer
-        self._config = dataclasses.replace(self._config, max_steps=self.state.max_steps)
+        steps = laid_out_over(self._resumed, self.state.max_steps)
+        if steps < self.state.max_steps:
+            _LOG.info("a run of %d steps, whose masks are frozen, goes on to %d", steps, self.state.max_steps)
+        self._config = dataclasses.replace(self._config, max_steps=steps)
         refuse_length(self, self._config)
         require_finite_weights(self.model, self.model.name_or_path or type(self.model).__name__)
         prepare(self.model, self._config)

@@ -175,7 +175,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "model.tokenizer": {"huggingface_hub", "sentencepiece", "checkpoint.model_files", "tokenizers"},
     "permutation.apply": {"deepspeed", "model.groups"},
     "integrations.step_text": {"data.micro_batch", "model", "train", "zero.probe"},
-    "integrations.trainer_settings": {"transformers", "checkpoint.folder", "config", "model", "train"},
+    "integrations.trainer_settings": {"transformers", "checkpoint", "config", "model", "train"},
     "integrations.transformers": {
         *("transformers", "accelerate", "config", "data.micro_batch", "forge", "model", "train"),
         *("permutation.record", "rotation.record", "runtime.extension_locks"),

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> Non
     said = run_distributed(foreign, 2, stage, str(tmp_path))[0]
     assert 'sparseforge.pattern was "2:4", is "1:4"' in said["pattern"]
     assert "sparseforge.method.mask_rate was 0.4, is 0.5" in said["schedule"]
-    assert "sparseforge.max_steps was 10, is 20" in said["max_steps"]
+    assert "is of a run of 10 steps, and this one has 20: masks are scheduled in" in said["max_steps"]
     # At stage 0 the list says what lies in the flats as well, and is missed before the runs are compared.
     missed = "the groups in its client state" if stage == 0 else "was null, is"
     assert "weights" in said["weights"] and missed in said["weights"]

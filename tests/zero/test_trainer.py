@@ -147,6 +147,13 @@ def every_stage(folder: str) -> dict[str, Any]:
         trainer = trainer_of(place / f"{name} again", config, micro, teacher)
         trainer.train(resume_from_checkpoint=str(place / name / f"checkpoint-{SAVE}"))
         found[f"{name} again"] = losses_of(trainer)
+    config, finished = deepspeed_json(1, optimizer=False), place / "plain1" / f"checkpoint-{STEPS}"
+    trainer = trainer_of(place / "longer", config, 2, max_steps=STEPS + 2)
+    trainer.train(resume_from_checkpoint=str(finished))
+    found["longer"] = trainer.forge.step_count, losses_of(trainer)
+    trainer = trainer_of(place / "other", config, 2, max_steps=STEPS + 2)
+    moving = str(place / "plain1" / f"checkpoint-{SAVE}")
+    found["other length"] = said(lambda: trainer.train(resume_from_checkpoint=moving))
     return found
 
 
@@ -237,6 +244,23 @@ def test_resumed_bit_for_bit(trained: tuple[Path, dict[str, Any]]) -> None:
         assert found[f"{name} again"] == found[name]
         first, again = (weights_of(folder / run / f"checkpoint-{STEPS}") for run in (name, f"{name} again"))
         assert all(torch.equal(again[key], value) for key, value in first.items())
+
+
+def test_a_finished_run_goes_on(trained: tuple[Path, dict[str, Any]]) -> None:
+    """By the same masks; while they move, another length would be another run."""
+    folder, found = trained
+    steps, losses = found["longer"]
+    assert steps == len(losses) == STEPS + 2 and losses[:STEPS] == found["plain1"]
+    before, after = (
+        weights_of(folder / run / f"checkpoint-{step}") for run, step in (("plain1", STEPS), ("longer", STEPS + 2))
+    )
+    for name, value in before.items():
+        assert torch.equal(after[name] == 0, value == 0), name
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+    assert inspect(folder / "longer").ok
+    said_of_other = found["other length"]
+    assert f"is of a run of {STEPS} steps, and this one has {STEPS + 2}: masks are scheduled in" in said_of_other
+    assert f"Give {STEPS} again (max_steps of sf.SparseForge, or a Trainer's max_steps or epochs)" in said_of_other
 
 
 @pytest.mark.parametrize(("ranks", "name", "stage", "micro"), [(3, "taught2", 3, 2), (1, "taught3", 1, 6)])
