@@ -198,7 +198,7 @@ class BlockStart:
         except ValueError as error:  # the same on all ranks: it is said of what they have summed
             raise ValueError(f"{block.name}: {error}") from None
         # Ranks may differ in the last bits, and a group of which two hold a part must be decided once.
-        masks = {f"{block.name}.{name}": kept for name, kept in solved.masks.items()}
+        masks = {f"{block.name}.{name}": kept.contiguous() for name, kept in solved.masks.items()}
         for tensor in (flat, *(kept.view(torch.uint8) for kept in masks.values())):
             if layout.world_size > 1:
                 layout.broadcast(tensor, 0)

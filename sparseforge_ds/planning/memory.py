@@ -17,6 +17,7 @@ from sparseforge_ds.planning.activations import Activations
 from sparseforge_ds.planning.architecture import Architecture
 from sparseforge_ds.planning.curvature import heard, probe
 from sparseforge_ds.planning.settings import Settings
+from sparseforge_ds.planning.start import start_memory, streams_on_host
 from sparseforge_ds.planning.states import (
     Kinds,
     kept_gradients,
@@ -108,6 +109,9 @@ def _memory(
         if settings.stage == 2 and settings.accumulation > 1:
             host["accumulated gradients"] = local(model, settings, 1) * low
     phases = _phases(model, settings, trace, teacher, frozen)
+    if settings.forge.starts_by_block:
+        phases["start"] = start_memory(model, settings)
+        host["start's streams"] = streams_on_host(model, settings)
     return Memory(positive(device), positive(host), {n: positive(k) for n, k in phases.items()}, reserve, 0)
 
 

@@ -15,6 +15,7 @@ from sparseforge_ds.planning.machine import GIB, Machine
 from sparseforge_ds.planning.memory import Memory, memory
 from sparseforge_ds.planning.operations import operations
 from sparseforge_ds.planning.settings import Settings
+from sparseforge_ds.planning.start import start_operations, start_tokens
 from sparseforge_ds.planning.states import Kinds, checkpoint_bytes
 
 
@@ -27,6 +28,8 @@ class Plan:
     model: Architecture
     memory: Memory
     seconds_per_step: float
+    start_seconds: float
+    """Of a start that goes block by block, before the first step."""
     steps: int
     checkpoint: int
     """Bytes on disk while masks move."""
@@ -70,6 +73,11 @@ class Plan:
             f"{self.steps:,} steps of {self.settings.tokens_per_step:,} tokens; {self.seconds_per_step:.2f} s each"
         )
         yield "time", f"{hours:,.1f} hours: {of_steps}, at {machine.mfu:.0%} of {machine.tflops:g} TFLOPS (assumed)"
+        if self.start_seconds:
+            yield (
+                "start",
+                f"{self.start_seconds / 60:,.1f} minutes: {start_tokens(self.settings):,} tokens, block by block",
+            )
         peak, room = self.memory.peak / GIB, machine.device / GIB
         if self.fits:
             yield "verdict", f"fits, with {room - peak:.1f} of {room:.0f} GiB to spare"
@@ -86,7 +94,11 @@ class Plan:
             "fits": self.fits,
             "memory": {"device": self.machine.device, "peak": self.memory.peak, "worst": self.memory.worst}
             | vars(self.memory),
-            "time": {"steps": self.steps, "seconds_per_step": self.seconds_per_step},
+            "time": {
+                "steps": self.steps,
+                "seconds_per_step": self.seconds_per_step,
+                "start_seconds": self.start_seconds,
+            },
             "checkpoint": self.checkpoint,
             "frozen_checkpoint": self.frozen_checkpoint,
             "ladder": self.ladder,
@@ -130,12 +142,14 @@ def make_plan(
     taught = operations(told, other or model, settings.seq_length) if settings.teacher else 0
     of_token = (3 + settings.checkpointing) * forward + taught
     found = estimate(settings)
+    speed = settings.ranks * machine.tflops * 1e12 * machine.mfu
     return Plan(
         machine=machine,
         settings=settings,
         model=model,
         memory=found,
-        seconds_per_step=settings.tokens_per_step * of_token / (settings.ranks * machine.tflops * 1e12 * machine.mfu),
+        seconds_per_step=settings.tokens_per_step * of_token / speed,
+        start_seconds=start_operations(model, settings, forward) / speed,
         steps=settings.forge.max_steps,
         checkpoint=checkpoint_bytes(model, settings),
         frozen_checkpoint=checkpoint_bytes(model, settings, frozen=True),

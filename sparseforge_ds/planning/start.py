@@ -1,0 +1,71 @@
+"""What a start that goes block by block needs before the first step: memory of a rank, tokens, and operations."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from sparseforge_ds.planning.architecture import Architecture
+from sparseforge_ds.planning.settings import Settings
+from sparseforge_ds.planning.states import Kinds, local
+
+_OF_A_WEIGHT = 21
+"""Bytes: W, its gradient and two moments in fp32, whether it is trained, and its mask."""
+_ACTIVATIONS = 128
+"""Bytes of one block's activations for each token and channel, about; as `sparseforge prune` has them."""
+_ON_DEVICE = 1 << 30
+"""Bytes of both streams that a GPU surely has room for; more of them may wait on the host."""
+_NUMBERED = re.compile(r"(.+?\.\d+)\.")
+
+
+def start_tokens(settings: Settings) -> int:
+    """Return the tokens that every block reads, over all ranks; 0 without such a start."""
+    forge = settings.forge
+    if forge.start is not None:
+        return forge.start.tokens_of(forge.max_steps * settings.tokens_per_step)
+    if not forge.starts_by_block:
+        return 0
+    sequences = forge.curvature.sequences
+    batch = settings.tokens_per_step if sequences is None else sequences * settings.seq_length
+    return forge.curvature.first_probes * batch
+
+
+def start_operations(model: Architecture, settings: Settings, forward: float) -> float:
+    """Return the operations of all ranks, where a token's forward pass takes `forward`.
+
+    The dense model is run once, and every block three times and a bit, with three passes' work for each epoch.
+    """
+    epochs = 0 if settings.forge.start is None else settings.forge.start.epochs
+    blocks = forward - 2.0 * model.vocabulary * model.hidden
+    return start_tokens(settings) * (forward + blocks * (4 + 3 * epochs))
+
+
+def start_memory(model: Architecture, settings: Settings) -> Kinds:
+    """Return what the largest block takes on a device, where nothing of the optimizer's state is there yet."""
+    blocks: Counter[str] = Counter()
+    for parameter in model.parameters:
+        if match := _NUMBERED.match(parameter.name):
+            blocks[match[1]] += parameter.numel
+    inputs = [inputs for _, _, inputs in model.matrices]
+    # X^T X of every input of a block, and what one of them is inverted in; diagonals are nothing beside them.
+    whole = settings.forge.start is None or settings.forge.start.mask in (None, "sparsegpt")
+    moments = 4 * sum(size**2 for size in inputs) // max(len(blocks), 1) + 8 * max(inputs) ** 2
+    own = 0 if settings.optimizer_on_host else 8 * local(model, settings, 1, only_masked=True)
+    return {
+        "a whole block": _OF_A_WEIGHT * max(blocks.values(), default=0),
+        "second moments": moments if whole else 0,
+        "activations": _ACTIVATIONS * settings.tokens_at_once * model.hidden,
+        "streams": min(streams(model, settings), _ON_DEVICE),
+        "moments that come later": -own,
+    }
+
+
+def streams(model: Architecture, settings: Settings) -> int:
+    """Return the bytes of a rank's dense and pruned hidden states."""
+    return 2 * start_tokens(settings) // settings.ranks * model.hidden * settings.low
+
+
+def streams_on_host(model: Architecture, settings: Settings) -> int:
+    """Return the bytes of the streams that may wait on the host."""
+    size = streams(model, settings)
+    return size if size > _ON_DEVICE else 0

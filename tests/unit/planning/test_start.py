@@ -1,0 +1,55 @@
+"""A plan of a start that goes block by block: memory of its largest block, tokens, time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseforge_ds.planning.memory import memory
+from sparseforge_ds.planning.start import start_operations, start_tokens
+from tests.tiny_folders import deepspeed_json, write_json
+from tests.unit.planning.published_configs import qwen3_14b
+from tests.unit.planning.test_memory import NOTHING, planned
+from tests.unit.planning.test_plan_command import plan
+
+A_BLOCK = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 17408 * 5120
+"""Weights of a decoder block of Qwen3-14B under a mask."""
+of_blocks = partial(planned, 3, 8, config=partial(qwen3_14b, num_hidden_layers=4))
+
+
+def phase(model: Any, laid_out: Any) -> dict[str, int]:
+    return memory(model, laid_out, lambda *_: NOTHING).phases.get("start", {})
+
+
+def test_memory_tokens_and_operations() -> None:
+    assert phase(*of_blocks({})) == {} and start_tokens(of_blocks({})[1]) == 0
+    model, laid_out = of_blocks({"start": {}, "max_steps": 1000})
+    assert start_tokens(laid_out) == 0.05 * 1000 * 8 * 128
+    found = phase(model, laid_out)
+    assert found["a whole block"] == pytest.approx(21 * A_BLOCK, rel=0.001)
+    assert found["second moments"] > 4 * (3 * 5120**2 + 17408**2)
+    # Every weight of a block forward and backward in four epochs, and in some forward passes.
+    forward = 2.0 * model.active
+    blocks = 2 * (model.active - model.vocabulary * model.hidden)
+    operations = start_operations(model, laid_out, forward) / start_tokens(laid_out)
+    assert operations == forward + 16 * blocks
+    assert "second moments" not in phase(*of_blocks({"start": {"mask": "wanda"}}))
+
+    tokens = 4_000_000
+    far = memory(*of_blocks({"start": {"tokens": tokens}}), lambda *_: NOTHING)
+    assert far.host["start's streams"] == tokens // 8 * 5120 * 2 * 2
+    _, laid_out = of_blocks({"method": "naive_retrain", "importance": "sparsegpt"})
+    assert start_tokens(laid_out) == 16 * 8 * 128
+    assert start_operations(model, laid_out, forward) / start_tokens(laid_out) == forward + 4 * blocks
+
+
+def test_a_plan_says_how_long_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = deepspeed_json(3, 8, method={"name": "sparseforge"}, start={"tokens": 65536}, max_steps=400)
+    path = str(write_json(tmp_path / "ds.json", content))
+    assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", path) == 0
+    text = capsys.readouterr().out
+    assert "a start by sparsegpt, every block trained 4 times on 65,536 tokens" in text
+    assert "+ start" in text and "minutes: 65,536 tokens, block by block" in text
