@@ -75,6 +75,7 @@ def register(commands: Any) -> None:
     )
     add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
+    add("--max_tokens", type=int, metavar="N", help="scored tokens of each text at most, the first (default: all)")
     add("--seq_length", type=int, metavar="N", help="tokens of a window or of a document at most")
     add("--stride", type=int, metavar="N", help="distance of window starts (default: seq_length, no overlap)")
     group = parser.add_argument_group("zero-shot accuracy")
@@ -97,12 +98,12 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("nothing to measure: give --text for perplexity, --tasks or --suite for accuracy, or both")
     given = vars(args)
     for flags, asked, of in (
-        (("protocol", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
+        (("protocol", "max_tokens", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
         (("include_path", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not asked and (odd := [flag for flag in flags if given[flag] is not None]):
             raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
-    for flag, least in {"limit": 1, "batch_size": 1, "seq_length": 2, "stride": 1}.items():
+    for flag, least in {"limit": 1, "batch_size": 1, "max_tokens": 1, "seq_length": 2, "stride": 1}.items():
         if given[flag] is not None and given[flag] < least:
             raise ValueError(f"--{flag} {given[flag]}: use an integer >= {least}")
     if args.json is not None:  # not after hours
@@ -173,8 +174,8 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         protocol: perplexity.Protocol = args.protocol or ("windows" if as_one(text) else "documents")
         options = (args.seq_length, args.stride, args.batch_size)
         began = time.monotonic()
-        score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks, dense)
-        how = {"stride": args.stride, "limit": args.limit, "ranks": ranks.world_size}
+        score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks, dense, args.max_tokens)
+        how = {"stride": args.stride, "limit": args.limit, "max_tokens": args.max_tokens, "ranks": ranks.world_size}
         seconds = round(time.monotonic() - began, 2)
         scores.append({"text": text, **asdict(score), **how, "seconds": seconds})
         if ranks.first:

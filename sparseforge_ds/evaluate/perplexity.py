@@ -87,6 +87,7 @@ def measure(
     batch_size: int = 8,
     ranks: Ranks | None = None,
     dense: PreTrainedModel | None = None,
+    max_tokens: int | None = None,
 ) -> Perplexity:
     """Perplexity of `model` on `documents` by one of the protocols above.
 
@@ -98,6 +99,7 @@ def measure(
             for windows.
         ranks: those that work on this together; collective then, and every rank gets the whole result.
         dense: the model to compare with on the same tokens, which must mean the same to it.
+        max_tokens: scored tokens at most, the first windows or documents of the text; one of these at least.
     """
     models = [model] if dense is None else [model, dense]
     positions = min(positions_of(one.config) for one in models)
@@ -113,6 +115,9 @@ def measure(
         raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
     else:
         passages, total = whole_documents(tokenizer, documents, seq_length)
+    if max_tokens is not None:
+        scored = itertools.accumulate(len(passage.tokens) - passage.skip for passage in passages)
+        passages = passages[: max(1, sum(count <= max_tokens for count in scored))]
     # Of all passages, so that every rank finds the same.
     for one in models:
         check_known(one, itertools.chain.from_iterable(passage.tokens for passage in passages))

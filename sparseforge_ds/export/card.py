@@ -53,7 +53,9 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
             for scored in content.get("texts", one_text):
                 said = {"dtype": content.get("dtype"), **scored}
                 how = {
-                    key: said[key] for key in ("protocol", "seq_length", "stride", "limit", "dtype") if said.get(key)
+                    key: said[key]
+                    for key in ("protocol", "seq_length", "stride", "limit", "max_tokens", "dtype")
+                    if said.get(key)
                 }
                 text = published_name(scored["text"])
                 found.append(_result("text-generation", text, "perplexity", scored["perplexity"], how))

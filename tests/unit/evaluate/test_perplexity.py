@@ -204,6 +204,19 @@ def test_kl_to_the_dense_model_against_a_naive_loop(
     assert f"| {texts[0]} | {first['perplexity']:.4f} | {first['dense_perplexity']:.4f} | {first['kl']:.5f} |" in shown
 
 
+def test_the_first_tokens_of_a_text(stories: str) -> None:
+    given = (load_model(stories), load_tokenizer(stories))
+    for protocol, length in (("documents", None), ("windows", 8)):
+        lengths = [measure(*given, DOCUMENTS[:n], protocol, length).tokens for n in (1, 2)]  # type: ignore[arg-type]
+        for most, documents in ((1, 1), (lengths[0], 1), (lengths[1], 2), (lengths[1] + 1, 2)):
+            found = measure(*given, DOCUMENTS, protocol, length, max_tokens=most)  # type: ignore[arg-type]
+            if protocol == "documents":
+                alone = measure(*given, DOCUMENTS[:documents], "documents")
+                assert (found.tokens, found.nll) == (alone.tokens, alone.nll)
+            else:  # windows of 8 score 7
+                assert found.tokens == max(7, most // 7 * 7)
+
+
 def test_a_model_is_0_from_itself_at_any_number_of_rows_of_a_block(
     stories: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import DeepseekV32Config, HunYuanMoEV1Config, PreTrainedConfig, Qwen3_5TextConfig, ZayaConfig
+import transformers
+from transformers import HunYuanMoEV1Config, PreTrainedConfig, Qwen3_5TextConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.any_family import any_family, pasteable
@@ -36,7 +37,11 @@ def test_it_finds_what_the_rows_name(family: str) -> None:
     assert prunable_weights(model, any_family(model, BLANK)) == prunable_weights(BUILDERS[family](), BLANK)
 
 
-@pytest.mark.parametrize("config", [HunYuanMoEV1Config, ZayaConfig])
+# Of later releases than the oldest that we take.
+ZayaConfig, DeepseekV32Config = (getattr(transformers, name, None) for name in ("ZayaConfig", "DeepseekV32Config"))
+
+
+@pytest.mark.parametrize("config", [each for each in (HunYuanMoEV1Config, ZayaConfig) if each is not None])
 def test_layers_inside_a_router_stay_dense(config: type[PreTrainedConfig]) -> None:
     model = tiny(config, num_experts=4, num_experts_per_tok=1, moe_topk=1, moe_intermediate_size=16)()
     inside = {name for name, parameter in model.named_parameters() if ".mlp.gate." in name and parameter.ndim == 2}
@@ -61,6 +66,7 @@ def test_what_the_user_has_decided_stays() -> None:
     assert len(names) == 10 and not [name for name in names if "q_proj" in name or "k_proj" in name]
 
 
+@pytest.mark.skipif(DeepseekV32Config is None, reason="transformers has no DeepSeek V3.2")
 def test_indexers_of_sparse_attention_stay_dense() -> None:
     model = bare_model(DeepseekV32Config(num_hidden_layers=1, first_k_dense_replace=1))
     weights = {weight.name for weight in prunable_weights(model, any_family(model, BLANK))}
