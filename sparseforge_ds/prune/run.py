@@ -67,7 +67,7 @@ class Pruned:
     """What came of it."""
 
     blocks: tuple[SolvedBlock, ...]
-    """Of those that were pruned by this call."""
+    """Of those that were pruned by this call, without their masks."""
     tokens: int
     seconds: float
     record: dict[str, Any]
@@ -221,8 +221,8 @@ class _Run:
                         progress=bar.update,
                     )
                     self.progress.save(number, self.dense.stored(prefix), result)
-                    solved.append(result)
                     tqdm.write(_line(block.name, result))
+                    solved.append(replace(result, masks={}))  # which take a byte a weight, and are zeros in the file
                 self.dense.unload(prefix)
         return solved
 
