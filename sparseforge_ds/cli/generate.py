@@ -145,15 +145,15 @@ def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
     from sparseforge_ds.model.chat_template import render_chat
     from sparseforge_ds.model.tokenizer import run_tokenizer
 
-    if not args.chat:
-        inputs = run_tokenizer(tokenizer, args.prompt, return_tensors="pt", return_token_type_ids=False)
-    elif tokenizer.chat_template is None:
+    if args.chat and tokenizer.chat_template is None:
         raise ValueError(f"{args.model}: its tokenizer has no chat template; leave out --chat")
-    else:
-        text = render_chat(tokenizer, [{"role": "user", "content": args.prompt}], add_generation_prompt=True)
-        inputs = run_tokenizer(
-            tokenizer, text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False
-        )
+    turns = [{"role": "user", "content": args.prompt}]
+    try:
+        text = render_chat(tokenizer, turns, add_generation_prompt=True) if args.chat else args.prompt
+        how = {"return_tensors": "pt", "return_token_type_ids": False}
+        inputs = run_tokenizer(tokenizer, text, add_special_tokens=not args.chat, **how)
+    except ValueError as error:
+        raise ValueError(f"{args.model}: {error}") from None
     if inputs["input_ids"].numel() == 0:
         raise ValueError("PROMPT: gives no tokens, and the tokenizer no beginning of a text; write at least a word")
     return inputs

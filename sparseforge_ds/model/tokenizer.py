@@ -56,11 +56,12 @@ def tokenizer_errors(what: str) -> Iterator[None]:
     The tokenizers library raises `Exception` itself, and a panic of its Rust code is not even that: a regular
     expression that backtracks too often is known by the first text for which it does.
     """
-    known = (OSError, ValueError, LookupError, TypeError, ArithmeticError, StrictDataclassError, RecursionError)
+    known = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, known) and type(error) is not Exception and type(error).__name__ != "PanicException":
+        foreign = type(error) is Exception or type(error).__name__ == "PanicException"
+        if not foreign and not isinstance(error, (*known, StrictDataclassError)):
             raise
         raise ValueError(f"{what} ({reason(error)})") from None
 

@@ -115,6 +115,11 @@ def test_chat(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     tokenizer.save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), PROMPT, "--chat", "--max_new_tokens", "4"]) == 0
     assert PROMPT not in capsys.readouterr().out
+    tokenizer.chat_template = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    tokenizer.save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), PROMPT, "--chat"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}: the tokenizer's chat template refuses") and said.count("\n") == 1
 
 
 def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from types import SimpleNamespace
@@ -172,4 +173,27 @@ def test_a_text_at_which_a_tokenizer_fails_is_one_error(capsys, tmp_path):
         with pytest.raises(ValueError, match="the tokenizer cannot read the text .*retry-limit"):
             use()
     assert main(["generate", str(model), text]) == 2
-    assert "error: the tokenizer cannot read the text" in capsys.readouterr().err
+    assert f"error: {model}: the tokenizer cannot read the text" in capsys.readouterr().err
+
+
+ODD = {
+    "tokenizer_config.json": ("bos_token", "added_tokens_decoder", "tokenizer_class", "auto_map", "model_max_length"),
+    "tokenizer.json": ("model", "normalizer", "pre_tokenizer", "added_tokens"),
+}
+
+
+def test_values_of_other_types_are_one_error(tmp_path):
+    """Whatever transformers or the tokenizers library makes of them."""
+    model = write_model(tmp_path / "model")
+    refused = 0
+    for file, keys in ODD.items():
+        content = json.loads((model / file).read_text())
+        for key, odd in itertools.product(keys, (5, "x", [5], {"a": 5})):
+            (model / file).write_text(json.dumps({**content, key: odd}))
+            try:
+                load_tokenizer(model)
+            except ValueError as error:
+                refused += 1
+                assert "\n" not in str(error), (key, odd)
+        (model / file).write_text(json.dumps(content))
+    assert refused > 25
