@@ -15,8 +15,9 @@ from typing import Any
 from typing_extensions import override
 
 from sparseforge_ds.data.formats import KINDS, is_readable
-from sparseforge_ds.data.splits import choose, describe, split_of
+from sparseforge_ds.data.splits import choose, describe, patterns_of_card, split_of
 from sparseforge_ds.data.text_files import DEFAULTS, Reader, Source, TextOptions
+from sparseforge_ds.model.hub import why_unreachable
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class HubText(Source):
         name, _, part = self.name.partition(":")
         is_folder = "/" in part  # all of it: by names of files, `datasets` would guess at splits and leave some out
         which: dict[str, Any] = {"data_files": {"train": f"{part}/**"}} if is_folder else {"name": part or None}
+        if not Path(name).exists():
+            self._check_card(name, revision)
         try:
             builder = datasets.load_dataset_builder(name, **which, revision=revision)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -65,14 +68,28 @@ class HubText(Source):
                     splits[file] = splits.get(file, frozenset()) | {str(split)}
         chosen, _ = choose(splits, self.options.split, who)
         for file in chosen:
-            if "://" not in file and "://" in str(builder.base_path):
-                raise ValueError(f"{who}: its dataset card names {file}, a file of this machine; use another dataset")
             if not is_readable(file):
                 raise ValueError(
                     f"{who}: {file} is none of {KINDS}; name a configuration or folder without such files as "
                     "owner/name:config or owner/name:folder/subfolder"
                 )
         return chosen
+
+    def _check_card(self, name: str, revision: str | None) -> None:
+        """Refuse a dataset card that names files elsewhere: `datasets` would look for them on this machine."""
+        import huggingface_hub
+
+        try:
+            card = huggingface_hub.hf_hub_download(
+                name,
+                "README.md",
+                repo_type="dataset",
+                revision=revision,
+                local_files_only=why_unreachable() is not None,
+            )
+        except (OSError, ValueError, huggingface_hub.errors.HTTPError):
+            return  # it has none; if it cannot be had at all, `datasets` says why
+        patterns_of_card(Path(card), f"--dataset {self.name}")
 
     def _latest_revision(self) -> str | None:
         import huggingface_hub

@@ -179,45 +179,54 @@ def _text_files(root: Path) -> Iterator[Path]:
 def _splits_of_card(root: Path, names: Sequence[str]) -> dict[str, frozenset[str]]:
     """Return the splits that a dataset card, README.md, gives the files of a folder, in all of its configurations.
 
-    Its patterns are matched with `names`, the files that are there, and with nothing outside of the folder. Raises
-    ValueError where the card cannot be read.
+    Its patterns are matched with `names`, the files that are there, and with nothing outside of the folder.
     """
-    card = root / "README.md"
+    from fsspec.utils import glob_translate
+
+    splits: dict[str, frozenset[str]] = {}
+    for split, pattern in patterns_of_card(root / "README.md", f"--dataset {root}"):
+        for name in filter(re.compile(glob_translate(pattern)).match, names):
+            splits[name] = splits.get(name, frozenset()) | {split}
+    return splits
+
+
+def patterns_of_card(card: Path, who: str) -> list[tuple[str, str]]:
+    """Return the patterns of files in a dataset card that is there, below its folder, each with its split.
+
+    Raises ValueError, which begins with `who`, where the card cannot be read, or a pattern leads out of the folder.
+    """
     if not card.is_file():
-        return {}
+        return []
     with card.open("rb") as file:
         content = file.read(_LARGEST_CARD + 1)
     if not content.startswith(b"---"):
-        return {}
+        return []
     import datasets
     import yaml
     from datasets.data_files import sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
-    from fsspec.utils import glob_translate
     from huggingface_hub import DatasetCard
 
-    splits: dict[str, frozenset[str]] = {}
+    found: list[tuple[str, str]] = []
     try:
         if len(content) > _LARGEST_CARD:
             raise ValueError(f"it has more than {_LARGEST_CARD:,} bytes")
         for config in MetadataConfigs.from_dataset_card_data(DatasetCard(content.decode()).data).values():
             patterns = sanitize_patterns(config["data_files"]) if config.get("data_files") else {}
-            for split, pattern in ((split, one) for split, own in patterns.items() for one in own):
+            for split, pattern in ((str(split), one) for split, own in patterns.items() for one in own):
                 if "://" in pattern:
                     continue
                 below = posixpath.normpath(posixpath.join(config.get("data_dir", "."), pattern))
                 stars = [part.count("*") for part in below.split("/")]
-                if below.startswith(("/", "~", "..")) or max(stars) > _MOST_STARS or sum(stars) > 2 * _MOST_STARS:
+                if below.startswith(("/", "~", "..")) or max(stars) > _MOST_STARS or sum(stars) > 3 * _MOST_STARS:
                     raise ValueError(f"it names {below[:100]!r}, outside of the folder or with too many *")
-                matches = re.compile(glob_translate(below)).match
-                for name in filter(matches, names):
-                    splits[name] = splits.get(name, frozenset()) | {split}
+                found.append((split, below))
     except (*_DAMAGED, yaml.YAMLError, datasets.exceptions.DatasetsError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"--dataset {root}: its README.md is no readable dataset card ({why[0][:300]}); repair or remove it"
+            f"{who}: its README.md is no readable dataset card ({why[0][:300]}); repair or remove it"
         ) from None
-    return splits
+    return found
 
 
 def _digest(path: Path) -> str:

@@ -144,7 +144,7 @@ ONE_FILE_MORE: dict[str, set[str]] = {
     "config.refused_settings": {"torch", "deepspeed"},
     "data.documents": {"model.chat_template"},
     "data.formats": {"fsspec", "huggingface_hub"},
-    "data.hub": {"huggingface_hub"},
+    "data.hub": {"huggingface_hub", "model.hub"},
     "data.packing": {"model.chat_template", "model.tokenizer"},
     "data.splits": {"yaml", "fsspec", "huggingface_hub"},
     "export.compressed_tensors": {"compressed_tensors", "pydantic"},

@@ -171,6 +171,7 @@ def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
         return load(c4.name.rpartition(":")[0], name)
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda _, name: SimpleNamespace(sha=newest[0]))
     reader = HubText("allenai/c4:en").read()
     next(reader)
@@ -179,6 +180,15 @@ def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
     HubText("allenai/c4:en").read(state).rewind()
     HubText("allenai/c4:en").read()
     assert asked == [("allenai/c4", "en", "first")] * 2 + [("allenai/c4", "en", "second")]
+
+
+def test_a_card_that_names_files_of_this_machine_is_refused_before_anybody_looks(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("---\nconfigs: [{config_name: en, data_files: '/**'}]\n---\n")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: pytest.fail("it looked"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda _, name: SimpleNamespace(sha="first"))
+    with pytest.raises(ValueError, match=r"--dataset allenai/c4:en: its README\.md .* names '/\*\*', outside of the"):
+        HubText("allenai/c4:en").read()
 
 
 def test_a_dataset_that_cannot_be_had_says_so(monkeypatch):
