@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
 
@@ -68,6 +69,18 @@ class PrunedSource(Source):
 
 def read_result(path: Path, name: str) -> Tensor:
     """Return a tensor of a file of results, in memory of its own."""
-    with safe_open(path, framework="pt") as file:
+    with opened_result(path) as file:
         value: Tensor = file.get_tensor(name)
     return value.clone()
+
+
+@contextmanager
+def opened_result(path: Path) -> Iterator[Any]:
+    """Open a file of results. Raises ValueError where it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: is damaged ({str(error)[:200]}); remove it and all blocks after it, and they are pruned again"
+        ) from None

@@ -34,7 +34,7 @@ from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
-from sparseforge_ds.prune.pruned_source import PrunedSource, read_result
+from sparseforge_ds.prune.pruned_source import PrunedSource, opened_result, read_result
 from sparseforge_ds.start.blocks import DecoderBlock, body_of, capture_inputs, decoder_blocks, run_block
 from sparseforge_ds.start.first_mask import mask_for
 from sparseforge_ds.start.solve import SolvedBlock, passes_of, solve_block
@@ -118,6 +118,9 @@ def prune(
     finally:
         if not progress.done:
             shutil.rmtree(part)
+        elif len(progress.done) < len(blocks):
+            done = f"{len(progress.done)} of {len(blocks)} blocks are done"
+            tqdm.write(f"{part}: {done}; the same command goes on from there")
     # What the blocks became, and the rest as it is in the dense files.
     masked = coverage(dense.module, weights)
     source = {"dense": published_name(str(folder)), "start": asdict(start), "tokens": sequences_NS.numel()}
@@ -296,25 +299,23 @@ class _Progress:
 
     def results(self) -> dict[str, Path]:
         """Return the file of every tensor that was saved."""
-        return {name: path for path in self.done.values() for name in _header(path) if name != "__metadata__"}
+        return {name: path for path in self.done.values() for name in _contents(path)[0]}
 
     def errors(self) -> list[dict[str, Any]]:
         """Return what is known of every block, in order."""
-        return [json.loads(_header(self.done[number])["__metadata__"]["facts"]) for number in sorted(self.done)]
+        return [json.loads(_contents(self.done[number])[1]["facts"]) for number in sorted(self.done)]
 
     def reader(self, number: int, dense: DenseModel) -> Any:
         """Return what reads the tensors of a block that is done; its buffers are those of the dense files."""
         path = self.done[number]
-        names = _header(path)
+        names, _ = _contents(path)
         return lambda name: read_result(path, name) if name in names else dense.tensors.read(name)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
-    return header
+def _contents(path: Path) -> tuple[set[str], dict[str, str]]:
+    """Names of the tensors of a file, and what is said of them."""
+    with opened_result(path) as file:
+        return set(file.keys()), file.metadata()
 
 
 def _identity(dense: DenseModel, sequences_NS: Tensor, settings: PruneSettings, device: torch.device) -> dict[str, Any]:

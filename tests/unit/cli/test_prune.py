@@ -73,6 +73,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
         patch.setattr(_Progress, "save", stop_at_the_second)
         assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 130
     assert not (tmp_path / "out").exists() and (tmp_path / "out.part").is_dir()
+    assert "out.part: 1 of 3 blocks are done; the same command goes on from there" in capsys.readouterr().out
     # Two at a time would overwrite each other's streams; and another run does not take over what it finds.
     with (tmp_path / "out.part" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -80,6 +81,12 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     assert "another process is at work" in capsys.readouterr().err
     assert main([*words[:2], str(tmp_path / "out"), *words[2:], "--rate", "0.5"]) == 2
     assert "begun with other settings (prune.start.rate was" in capsys.readouterr().err
+    done = tmp_path / "out.part" / "block_00000.safetensors"
+    whole = done.read_bytes()
+    done.write_bytes(whole[: len(whole) // 2])
+    assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
+    assert "block_00000.safetensors: is damaged" in capsys.readouterr().err
+    done.write_bytes(whole)
     saved: list[int] = []
 
     def count(self: _Progress, number: int, *rest: Any) -> None:
