@@ -10,11 +10,10 @@ from sparseforge_ds.config.strict import require
 StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
 
-_MOST_TOKENS = 2_000_000
 _SHARE_OF_RUN = 0.05
-"""Of a run's tokens, that a block is trained on where `start.tokens` is not given, up to `_MOST_TOKENS`."""
-_WITHOUT_RUN = 131_072
-"""The same where no training follows."""
+"""Of a run's tokens, that a block is trained on where `start.tokens` is not given."""
+_FEWEST_TOKENS, _MOST_TOKENS = 131_072, 2_000_000
+"""Bounds of that share. A run that has fewer tokens gives all of them, and without a run it is the fewest."""
 _EPOCH_STEPS = 128
 _STEP_TOKENS = (1024, 16384)
 """The least and the most tokens of an Adam step, where `start.batch` is not given."""
@@ -217,7 +216,8 @@ class StartConfig:
     annealed by the block's own error; Wanda; or magnitude. Null: sparsegpt, and annealed for fused experts, which
     sparsegpt cannot measure."""
     tokens: int | None = None
-    """Tokens that every block is trained on; null: 5% of the run's tokens, at most 2 million."""
+    """Tokens that every block is trained on, the first of the run's; null: 5% of the run's, at least 131,072 if it has
+    so many, and at most 2 million."""
     epochs: int = 4
     """Times that a block is trained on these tokens; 0 leaves the first mask alone, with SparseGPT's weights."""
     rate: float = 0.02
@@ -241,7 +241,8 @@ class StartConfig:
         """Return the tokens that a block is trained on, in a run of so many; 0 is no run."""
         if self.tokens is not None:
             return self.tokens
-        return min(_MOST_TOKENS, round(_SHARE_OF_RUN * run_tokens)) if run_tokens else _WITHOUT_RUN
+        share = min(max(round(_SHARE_OF_RUN * run_tokens), _FEWEST_TOKENS), _MOST_TOKENS)
+        return min(share, run_tokens) if run_tokens else _FEWEST_TOKENS
 
     def sequences_of_step(self, tokens: int, length: int) -> int:
         """Return the sequences of an Adam step, of `length` tokens each, where a block is trained on `tokens`."""
