@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
+from sparseforge_ds import __version__
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.config.run_state import RunState, few
+from sparseforge_ds.config.run_state import RunState, differences, few
 from sparseforge_ds.methods import CurvatureMean, ShardedWeights
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.zero.restore import Masks, restore
+
+_LOG = logging.getLogger(__name__)
+VERSIONS = {"sparseforge_ds": __version__, "deepspeed": version("deepspeed"), "torch": version("torch")}
+"""Packages that decide what is in a checkpoint, and what the next step makes of it."""
 
 
 class SavedState:
@@ -27,13 +34,15 @@ class SavedState:
         if on.state.released and on.layout.all_reduce(on.state.mark_zeros()).item():
             on.layout.push()
         run = RunState.of(on.config, list(on.weights.values()), on.step, on.refreshes)
-        return {**run.to_dict(), "groups": on.layout.groups, **self._mean.state_dict()}
+        mean = self._mean.state_dict()
+        return {**run.to_dict(), "groups": on.layout.groups, "versions": VERSIONS, **mean}
 
     def load(self, checkpoint: Checkpoint) -> None:
         """See `SparseForge.restore`: weights, masks, curvature, counts and branches as they were saved."""
         on = self._on
         state = self._checked(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
         self.started = state.get("started") is True
+        self._compare_versions(state, str(checkpoint.folder))
         masks = self._masks_of(state)
         restore(on.layout, on.state, checkpoint, masks)
         on.step, on.refreshes = state["step"], state["refreshes"]
@@ -69,6 +78,13 @@ class SavedState:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return state
+
+    def _compare_versions(self, state: dict[str, Any], where: str) -> None:
+        """Warn where other versions saved a checkpoint: the run goes on, and its last digits may be others."""
+        saved = state.get("versions")
+        unlike = differences(saved, VERSIONS, "version") if isinstance(saved, dict) else []
+        if unlike and self._on.layout.rank == 0:
+            _LOG.warning("%s was saved by other versions: %s", where, "; ".join(unlike))
 
     def _masks_of(self, state: dict[str, Any]) -> Masks:
         """How far masks were when a state was saved."""

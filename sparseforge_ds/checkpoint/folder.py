@@ -11,6 +11,8 @@ from typing import Any
 
 MANIFEST = "checkpoint.json"
 """In a checkpoint that the launcher saved: its files, and their checksums."""
+OWN_FOLDERS = ("model", "data", "checkpoints", "tensorboard")
+"""What a run replaces or clears in its folder."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"step_(\d{6,18})")
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")
@@ -102,6 +104,19 @@ def require_saved(path: Path) -> None:
             f"{path}: a run began here and has no checkpoint yet; wait for its first one, or, if it has ended, start "
             "it again"
         )
+
+
+def check_outside_of_checkpoints(out: Path) -> None:
+    """Raise ValueError for a new folder that a run would take for a checkpoint of its own, or would replace."""
+    out = out.absolute()
+    for run in out.parents:
+        own = out.relative_to(run).parts[0]
+        if own in OWN_FOLDERS and (run / "sparseforge.json").is_file():
+            raise ValueError(f"{out}: lies in the folder {own} of the run {run}; give a name outside it")
+    named = _STEP.fullmatch(out.name) or _OF_TRAINER.fullmatch(out.name)
+    beside = list_checkpoints(out.parent) or newest_of_trainer(out.parent) or (out.parent / "latest").is_file()
+    if named and beside:
+        raise ValueError(f"{out}: would be taken for a checkpoint of those beside it; give another name")
 
 
 def find_run(path: str | Path) -> Path | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.disk import whole_folder, write_json
+from sparseforge_ds.checkpoint.folder import check_outside_of_checkpoints
 from sparseforge_ds.checkpoint.tensors import DTYPE_NAMES, TensorSpec, tensor_bytes
 from sparseforge_ds.export.workers import each
 
@@ -52,6 +53,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
 def require_free(out: str | Path) -> None:
     """Raise ValueError unless `out` is a name that a finished folder can be given."""
     out = Path(out).absolute()
+    check_outside_of_checkpoints(out)
     if out.is_symlink():
         raise ValueError(f"{out}: is a symbolic link; give the name of a new folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from sparseforge_ds.checkpoint.folder import OWN_FOLDERS
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, HELD_OUT_TEXT, RunArguments
 from sparseforge_ds.data.mixture import STREAM
-
-_OWN = ("model", "data", "checkpoints", "tensorboard")
-"""What a run replaces or clears in its folder."""
 
 
 def check_output_place(arguments: RunArguments) -> None:
@@ -32,7 +30,7 @@ def check_output_place(arguments: RunArguments) -> None:
                 f"--output_dir {name}: lies in the folder of {flag} {given}, and the run would write among what it "
                 "reads; give a folder outside it"
             )
-        for own in (output / part for part in _OWN):
+        for own in (output / part for part in OWN_FOLDERS):
             if own in (read, *read.parents):
                 raise ValueError(
                     f"--output_dir {name}: {flag} {given} lies in its folder {own.name}, which the run replaces; give "

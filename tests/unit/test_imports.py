@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "permutation.channels",
         "zero",
     },
-    "saved_state": {"config.run_state", "checkpoint.reader", "zero", "model.branch", "methods"},
+    "saved_state": {"__version__", "config.run_state", "checkpoint.reader", "zero", "model.branch", "methods"},
     "forge": {"torch", "config", "mask.anneal", "zero", "model", "methods", "checkpoint", "saved_state"},
     "export": {
         "torch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import sparseforge_ds as sf
+from sparseforge_ds import saved_state
 from sparseforge_ds.checkpoint.folder import find_checkpoint
 from tests.distributed import run_distributed
 from tests.zero.case import MODELS, Case, build, build_engine, probe_of, train_step
@@ -66,8 +68,8 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
             assert words in found[name], found[name]
 
 
-def gone_back(folder: str) -> list[str]:
-    """The folders that were loaded, by DeepSpeed's rule: what `latest` names."""
+def gone_back(folder: str) -> tuple[list[str], list[str]]:
+    """The folders that were loaded, by DeepSpeed's rule: what `latest` names; and what is said by other versions."""
     engine, forge = build(CASE)
     forge.start(probe_of(engine, CASE, 0))
 
@@ -88,11 +90,19 @@ def gone_back(folder: str) -> list[str]:
     dist.barrier()
     loaded.append(engine.load_checkpoint(folder)[0])
     assert forge.step_count == 3
-    return [Path(each).name for each in loaded]
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(saved_state.VERSIONS, "deepspeed", "0.99.0")
+        patch.setattr(saved_state._LOG, "warning", lambda line, *values: said.append(line % values))
+        engine.load_checkpoint(folder)
+    return [Path(each).name for each in loaded], said
 
 
 def test_after_going_back_the_branch_that_was_left_is_not_loaded(tmp_path: Path) -> None:
-    assert run_distributed(gone_back, 2, str(tmp_path)) == [["step_000003"] * 2] * 2
+    (first, said), (second, nothing) = run_distributed(gone_back, 2, str(tmp_path))
+    assert first == second == ["step_000003"] * 2
+    was = f'version.deepspeed was "{version("deepspeed")}", is "0.99.0"'
+    assert said == [f"{tmp_path / 'step_000003'} was saved by other versions: {was}"] and not nothing
     assert find_checkpoint(tmp_path).name == "step_000003", "and for the tools, too"
 
 

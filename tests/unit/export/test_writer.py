@@ -56,6 +56,25 @@ def test_an_empty_folder_may_be_there_but_not_here(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "empty" / "a").read_text() == "a"
 
 
+def test_no_export_becomes_a_checkpoint(tmp_path: Path) -> None:
+    """The newest `step_*` is what a run goes on from."""
+    run, trainer = tmp_path / "run", tmp_path / "trainer"
+    for folder in (run / "checkpoints" / "step_000004", trainer / "checkpoint-4", tmp_path / "own"):
+        folder.mkdir(parents=True)
+    (run / "sparseforge.json").write_text("{}")
+    (tmp_path / "own" / "latest").write_text("step_000001")
+    for name in ("latest", "trainer_state.json"):
+        (trainer / "checkpoint-4" / name).write_text("")
+    for out in ("checkpoints/step_000009", "checkpoints/mine", "checkpoints/step_000004/export", "model", "data/out"):
+        with pytest.raises(ValueError, match="lies in the folder (checkpoints|model|data) of the run"):
+            require_free(run / out)
+    for out in (trainer / "checkpoint-9", tmp_path / "own" / "step_000009"):
+        with pytest.raises(ValueError, match="would be taken for a checkpoint of those beside it"):
+            require_free(out)
+    for out in (run / "export", trainer / "export", tmp_path / "own" / "export", tmp_path / "step_000009"):
+        require_free(out)
+
+
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("20KB", 20_000), ("17", 17), ("1 mb", 10**6)])
 def test_parse_size(text: str, size: int) -> None:
     assert parse_size(text) == size
