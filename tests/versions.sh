@@ -18,7 +18,7 @@ shift 2
 [ $# -gt 0 ] || set -- -m fast tests/unit
 
 [ -x "$folder/bin/python" ] || uv venv -q "$folder"
-uv pip compile -q --resolution "$resolution" --extra test pyproject.toml --python "$folder/bin/python" -o "$folder/set.txt"
+uv pip compile -q --upgrade --resolution "$resolution" --extra test pyproject.toml --python "$folder/bin/python" -o "$folder/set.txt"
 uv pip install -q --python "$folder/bin/python" -r "$folder/set.txt"
 grep -E '^(torch|transformers|deepspeed|datasets|numpy)==' "$folder/set.txt"
 export PATH="$folder/bin:$PATH" PYTHONPATH="$PWD" OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$folder/torch_extensions"

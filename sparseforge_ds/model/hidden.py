@@ -126,7 +126,8 @@ def compared(
         if lost and any(parameter.requires_grad for parameter in student.parameters()):
             raise ValueError(
                 "distillation.hidden: the layers that are compared run without a gradient, as under re-entrant "
-                'checkpointing of whole layers; use gradient_checkpointing_kwargs={"use_reentrant": False}'
+                'checkpointing of whole layers; use activation_checkpointing_kwargs={"use_reentrant": False} '
+                "(gradient_checkpointing_kwargs in older releases of transformers)"
             )
     finally:
         hooked.found = None

@@ -70,7 +70,9 @@ def contracting(model: Any) -> dict[str, Row]:
         name: Row(name, axis, experts=_EXPERT.search(name) is not None) for name, axis in linear_layers(model).items()
     }
     for where, module in model.named_modules():
-        if getattr(module, "is_transposed", None) is None or not module.has_gate or module.has_post_expert_norm:
+        if getattr(module, "is_transposed", None) is None or not module.has_gate:
+            continue
+        if getattr(module, "has_post_expert_norm", False):  # older releases of transformers have no such experts
             continue
         axis = -2 if module.is_transposed else -1
         for name, parameter in module.named_parameters(prefix=where, recurse=False):

@@ -31,7 +31,7 @@ class Packed24Experts(nn.Module):
         up = self._product("gate_up_proj" if it.has_gate else "up_proj", rows, experts, ends)
         inner = it._apply_gate(up) if it.has_gate else it.act_fn(up)
         y = self._product("down_proj", inner, experts, ends)
-        if it.has_post_expert_norm:
+        if getattr(it, "has_post_expert_norm", False):  # older releases of transformers have no such experts
             y = it.post_expert_norm(y)
         return add_choices(y, order, top_k_weights).to(hidden_states.dtype)
 
