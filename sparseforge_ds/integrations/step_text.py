@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -137,3 +138,38 @@ class StepText:
         trained = torch.stack([(each != IGNORED).sum() for each in self.predicted(0)]).sum()
         torch.distributed.all_reduce(trained)
         return max(1, int(trained)) / (torch.distributed.get_world_size() * len(self.inputs))
+
+
+class StartText:
+    """What a start reads under a trainer: the first examples of its train set, in the set's own order and over again
+    where they are few. The trainer's own data loader is left alone.
+
+    Args:
+        trainer: whose set, collator and micro-batch it is.
+        per_batch: micro-batches of a batch.
+        objective: forms the task loss.
+    """
+
+    def __init__(self, trainer: Any, per_batch: int, objective: Objective) -> None:
+        self.per_batch = per_batch
+        self.objective = objective
+        self._prepare = trainer._prepare_inputs
+        self._collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
+        self._size, self._rank = trainer.args.per_device_train_batch_size, trainer.args.process_index
+        self._examples = _endless(trainer.train_dataset)
+        self._ranks = trainer.args.world_size
+
+    def passes(self, batch: int) -> list[Closure]:
+        """The next micro-batches of this rank; batches are asked for one after the other."""
+        return [partial(self.objective.cross_entropy, self._next()) for _ in range(self.per_batch)]
+
+    def _next(self) -> MicroBatch:
+        of_all_ranks = list(islice(self._examples, self._size * self._ranks))
+        inputs = self._prepare(self._collate(of_all_ranks[self._rank * self._size :][: self._size]))
+        return task_batch_of(inputs, None, self.objective.engine.module)
+
+
+def _endless(dataset: Any) -> Iterator[Any]:
+    """Yield the examples of a set, map-style or iterable, again and again."""
+    while True:
+        yield from (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else dataset

@@ -23,10 +23,10 @@ from accelerate.utils import DummyOptim
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.forge import SparseForge
-from sparseforge_ds.integrations.step_text import StepText, micro_batch_of, trained_tokens
+from sparseforge_ds.integrations.step_text import StartText, StepText, micro_batch_of, trained_tokens
 from sparseforge_ds.integrations.trainer_settings import (
     WITHOUT_BRANCHES,
     block_of,
@@ -174,6 +174,11 @@ class SparseForgeMixin(_Trainer):
 
     def _attach(self, engine: Any) -> None:
         config = self._config
+        if config.start is not None and (parts := self.get_sp_size()) > 1:
+            raise ValueError(
+                f"sparseforge.start reads whole sequences, and parallelism_config.sp_size = {parts} ranks share one; "
+                'train with the launcher, or set "start" to null'
+            )
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
         few = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)
@@ -212,7 +217,7 @@ class SparseForgeMixin(_Trainer):
         assert self.forge is not None
         if not self.forge.ready:
             self.model.train()  # as the trainer does in its own, and sequences are shared in that mode alone
-            self.forge.start(self._step_text())
+            self.forge.start(self._step_text() if self._config.start is None else self._start_text(self._config.start))
         loss: Tensor = super().training_step(*args, **kwargs)
         self._updated |= self.forge.step(self._step_text())
         return loss
@@ -269,6 +274,14 @@ class SparseForgeMixin(_Trainer):
         trained = (inputs["shift_labels"] != -100).sum()
         torch.distributed.all_reduce(trained, group=self.deepspeed.seq_parallel_group)
         return max(1, int(trained)) / self.get_sp_size()
+
+    def _start_text(self, start: StartConfig) -> StartText:
+        """Return the text of a start; a step of a block has `start.batch` sequences, or those of a training step."""
+        at_once = self.args.per_device_train_batch_size * self.args.world_size
+        accumulated = self.args.gradient_accumulation_steps
+        per_batch = accumulated if start.batch is None else max(1, round(start.batch / at_once))
+        assert self._task is not None
+        return StartText(self, per_batch, self._task)
 
     def _step_text(self) -> StepText:
         return StepText(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)

@@ -129,10 +129,12 @@ class BlockStart:
                     )
                 for closure in passes:
                     self.probe.loss(closure)
-                here = sum(inputs.dense[-1 - n].shape[:-1].numel() for n in range(len(passes)))
-                tokens += int(layout.all_reduce(torch.tensor(here, device=layout.device)))
+                shapes = [inputs.dense[-1 - number].shape for number in range(len(passes))]
+                here = [float(sum(B * S for B, S, _ in shapes)), float(sum(B for B, *_ in shapes))]
+                there = layout.all_reduce(torch.tensor(here, dtype=torch.float64, device=layout.device)).tolist()
+                tokens += int(there[0])
                 if not wanted:
-                    wanted = self._wanted(tokens, inputs.dense[0].shape[1])
+                    wanted = self._wanted(*there)
                     inputs.settle(wanted)
                 if batch + 1 >= wanted:
                     break
@@ -142,13 +144,15 @@ class BlockStart:
             _LOG.info(f"start: {tokens:,} tokens, {wanted * epochs} steps of each of {len(modules)} blocks")
         return inputs
 
-    def _wanted(self, batch_tokens: int, length: int) -> int:
-        """Return how many batches of so many tokens, in sequences of a length, are read."""
+    def _wanted(self, batch_tokens: float, batch_sequences: float) -> int:
+        """Return how many batches are read, by the tokens and sequences, or parts of them, that the first one has on
+        all ranks."""
         settings, config = self.settings, self.weights.config
         if config.start is None:
             return config.curvature.first_probes
-        of_step = self.weights.engine.train_batch_size() * length * self.weights.layout.sequence_parallel
-        batches = math.ceil(settings.tokens_of(config.max_steps * of_step) / batch_tokens)
+        length = batch_tokens / batch_sequences * self.weights.layout.sequence_parallel
+        of_step = self.weights.engine.train_batch_size() * length
+        batches = math.ceil(settings.tokens_of(round(config.max_steps * of_step)) / batch_tokens)
         least = 1 if settings.tokens is not None else math.ceil(_LEAST_STEPS / max(settings.epochs, 1))
         return max(batches, least)
 

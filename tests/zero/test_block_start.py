@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from sparseforge_ds.zero.probe import Closure
 from tests.distributed import run_distributed
+from tests.tiny_folders import write_model
 from tests.zero.case import (
     GLOBAL_BATCH,
     LENGTH,
@@ -25,6 +27,7 @@ from tests.zero.case import (
     train_step,
 )
 from tests.zero.test_forge import message_of
+from tests.zero.test_trainer import deepspeed_json, losses_of, padded, trainer_of
 
 BATCHES = 6
 START = {"tokens": BATCHES * GLOBAL_BATCH * LENGTH, "epochs": 3, "rate": 0.02}
@@ -150,3 +153,33 @@ def test_what_cannot_be_is_refused_on_all_ranks() -> None:
         assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in said["uneven"], said
         assert "does not hand its hidden states from block to block as they are" in said["no chain"], said
         assert "model.layers.1 computes something else alone than in its model" in said["not alone"], said
+
+
+def in_a_trainer(folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights at the end and losses, where the start reads sequences of uneven lengths."""
+    block = {"start": {"tokens": 400, "epochs": 1, "batch": 8}}
+    read: list[list[int]] = []
+
+    def collate(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        read.append([len(example["input_ids"]) for example in examples])
+        return padded(examples)
+
+    config = deepspeed_json(1) | {"sparseforge": block}
+    more = {"data_collator": collate, "save_strategy": "no", "max_steps": 2}
+    trainer = trainer_of(Path(folder, "out"), config, 2, **more)
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
+    trainer.train()
+    rank = dist.get_rank()
+    first = [lengths[4 * n + 2 * rank : 4 * n + 2 * rank + 2] for n in range(4)]
+    assert all(micro_batch in read for micro_batch in first), (first, read)
+    weights = dict(trainer.model.named_parameters())
+    masked = {row["name"]: weights[row["name"]].detach() for row in trainer.forge.state_dict()["weights"]}
+    return masked, losses_of(trainer)
+
+
+def test_a_trainer_begins_from_the_first_examples_of_its_set(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    for masked, losses in run_distributed(in_a_trainer, 2, str(tmp_path)):
+        assert len(losses) == 2 and all(torch.tensor(losses).isfinite())
+        for name, value in masked.items():
+            assert ((value.reshape(-1, 4) != 0).sum(1) == 2).all(), name
