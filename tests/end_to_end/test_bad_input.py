@@ -161,6 +161,24 @@ def test_a_model_whose_weights_are_not_finite(inputs, stage, flag):
     assert not (inputs.run / "checkpoints").exists()
 
 
+def test_weights_of_other_shapes(inputs):
+    path = inputs.model / "config.json"
+    write_json(path, {**json.loads(path.read_text()), "num_key_value_heads": 4})
+    assert "k_proj.weight is (16, 32) in the files, and (32, 32) by config.json" in inputs.refused()
+    assert not inputs.run.exists()
+
+
+def test_a_link_out_of_the_model(inputs):
+    (inputs.model / "LICENSE.extra").symlink_to(inputs.text)
+    assert "LICENSE.extra: is a link to" in inputs.refused()
+    (inputs.model / "LICENSE.extra").unlink()
+    inputs.run.mkdir()
+    (inputs.run / ".lock").symlink_to(inputs.text)
+    before = inputs.text.read_text()
+    assert ".lock: is a link, whose target is not written to; remove it" in inputs.refused()
+    assert inputs.text.read_text() == before
+
+
 def test_sequences_that_ranks_cannot_share(inputs):
     inputs.flags |= {"sequence_parallel": "2", "seq_length": "31"}
     message = inputs.refused()
