@@ -80,7 +80,7 @@ def random_pair(shapes: str, layers: int | None, dtype: torch.dtype) -> tuple[Pr
         layers: of the model, instead of all.
         dtype: of the weights.
     """
-    config = AutoConfig.from_pretrained(SHAPES[shapes])
+    config = AutoConfig.from_pretrained(SHAPES[shapes], trust_remote_code=False)
     if layers is not None:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
