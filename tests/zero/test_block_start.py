@@ -126,6 +126,35 @@ def test_the_start_leaves_sparse_blocks_with_trained_norms_that_stay_sparse(reco
         assert moved == {*record["mask"], *(n for n in record["before"] if "layers" in n and "norm" in n)}, where
 
 
+FIXED = {"max_steps": 2, "method": {"hardening": [0, 0]}, "start": START}
+SOFT_INSIDE = {**FIXED, "start": {**START, "mask": "annealed"}}
+OTHERS = {
+    "inputs first": Case(model="gpt2", stage=1, config=FIXED),
+    "branches": Case(stage=2, config={**FIXED, "low_rank": {"k": 4}}),
+    "fp16": Case(stage=1, dtype="fp16", config=FIXED),
+    "fused experts": Case(model="qwen3_moe", stage=3, config=SOFT_INSIDE),
+    "experts that see all": Case(model="llama4", stage=1, config=SOFT_INSIDE),
+}
+
+
+def started_others() -> dict[str, bool]:
+    """Whether every group of every weight has two members behind the start, and a step can be made."""
+    found = {}
+    for name, case in OTHERS.items():
+        engine, forge = build(case)
+        forge.start(Text(engine))
+        masks = states(forge, "mask")["mask"]
+        groups = [forge.pattern.to_groups(masks[w.name], w.shape, w.input_axis) for w in forge.weights]
+        found[name] = all(bool((group_GM.sum(1) == 2).all()) for group_GM in groups)
+        found[name] &= torch.tensor(train_step(engine, case, 0)).isfinite().item() and forge.step() is False
+    return found
+
+
+def test_other_layers_dtypes_and_branches() -> None:
+    for found in run_distributed(started_others, 2):
+        assert found == dict.fromkeys(OTHERS, True)
+
+
 def refused() -> dict[str, str]:
     """Messages of starts that cannot be."""
     said = {}
