@@ -18,9 +18,12 @@ def test_any_layout_and_resumed_behind_the_start(tmp_path: Path, capfd: pytest.C
     train(*flags(tmp_path, BLOCK, 0, 4, one), ranks=1)
     assert "start: 1,536 tokens, 8 steps of each of 2 blocks" in (said := "".join(capfd.readouterr()))
     assert "start: block 2 of 2, error 0." in said and "saved step_000000" in said
-    train(*flags(tmp_path, BLOCK, 2, 4, three), ranks=3)
+    train(*flags(tmp_path, BLOCK, 2, 4, three), "--activation_checkpointing", ranks=3)
     # Ranks add in another order, and what little gradient some weights have is rounding; masks are the same.
     assert_same(three, states(one), bound=2e-3)
+    parts = tmp_path / "parts"
+    train(*flags(tmp_path, BLOCK, 1, 4, parts), "--sequence_parallel=2", ranks=2)
+    assert_same(parts, states(one), bound=2e-3)
     capfd.readouterr()
     resumed = taken_back(one, 0, tmp_path / "resumed")
     train(*flags(tmp_path, BLOCK, 3, 2, resumed), "--resume", ranks=2)
