@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sparseforge_ds.config.strict import LARGEST, MOST
+from sparseforge_ds.config.strict import LARGEST, LARGEST_RATE, MOST
 
 EMBEDDED_MODEL = "stdlib_llama"
 """`--model` of the model that is shipped inside the package."""
@@ -248,7 +248,11 @@ class RunArguments:
             *((n, getattr(self, n) is None or getattr(self, n) >= 0, "use an integer >= 0") for n in _COUNTS),
             ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),
             ("seq_length", 2 <= self.seq_length <= MOST, f"use an integer >= 2, at most {MOST:,}"),
-            ("learning_rate", rate is None or 0 < rate <= LARGEST, f"use a value > 0, at most {LARGEST:g}, like 1e-4"),
+            (
+                "learning_rate",
+                rate is None or 0 < rate <= LARGEST_RATE,
+                f"use a value > 0, at most {LARGEST_RATE:g}, like 1e-4",
+            ),
             ("warmup", 0 <= self.warmup < 1, "use a share of the run, 0 <= share < 1"),
             ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "use a share, 0 <= share <= 1"),
             ("weight_decay", decay is None or 0 <= decay <= LARGEST, f"use >= 0, at most {LARGEST:g}"),

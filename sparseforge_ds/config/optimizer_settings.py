@@ -16,7 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from sparseforge_ds.config.deepspeed_keys import without_autos
-from sparseforge_ds.config.strict import LARGEST, nearest
+from sparseforge_ds.config.strict import LARGEST, LARGEST_RATE, nearest
 
 _SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """Parameters of Adam that DeepSpeed takes for itself."""
@@ -93,9 +93,10 @@ def _check_values(params: Mapping[str, Any]) -> None:
         value = params.get(key, 0)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ValueError(f'optimizer.params.{key} = {json.dumps(value)}: expected a number, or "auto"')
-        if not 0 <= value <= LARGEST:
+        most = LARGEST_RATE if key == "lr" else LARGEST
+        if not 0 <= value <= most:
             raise ValueError(
-                f"optimizer.params.{key} = {json.dumps(value)} is not valid: use a number >= 0, at most {LARGEST:g}"
+                f"optimizer.params.{key} = {json.dumps(value)} is not valid: use a number >= 0, at most {most:g}"
             )
     betas = params.get("betas", [0.9, 0.999])
     if not (

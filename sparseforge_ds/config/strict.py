@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 MOST = 10**9
 """Largest number of steps, of sequences of a batch and of tokens of a sequence: no machine reaches the end of more."""
-LARGEST = 1e18
-"""Largest number of an optimizer: what it computes of two of them, and of 1 - beta, stays in the range of fp32."""
+LARGEST_RATE, LARGEST = 1e30, 1e6
+"""Largest learning rate, and other number of an optimizer: their product, and what 1 - beta makes of them, fit fp32."""
 _KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
