@@ -90,9 +90,11 @@ def _mask_line(spec: RunSpec) -> str:
     method = config.method
     if (start := config.start) is not None:
         tokens = start.tokens_of(config.max_steps * spec.tokens_per_step)
+        # Without a name, blocks with experts in one weight have other masks than the rest (`start.first_mask`).
+        masks = "" if start.mask is None else f" by {start.mask}"
         return (
-            f"method {method.name}, a start by {start.mask or 'sparsegpt'}, every block trained {start.epochs} times "
-            f"on {tokens:,} tokens"
+            f"method {method.name}, a start block by block{masks}, every block trained {start.epochs} times on "
+            f"{tokens:,} tokens"
         )
     if method.name == "sparseforge":
         return f"importance {config.importance}, an update every {config.resolved_schedule.update_every} steps"
