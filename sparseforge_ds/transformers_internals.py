@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-RANGE = ">=5.7,<6"
+RANGE = ">=5.21,<6"
 """Releases of transformers that have all of this, as pyproject.toml has them."""
 
 WHERE = {
