@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import sparseforge_ds as sf
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.saved_state import VERSIONS
 
 STEPS = 100
 _STATES = ("exp_avg", "exp_avg_sq", "master")
@@ -58,6 +59,8 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
         "step": STEPS,
         "refreshes": 1,
         "curvature_sums": base64.b64encode(sums.tobytes()).decode("ascii"),
+        "versions": VERSIONS,
+        "started": True,
     }
     (folder / "sparseforge.json").write_text(json.dumps({"config": config.to_dict(), "coverage": {}}))
     deepspeed = _deepspeed_config(ranks)
