@@ -97,7 +97,7 @@ def test_configs_are_found(tmp_path: Path) -> None:
     [
         ({"hidden_size": "wide"}, "its config.json cannot be used .*'hidden_size': TypeError: .* got str"),
         ({"layer_types": ["full_attention"]}, r"its config.json cannot be used .*`num_hidden_layers` \(2\) must be"),
-        ({"num_attention_heads": 0}, "no qwen2 model can be made .*modulo by zero"),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0; it must be 1 or more"),
         ({"hidden_act": "nothing"}, "no qwen2 model can be made of this config.json .KeyError: 'nothing'"),
         ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "no qwen2 model can be made .*KeyError: 'odd'"),
         ({"intermediate_size": -64}, "no qwen2 model can be made .*negative dimension"),
