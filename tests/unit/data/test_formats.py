@@ -9,8 +9,6 @@ import itertools
 import json
 import locale
 import lzma
-import re
-from pathlib import Path
 
 import datasets
 import fsspec
@@ -24,6 +22,7 @@ from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.text_files import TextOptions
 from tests.hub_folders import zstd
+from tests.resident import peak_growth
 
 TEXTS = ['one, "quoted"', "two\nlines\tand a tab", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s " + "long " * 50_000]
 PACKS = {"": bytes, ".gz": gzip.compress, ".zst": zstd, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -219,18 +218,9 @@ def test_no_more_than_a_record_may_have_is_read_of_one(tmp_path, name):
     else:
         path.write_bytes(gzip.compress(content.encode(), 1) if name.endswith("gz") else content.encode())
     how = {"sample_by": name.partition(".")[0]} if len(name.partition(".")[0]) > 1 else {}
-    # Not by tracemalloc: threads of pyarrow end the process when it stops in Python 3.11.
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    with pytest.raises(ValueError, match=message):
+    with peak_growth() as most, pytest.raises(ValueError, match=message):
         read(path, **how)
-    assert resident("VmHWM") - before < 10 * LARGEST_DOCUMENT
-
-
-def resident(kind: str) -> int:
-    """Return the bytes of this process that are resident now (VmRSS), or were at most (VmHWM)."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{kind}:\s+(\d+) kB", status)[1])
+    assert most() < 10 * LARGEST_DOCUMENT
 
 
 def test_an_array_is_read_a_record_at_a_time(tmp_path, monkeypatch):

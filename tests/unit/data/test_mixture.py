@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import tracemalloc
 from fractions import Fraction
 
 import pytest
@@ -13,6 +12,7 @@ from sparseforge_ds.data.hub import HubText
 from sparseforge_ds.data.mixture import file_lines, find_source, find_text
 from sparseforge_ds.data.text_files import LocalText, TextOptions
 from sparseforge_ds.data.turns import whole_parts
+from tests.resident import peak_growth
 
 
 @pytest.fixture
@@ -117,11 +117,9 @@ def test_nothing_is_read_but_the_beginning(folder, name, line, between):
     content = f"[{content}]" if ".json" in name and "," in between else content
     (folder / name).write_bytes(gzip.compress(content.encode(), 1) if name.endswith(".gz") else content.encode())
     find_source("a.jsonl")  # what it imports is no text
-    tracemalloc.start()
-    source = find_source(name)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < len(content) / 3
+    with peak_growth() as most:
+        source = find_source(name)
+    assert most() < len(content) / 3
     assert sum(map(len, source.read())) == len(LINE) * 2**15 + (2**15 - 1) * (name == "long.txt")
 
 
