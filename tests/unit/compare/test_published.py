@@ -126,6 +126,12 @@ def test_the_readme_says_no_more_than_the_tables() -> None:
     assert f"SR-STE and a fixed magnitude mask are ahead, by {behind[0]:.1%} and {behind[1]:.1%}." in prose
     short = [1 - f["naive_retrain_sparsegpt", 40] / f[ours, 40] for f in (found["stories_short"], found["demo_short"])]
     assert f"its retrained mask is {short[0]:.1%} ahead here and {short[1]:.1%} on the demo's model" in prose
+    start, plain = found["stories_start"], found["stories_short"] | {(ours, 150): defaults[ours, 150]}
+    before, after = (
+        " and ".join(", ".join(f"{of[name, steps]:.2f}" for steps in (40, 80, 150)).rsplit(", ", 1))
+        for of, name in ((plain, ours), (start, "block_start"))
+    )
+    assert f"brings {before} after 40, 80 and 150 steps to {after}, for the compute" in prose
     added = found["rotated"]["sparseforge_falling_permute", 300]
     assert f"bring {defaults[ours, 300]:.4g} at 300 steps to {added:.2f} (three seeds), ahead of the two" in prose
     branch = found["rotated"]["sparseforge_falling_permute_k16", 300]
