@@ -26,7 +26,7 @@ class SavedState:
         self._on = on
         self._mean = mean
         self.started = False
-        """Whether `forge.start` was called before the checkpoint that was loaded; unknown once a step was made."""
+        """True if `forge.start` was called before the checkpoint that was loaded; unknown once a step was made."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `SparseForge.state_dict`."""

@@ -12,7 +12,7 @@ from typing import Any
 MANIFEST = "checkpoint.json"
 """In a checkpoint that the launcher saved: its files, and their checksums."""
 OWN_FOLDERS = ("model", "data", "checkpoints", "tensorboard")
-"""What a run replaces or clears in its folder."""
+"""Entries of a run folder that a run replaces or clears."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"step_(\d{6,18})")
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")

@@ -83,8 +83,8 @@ class CompareConfig:
     choose_at_each_budget: bool = False
     """Whether every budget has a learning rate, and decay, chosen by runs of its own length."""
     choose_by: Literal["perplexity", "kl"] = "perplexity"
-    """What decides a learning rate on the validation text: its perplexity, or the KL divergence to the dense model,
-    which no method can lower by learning the text."""
+    """The figure of the validation text that decides a learning rate: its perplexity, or the KL divergence to the dense
+    model, which no method can lower by learning the text."""
     other_texts: dict[str, HeldOut] = field(default_factory=dict)
     """More texts that results are measured on, by the name of their column; they decide nothing."""
     one_shot: dict[str, Method] = field(default_factory=dict)

@@ -125,7 +125,7 @@ class SparseForgeConfig:
 
     @property
     def starts_by_block(self) -> bool:
-        """Whether the starting mask is chosen one decoder block after another, on calibration text."""
+        """True if the starting mask is chosen one decoder block after another, on calibration text."""
         return self.start is not None or self.importance == "sparsegpt"
 
     @property

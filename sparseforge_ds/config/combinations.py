@@ -62,7 +62,7 @@ def check_removes(config: SparseForgeConfig) -> None:
 
 
 def _check_start(config: SparseForgeConfig) -> None:
-    """Whether a start that is trained block by block fits the method, the pattern and the other keys."""
+    """Check that a start that is trained block by block fits the method, the pattern and the other keys."""
     assert config.start is not None
     method, start = config.method, config.start
     if method.name not in STARTED:

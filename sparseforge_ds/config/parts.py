@@ -11,7 +11,7 @@ StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
 
 _SHARE_OF_RUN = 0.05
-"""Of a run's tokens, that a block is trained on where `start.tokens` is not given."""
+"""Share of a run's tokens that a block is trained on where `start.tokens` is not given."""
 _FEWEST_TOKENS, _MOST_TOKENS = 131_072, 2_000_000
 """Bounds of that share. A run that has fewer tokens gives all of them, and without a run it is the fewest."""
 _EPOCH_STEPS = 128
@@ -212,7 +212,7 @@ class StartConfig:
     dense block gives, before the next block follows."""
 
     mask: StartMask | None = None
-    """Where a block's mask comes from: SparseGPT on the inputs that the pruned model gives the block; soft masks
+    """The source of a block's mask: SparseGPT on the inputs that the pruned model gives the block; soft masks
     annealed by the block's own error; Wanda; or magnitude. Null: sparsegpt, and annealed for fused experts, which
     sparsegpt cannot measure."""
     tokens: int | None = None
@@ -225,7 +225,7 @@ class StartConfig:
     batch: int | None = None
     """Sequences of an Adam step; null: as many as make 128 steps an epoch, within 1,024 to 16,384 tokens a step."""
     norms: bool = True
-    """Whether the norms of a block, and the biases of its pruned layers, are trained too."""
+    """Train the norms of a block, and the biases of its pruned layers, too."""
     damping: float = 0.01
     """sparsegpt: added to the diagonal of X^T X, relative to its mean."""
 

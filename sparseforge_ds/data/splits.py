@@ -24,7 +24,7 @@ _LARGEST_CARD = 2**20
 _MOST_STARS = 3
 """In a component of a pattern; more match slowly."""
 _DAMAGED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
-"""What a dataset card raises whose values are of other types than they should be."""
+"""Errors of a dataset card whose values are of other types than they should be."""
 
 
 @dataclass(frozen=True)

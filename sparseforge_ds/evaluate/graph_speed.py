@@ -1,4 +1,4 @@
-"""How fast a packed 2:4 model generates in CUDA graphs, against the dense model: a static cache and compiled decoding.
+"""Speed of a packed 2:4 model in CUDA graphs, against the dense model: a static cache and compiled decoding.
 
 Without graphs a small batch waits for the host, and a faster kernel shows nothing. Each length is a prompt that is
 read, and new tokens that are written whatever they are. On other devices the same steps run without a compiler, which
@@ -44,7 +44,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What is measured."""
+    """Lengths, batches and repeats of a measurement."""
 
     batches: Sequence[int]
     lengths: Sequence[Length]
@@ -54,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one model took at one length and batch; medians over the turns."""
+    """Time and memory of one model at one length and batch; medians over the turns."""
 
     length: str
     batch: int
@@ -194,7 +194,7 @@ class _Run:
         return first, took
 
     def result(self, name: str, turns: list[tuple[float, float]], others: int) -> Generation:
-        """What the turns came to, where the other model's weights are `others` bytes."""
+        """Return the medians of the turns, where the other model's weights are `others` bytes."""
         first, took = (median(times) for times in zip(*turns, strict=True))
         steps = self.length.new - 1
         decode = median(_rate(steps, late - early) for early, late in turns)

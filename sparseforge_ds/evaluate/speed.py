@@ -30,7 +30,7 @@ PAPER = (
 )
 
 ENGINES = {"eager": "eager, where a small batch on a GPU waits for the host", "graph": "in CUDA graphs"}
-"""What `--engine` means, for the table."""
+"""Descriptions of `--engine`, for the table."""
 _BEFORE_DECODE = 16
 """Tokens of the prompt that decode goes on from."""
 

@@ -26,7 +26,7 @@ class ZeroShot(NamedTuple):
     metrics: dict[str, dict[str, float]]
     """`acc`, `acc_stderr`, ..., and `items`."""
     answers: dict[str, dict[Hashable, Any]]
-    """What the model answered, by item; empty for tasks that score likelihoods of texts."""
+    """The model's answers, by item; empty for tasks that score likelihoods of texts."""
 
 
 def measure(

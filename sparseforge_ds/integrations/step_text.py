@@ -141,8 +141,8 @@ class StepText:
 
 
 class StartText:
-    """What a start reads under a trainer: the first examples of its train set, in the set's own order and over again
-    where they are few. The trainer's own data loader is left alone.
+    """Batches that a start reads under a trainer: the first examples of its train set, in the set's own order, and over
+    again where they are few. The trainer's own data loader is left alone.
 
     Args:
         trainer: whose set, collator and micro-batch it is.

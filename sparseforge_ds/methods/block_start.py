@@ -85,7 +85,7 @@ class BlockStart:
         check_blocks(model, weights.weights.values(), weights.config)
         self.blocks = decoder_blocks(model, list(weights.weights.values()))
         self.dtype: torch.dtype = next(iter(weights.layout.low_precision.values())).dtype
-        """What the engine's forward computes in."""
+        """The dtype that the engine's forward computes in."""
 
     @torch.no_grad()
     def run(self, batches: ProbeBatches) -> None:
@@ -237,7 +237,7 @@ class BlockStart:
 
 
 class _Inputs:
-    """What decoder blocks are called with, one call a micro-batch, and their streams of hidden states."""
+    """Arguments of the decoder blocks, one call a micro-batch, and their streams of hidden states."""
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self.dense: _Stream = _Stream(dtype)
@@ -249,7 +249,7 @@ class _Inputs:
         self.per_step = 0
         """Micro-batches of this rank in an optimizer step."""
         self.is_chain = True
-        """Whether every block was called once a pass, with what the block before it returned."""
+        """True while every block is called once a pass, with the hidden states that the block before it returned."""
         self._modules = modules
         self._in_16_bits = dtype == torch.float16
         self._known: list[dict[str, Any]] = []

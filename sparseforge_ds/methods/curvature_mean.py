@@ -64,7 +64,7 @@ class CurvatureMean:
         self.unheard = torch.zeros(len(on.matrices.names), dtype=torch.bool, device=on.layout.device)
         """Matrices whose layers had no token in some refresh, experts aside: for `Ranking` to stop at."""
         self.without_gradient = False
-        """Whether the loss had no gradient at any matrix in all that the newest scores were made of."""
+        """Return whether the loss had no gradient at any matrix in the steps that the newest scores are made of."""
         if config.keeps_curvature:
             module = on.engine.module
             refuse_unmeasurable(module, on.weights.values(), config)

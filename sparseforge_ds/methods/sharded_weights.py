@@ -29,7 +29,7 @@ class ForgeError(RuntimeError):
 
 
 class DivergedError(ForgeError):
-    """What was measured, or a weight itself, is infinite or NaN: the weights are lost."""
+    """The run has diverged: a measurement, or a weight itself, is infinite or NaN."""
 
 
 class ShardedWeights:

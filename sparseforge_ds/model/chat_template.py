@@ -18,7 +18,7 @@ from sparseforge_ds.transformers_internals import render_jinja_template
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 _FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
-"""What the expressions of a template raise, as code of Python would: 1 / 0, or a macro that calls itself."""
+"""Errors that expressions of a template raise, as Python code would: 1 / 0, or a macro that calls itself."""
 _SECONDS, _CHARACTERS_PER_SECOND = 5.0, 2**19
 _MEMORY, _BYTES_PER_CHARACTER = 2**28, 2**8
 _TEXT, _GROWTH = 2**16, 16

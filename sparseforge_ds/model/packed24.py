@@ -184,7 +184,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile decoding with a static cache: packed products are operators of their own."""
+        """True if `generate` may compile decoding with a static cache: packed products are operators of their own."""
         return not self.quantization_config.semi_structured
 
     @property

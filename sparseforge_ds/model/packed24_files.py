@@ -1,4 +1,4 @@
-"""What the headers of a packed model's files must say, checked before transformers reads a weight.
+"""Rules for the headers of a packed model's files, checked before transformers reads a weight.
 
 transformers catches every error of a conversion and ends in a line that names no weight. So headers are checked before
 it begins, and damage that only the bytes show is noted on the model and raised when it is done.
@@ -21,12 +21,12 @@ class Header(NamedTuple):
     """A tensor as its file announces it."""
 
     dtype: str
-    """By safetensors' name."""
+    """Dtypes by safetensors' names."""
     shape: tuple[int, ...]
 
 
 class Targets:
-    """Where transformers brings the tensors of a model's files.
+    """Map the tensors of a model's files to where transformers brings them.
 
     Args:
         model: as `from_pretrained` has built it.

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 
 class TaskHead(Enum):
-    """What a logit predicts, and where its label stands."""
+    """The kind of a model's head: what a logit predicts, and where its label stands."""
 
     NEXT_TOKEN = "causal"
     """Logits at a token predict the next one, whose label stands there: the loss shifts labels."""
@@ -69,7 +69,7 @@ def require_task_head(model: Any, what: str) -> TaskHead:
 
 
 def is_classification(model: Any) -> bool:
-    """Whether logits are of classes, and not of the vocabulary."""
+    """True if logits are of classes, and not of the vocabulary."""
     return str(getattr(model, "loss_type", None)).endswith("Classification")
 
 

@@ -29,7 +29,7 @@ class Plan:
     memory: Memory
     seconds_per_step: float
     start_seconds: float
-    """Of a start that goes block by block, before the first step."""
+    """Seconds of a start that goes block by block, before the first step."""
     steps: int
     checkpoint: int
     """Bytes on disk while masks move."""

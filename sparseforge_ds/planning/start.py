@@ -1,4 +1,4 @@
-"""What a start that goes block by block needs before the first step: memory of a rank, tokens, and operations."""
+"""Needs of a start that goes block by block, before the first step: memory of a rank, tokens, and operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the hidden states between two blocks lie: beside the weights on the accelerator, in memory, or on the disk.
+"""Places for the hidden states between two blocks: beside the weights on the accelerator, in memory, or on the disk.
 
 Legend of shape suffixes: N micro-batches, B sequences of one, S their tokens, H hidden size.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseforge_ds.export.free_memory import free_memory
 
 SHARE = 0.4
-"""Of the memory that is free, what both streams together may take."""
+"""Share of the free memory that both streams together may take."""
 
 
 class HiddenStream(MutableSequence[Tensor]):

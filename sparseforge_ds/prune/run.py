@@ -46,32 +46,32 @@ LEAST_STEPS = 16
 STEP_TOKENS = (1024, 16384)
 """The least and the most tokens of an optimizer step then."""
 _ACTIVATION_BYTES = 4 << 30
-"""That a micro-batch may take, about."""
+"""Bytes that a micro-batch may take, about."""
 _BYTES_A_CHANNEL = 128
-"""Of activations of a block, for each token and hidden channel, about."""
+"""Bytes of a block's activations for each token and hidden channel, about."""
 
 
 @dataclass(frozen=True)
 class PruneSettings:
-    """What decides the result, beside the model and the text."""
+    """Settings that decide the result, beside the model and the text."""
 
     config: SparseForgeConfig
     """Its pattern, include, exclude, allow_dense and seed."""
     start: StartConfig
     any_family: bool = False
-    """Whether a family without rows is pruned by what its layers say of themselves."""
+    """Prune a family without rows by what its layers say of themselves."""
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What came of it."""
+    """The result of a call of `prune`."""
 
     blocks: tuple[SolvedBlock, ...]
-    """Of those that were pruned by this call, without their masks."""
+    """Blocks that were pruned by this call, without their masks."""
     tokens: int
     seconds: float
     record: dict[str, Any]
-    """What `sparsity.json` holds."""
+    """The content of `sparsity.json`."""
 
 
 def prune(
@@ -252,7 +252,7 @@ def _advance(stream: HiddenStream, call: Any, bar: Any) -> None:
 
 
 def _line(name: str, result: SolvedBlock) -> str:
-    """What is told of a block."""
+    """Return the line that tells of a block."""
     if not result.masks:
         return f"{name}: stays dense"
     before = "" if math.isnan(result.error_before) else f"{result.error_before:.4f} with the first mask, "

@@ -16,7 +16,7 @@ from sparseforge_ds.model.tokenizer import check_tokens
 
 LENGTH = 512
 _DOCUMENTS = 64
-"""That are tokenised together."""
+"""Documents that are tokenised together."""
 
 
 def read_sequences(

@@ -26,11 +26,11 @@ from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients
 
 DECAY = 0.9
-"""Of the running mean of the sums, at an update."""
+"""Decay of the running mean of the sums, at an update."""
 DAMPING = 1e-4
 """eps of the score, relative to the mean curvature of a matrix (eq. 3)."""
 SOFT_SHARE = 0.4
-"""Of a block's steps, those in which its masks are soft."""
+"""Share of a block's steps in which its masks are soft."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Annealed:
     new_sums: Tensor
     """Those of the steps since the last update, of this rank."""
     fixed: list[bool] | None = None
-    """Whether the mask of each matrix stands still."""
+    """True for each matrix whose mask stands still."""
 
 
 class Annealing:

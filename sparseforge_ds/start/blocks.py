@@ -33,7 +33,7 @@ class DecoderBlock:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the decoder blocks are given for one batch of sequences."""
+    """Inputs and arguments of the decoder blocks for one batch of sequences."""
 
     hidden_BSH: Tensor
     """Input of the first block: the embedded tokens."""

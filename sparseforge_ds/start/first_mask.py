@@ -47,7 +47,7 @@ def mask_for(settings: StartConfig, weights: Sequence[PrunableWeight], pattern: 
 
 
 class InputMoments:
-    """What the weights of a block are given by the pruned stream, summed over tokens: second moments, or their
+    """Inputs of the weights of a block in the pruned stream, summed over tokens: second moments, or their
     diagonals, and how many tokens each expert saw."""
 
     def __init__(self, block: nn.Module, weights: Sequence[PrunableWeight], full: bool) -> None:

@@ -30,7 +30,7 @@ Stream = MutableSequence[Tensor]
 
 BETAS = (0.9, 0.95)
 EPS = 1e-12
-"""Of Adam: gradients of a block's error are small numbers where a few hidden states are huge."""
+"""Adam's epsilon: gradients of a block's error are small numbers where a few hidden states are huge."""
 MEASURED = 16
 """Micro-batches, spread over all, on which the error of a block is measured."""
 BACKWARD = 3
@@ -39,10 +39,10 @@ BACKWARD = 3
 
 @dataclass
 class SolvedBlock:
-    """What became of a block."""
+    """The result of a block: its masks and its errors."""
 
     masks: dict[str, Tensor]
-    """Which members survive, by the weight's name inside the block: bool in its shape."""
+    """Members that survive, by the weight's name inside the block: bool in its shape."""
     error_before: float = math.nan
     """Error of the block with its first mask, as a share of the dense block's output: the mean over tokens of squared
     distance by squared length. NaN where the mask is found by training."""
@@ -173,7 +173,7 @@ class _Solver:
             self.progress(1)
 
     def _measure_inputs(self, how: str) -> InputMoments:
-        """What the weights are given by the pruned stream; a pass is made only where something needs it."""
+        """Measure the inputs of the weights in the pruned stream; a pass is made only where something needs it."""
         moments = InputMoments(self.block, self.weights, full=how == "sparsegpt")
         needed = how in ("sparsegpt", "wanda") or any(weight.experts for weight in self.weights)
 

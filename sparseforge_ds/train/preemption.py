@@ -158,7 +158,7 @@ def _launchers() -> list[tuple[int, int]]:
 
 
 def _began_as_an_orphan() -> bool:
-    """Whether the launcher was gone before this process could note it, and process 1 has adopted what it left."""
+    """Return whether the launcher was gone before this process noted it, and process 1 has adopted its children."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun may be process 1 of a container; whatever it is called there, it is a Python program.
         return PARENT.pid == 1 and not any("python" in Path(word).name for word in PARENT.command[:1])

@@ -98,7 +98,7 @@ class ShardState:
 
     @property
     def waits(self) -> bool:
-        """Whether W or something beside it waits for the optimizer's first step, and is in no checkpoint."""
+        """True if W or a state beside it waits for the optimizer's first step, and is in no checkpoint."""
         return bool(self._waiting)
 
     def _of_optimizer(self, index: int) -> dict[str, Tensor]:
