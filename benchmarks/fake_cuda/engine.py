@@ -122,7 +122,7 @@ class BareOptimizer:
         self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
         self.loss_scale = rank.loss_scale
         self.mask: Callable[[int, int, Tensor], None] | None = None
-        """What a forge does to averaged gradients; see `Layout.before_norm`."""
+        """The forge's change of averaged gradients; see `Layout.before_norm`."""
         self.gradient_dtype = torch.float32
         self._members = [list(group["params"]) for group in inner.param_groups]
 
@@ -237,7 +237,7 @@ class BareLayout(Layout):
         """Nothing to compare with."""
 
     def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
-        """As DeepSpeed's layouts: averaged gradients are whole at stage 0, and offload adds their norm up early."""
+        """Keep the change: averaged gradients are whole at stage 0, and offload adds their norm up early."""
         rank = self.engine.partitions.rank
         if not rank.stage or rank.offload:
             return False

@@ -155,10 +155,10 @@ def check_depth(content: Any, most: int = 40) -> None:
     """Raise ValueError for lists and dicts nested more than `most` deep, which Python handles by recursion."""
     level = [content]
     for _ in range(most + 1):
-        held = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
-        if not held:
+        nested = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
+        if not nested:
             return
-        level = list(itertools.chain.from_iterable(held))
+        level = list(itertools.chain.from_iterable(nested))
     raise ValueError(f"it is nested more than {most} deep")
 
 

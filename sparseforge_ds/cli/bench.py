@@ -82,8 +82,8 @@ def _length(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write the files."""
-    given = {"--prompt": args.prompt, "--generated": args.generated, "--threads": args.threads, "--layers": args.layers}
-    numbers = {flag: number for flag, number in given.items() if number is not None}
+    flags = {"--prompt": args.prompt, "--generated": args.generated, "--threads": args.threads, "--layers": args.layers}
+    numbers = {flag: number for flag, number in flags.items() if number is not None}
     numbers |= {"--repeats": args.repeats, "--batches": min(args.batches)}
     if wrong := next((flag for flag, number in numbers.items() if number < 1), None):
         raise ValueError(f"{wrong} {numbers[wrong]}: give 1 or more")

@@ -86,11 +86,11 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens - text.numel() >= text.shape[1]:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
     settings = PruneSettings(config, start, args.any_family)
-    found = prune(args.model, args.out, text, settings, device, shard_bytes)
-    weights = found.record["weights"].values()
+    result = prune(args.model, args.out, text, settings, device, shard_bytes)
+    weights = result.record["weights"].values()
     print(
-        f"{args.out}: {len(weights)} weights in {found.record['pattern']}, "
-        f"{sum(row['groups'] for row in weights):,} groups, verified; {found.seconds:.0f} s"
+        f"{args.out}: {len(weights)} weights in {result.record['pattern']}, "
+        f"{sum(row['groups'] for row in weights):,} groups, verified; {result.seconds:.0f} s"
     )
     return 0
 

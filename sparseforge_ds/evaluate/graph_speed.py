@@ -243,9 +243,9 @@ def _weights_read(model: Any) -> int:
     """Bytes of weights that a step of decoding reads: all but the table of embeddings, of which it reads rows, unless
     that is the head as well."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    whole = resident(model)
+    weight_bytes = resident(model)
     is_shared = head is not None and head.weight.data_ptr() == embeddings.weight.data_ptr()
-    return whole if is_shared else whole - embeddings.weight.nbytes
+    return weight_bytes if is_shared else weight_bytes - embeddings.weight.nbytes
 
 
 def table_of_generations(generations: Sequence[Generation]) -> str:

@@ -24,10 +24,10 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     path = Path(path)
     if (path / "mask.json").is_file():
         return MaskedSource(path, model, dtype)
-    held = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in other_weights(
+    has_weights = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in other_weights(
         path
     )  # the second for its error
-    plain = (path / "config.json").is_file() and held
+    plain = (path / "config.json").is_file() and has_weights
     masked = (path / "latest").is_file()  # a checkpoint of transformers' Trainer, which has the weights beside it
     if (plain and not masked) or (path / "sparsity.json").is_file():
         return FolderSource(path, model, dtype)

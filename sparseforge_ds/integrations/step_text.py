@@ -80,12 +80,12 @@ def _with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     if {"labels", "shift_labels"} & inputs.keys() or "completion_mask" not in inputs:
         return inputs
     trained = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    given = {key: inputs[key] for key in ("input_ids", *_WITH_COMPLETIONS) if key in inputs}
+    labeled = {key: inputs[key] for key in ("input_ids", *_WITH_COMPLETIONS) if key in inputs}
     if "completion_ids" in inputs:
-        given["input_ids"] = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        given["attention_mask"] = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        labeled["input_ids"] = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        labeled["attention_mask"] = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         trained = torch.cat([torch.zeros_like(inputs["prompt_mask"]), trained], dim=1)
-    return {**given, "labels": given["input_ids"].masked_fill(trained == 0, IGNORED)}
+    return {**labeled, "labels": labeled["input_ids"].masked_fill(trained == 0, IGNORED)}
 
 
 class StepText:

@@ -95,10 +95,10 @@ class BlockStart:
             ValueError: on all ranks: a block cannot be run alone, or its inputs are not finite.
         """
         inputs = self._read(batches)
-        whole = WholeParameters(self.weights.layout, self.weights.state)
+        parameters = WholeParameters(self.weights.layout, self.weights.state)
         began = time.perf_counter()
         for number, block in enumerate(self.blocks):
-            solved = self._solve(number, block, inputs, whole)
+            solved = self._solve(number, block, inputs, parameters)
             seconds, blocks = time.perf_counter() - began, len(self.blocks)
             left = seconds / (number + 1) * (blocks - number - 1)
             error = "" if math.isnan(solved.error) else f"error {solved.error:.4f} of its output, "
@@ -170,12 +170,12 @@ class BlockStart:
 
     # -- one block ----------------------------------------------------------------------------------------------------
 
-    def _solve(self, number: int, block: DecoderBlock, inputs: _Inputs, whole: WholeParameters) -> SolvedBlock:
+    def _solve(self, number: int, block: DecoderBlock, inputs: _Inputs, parameters: WholeParameters) -> SolvedBlock:
         """Gather, solve and hand back one block. Collective."""
         weights, layout = self.weights, self.weights.layout
         module = layout.engine.module.get_submodule(block.name)
-        names = whole.names(module)
-        flat, values = whole.gather(names)
+        names = parameters.names(module)
+        flat, values = parameters.gather(names)
         own = {id(p): values[name] for name, p in zip(names, module.parameters(), strict=True)}
         copy = plain_copy(module, own)
 
@@ -208,7 +208,7 @@ class BlockStart:
                 layout.broadcast(tensor, 0)
         if (how := weights.config.reconstruction) is not None and not how.update_weights:
             values = {name: value for name, value in values.items() if name not in masks}
-        whole.write(values)
+        parameters.write(values)
         for name, kept in masks.items():
             shard = weights.shards[name]
             part = kept.reshape(-1)[shard.start : shard.stop]
@@ -286,14 +286,14 @@ class _Inputs:
 
     def _called(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        hidden = given.pop(names[0])
+        by_name = dict(zip(names, args, strict=False)) | kwargs
+        hidden = by_name.pop(names[0])
         if number == 0:
             self.dense.append(hidden)
             self.arguments.append([])
         elif not self.ends[1:] and (self._last is None or not torch.equal(hidden, self._last)):
             self.is_chain = False
-        arguments = {key: self._kept(value) for key, value in given.items()}
+        arguments = {key: self._kept(value) for key, value in by_name.items()}
         self.arguments[-1].append(shared_arguments(arguments, self._known))
 
     def _returned(self, number: int, output: Any) -> None:

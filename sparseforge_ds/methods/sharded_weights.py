@@ -136,8 +136,8 @@ class ShardedWeights:
         lost_W = torch.zeros(len(layout.shards), device=layout.device)
         for row, (name, shard) in enumerate(layout.shards.items()):
             flat = layout.flats[shard.flat]
-            held = layout.inner.state.get(flat, {}).values()
-            states = [state for state in held if isinstance(state, Tensor) and state.is_floating_point()]
+            optimizer_state = layout.inner.state.get(flat, {}).values()
+            states = [state for state in optimizer_state if isinstance(state, Tensor) and state.is_floating_point()]
             limits = [(flat.data, torch.finfo(layout.low_precision[name].dtype).max)]
             limits += [(state, torch.finfo(state.dtype).max) for state in states if state.numel() == flat.numel()]
             for values, limit in limits if shard.numel else ():

@@ -207,7 +207,7 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """As every causal language model of transformers. A cache, whatever its name, is among `kwargs`.
+        """Compute logits, as causal language models of transformers do. A cache, whatever its name, is among `kwargs`.
 
         In training, `aux_loss` of the output is the balance loss times `aux_loss_alpha`, and part of `loss`. A loop
         that makes its own loss from the logits adds `aux_loss` to it.

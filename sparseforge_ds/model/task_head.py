@@ -59,9 +59,9 @@ def require_task_head(model: Any, what: str) -> TaskHead:
     """
     if (head := task_head(model)) is None:
         number = getattr(getattr(model, "config", None), "num_labels", None)
-        one = f" with {number} label" if number == 1 else ""
+        labels = f" with {number} label" if number == 1 else ""
         raise ValueError(
-            f"{what} beside {type(model).__name__}{one}: that works on the logits of causal, masked and sequence-to-"
+            f"{what} beside {type(model).__name__}{labels}: that works on the logits of causal, masked and sequence-to-"
             "sequence language models, and of classifications with one label each, and this model's loss is another (a "
             f"reward, a regression, several labels, spans of answers); leave {what} out"
         )

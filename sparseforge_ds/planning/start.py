@@ -48,12 +48,12 @@ def start_memory(model: Architecture, settings: Settings) -> Kinds:
             blocks[match[1]] += parameter.numel
     inputs = [inputs for _, _, inputs in model.matrices]
     # X^T X of every input of a block, and what one of them is inverted in; diagonals are nothing beside them.
-    whole = settings.forge.start is None or settings.forge.start.mask in (None, "sparsegpt")
+    needs_moments = settings.forge.start is None or settings.forge.start.mask in (None, "sparsegpt")
     moments = 4 * sum(size**2 for size in inputs) // max(len(blocks), 1) + 8 * max(inputs) ** 2
     own = 0 if settings.optimizer_on_host else 8 * local(model, settings, 1, only_masked=True)
     return {
         "a whole block": _OF_A_WEIGHT * max(blocks.values(), default=0),
-        "second moments": moments if whole else 0,
+        "second moments": moments if needs_moments else 0,
         "activations": _ACTIVATIONS * settings.tokens_at_once * model.hidden,
         "streams": min(streams(model, settings), _ON_DEVICE),
         "moments that come later": -own,

@@ -137,8 +137,8 @@ class DenseModel:
         Raises:
             ValueError: a dtype that no export has.
         """
-        found = {self.specs[part.name].dtype for name in names for part in self._parts_of.get(name, ())}
-        narrowest = min(found, key=lambda dtype: dtype.itemsize)
+        stored_dtypes = {self.specs[part.name].dtype for name in names for part in self._parts_of.get(name, ())}
+        narrowest = min(stored_dtypes, key=lambda dtype: dtype.itemsize)
         if narrowest not in DTYPES.values():
             raise ValueError(f"{self.folder}: its weights are stored in {narrowest}; use bf16, fp16 or fp32 weights")
         return narrowest

@@ -39,12 +39,6 @@ from sparseforge_ds.start.blocks import DecoderBlock, body_of, capture_inputs, d
 from sparseforge_ds.start.first_mask import mask_for
 from sparseforge_ds.start.solve import SolvedBlock, passes_of, solve_block
 
-STEPS = 128
-"""Optimizer steps of an epoch, where `start.batch` is not given and the step's tokens allow it."""
-LEAST_STEPS = 16
-"""Optimizer steps of a block then, if there are as many sequences."""
-STEP_TOKENS = (1024, 16384)
-"""The least and the most tokens of an optimizer step then."""
 _ACTIVATION_BYTES = 4 << 30
 """Bytes that a micro-batch may take, about."""
 _BYTES_A_CHANNEL = 128
@@ -150,11 +144,7 @@ def micro_batches(sequences: int, length: int, hidden: int, start: StartConfig) 
         hidden: channels of a hidden state.
         start: its `batch` and `epochs` count.
     """
-    least, most = STEP_TOKENS
-    batch = start.batch or max(1, min(max(least, sequences * length // STEPS), most) // length)
-    if start.batch is None and start.epochs:
-        batch = max(1, min(batch, sequences * start.epochs // LEAST_STEPS))
-    batch = min(batch, sequences)
+    batch = min(start.sequences_of_step(sequences * length, length), sequences)
     fits = max(1, _ACTIVATION_BYTES // (_BYTES_A_CHANNEL * hidden * length))
     size = max(size for size in range(1, min(batch, fits) + 1) if batch % size == 0)
     return size, batch // size

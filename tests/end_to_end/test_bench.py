@@ -58,7 +58,7 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
 def test_generation_with_a_static_cache_and_compiled_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of random weights, as on CUDA but for the compiler."""
+    """The weights are random, and all but the compiler is as on CUDA."""
     BUILDERS["llama"](tie_word_embeddings=False).config.save_pretrained(tmp_path / "shapes")
     monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
     written: dict[str, list[torch.Tensor]] = {"dense": [], "packed": []}

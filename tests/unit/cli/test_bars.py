@@ -18,7 +18,7 @@ for _ in tqdm(range(2), unit=" theirs"): pass
 
 
 def test_bars_are_seen_on_a_terminal_without_a_size() -> None:
-    """As in a container without a window, where tqdm draws nothing."""
+    """A container has such a terminal, and tqdm draws nothing there."""
     ours, theirs = pty.openpty()
     assert os.get_terminal_size(theirs) == (0, 0)
     subprocess.run([sys.executable, "-c", BARS], stderr=theirs, timeout=PATIENCE, check=True)

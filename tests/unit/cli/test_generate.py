@@ -61,7 +61,7 @@ def test_the_kernel_is_built_before_the_clock_starts(
 
 
 def test_a_static_cache_on_cuda_alone(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers can compile the whole model; --eager leaves it out."""
+    """transformers must be able to compile the whole model; --eager leaves it out."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     static = {"cache_implementation": "static"}
     assert generate.cache_settings(SimpleNamespace(device=cuda, _can_compile_fullgraph=True)) == static

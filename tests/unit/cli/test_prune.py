@@ -111,7 +111,7 @@ def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypat
 
 
 def test_files_without_the_prefix_of_the_model(tmp_path: Path, text: Path) -> None:
-    """As GPT-2 was published; and beside the weights there are buffers that nobody loads."""
+    """GPT-2 was published so; and beside the weights there are buffers that nobody loads."""
     folder, out = write_model(tmp_path / "dense", _model("gpt2")), tmp_path / "out"
     tensors = {
         name.removeprefix("transformer."): value for name, value in load_file(folder / "model.safetensors").items()
@@ -125,7 +125,7 @@ def test_files_without_the_prefix_of_the_model(tmp_path: Path, text: Path) -> No
 
 
 def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, text: Path) -> None:
-    """Of a folder that was permuted, or rotated, before."""
+    """The folder was permuted, or rotated, before."""
     folder = write_model(tmp_path / "dense")
     assert main(["permute", str(folder), str(tmp_path / "permuted")]) == 0
     small = ["--text", str(text), "--sequences", "2", "--seq_length", "32"]

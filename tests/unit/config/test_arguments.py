@@ -149,7 +149,7 @@ def test_every_flag_is_parsed():
 
 
 def test_flags_of_transformers_are_ours():
-    """By which words a user of its Trainer begins, and one of DeepSpeed's scripts."""
+    """Users of its Trainer, and of DeepSpeed's scripts, begin with these words."""
     line = (
         "--deepspeed_config=a.json --model_name_or_path m --per_device_train_batch_size 2 --lr 1e-4 --warmup-ratio=0.1 "
         "--gradient_accumulation_steps 4 --num_train_epochs 2 --logging_steps=5 --save_steps 7 --save_total_limit 1 "

@@ -31,7 +31,7 @@ CODES_OFF = 1e-5
 
 @dataclass(frozen=True)
 class Update:
-    """What one update of a matrix comes to, on the CPU."""
+    """The results of one update of a matrix, as tensors on the CPU."""
 
     stats: Tensor
     codes: Tensor

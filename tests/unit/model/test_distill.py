@@ -137,7 +137,7 @@ def test_a_student_that_equals_its_teacher_has_no_kl(temperature: float) -> None
 
 
 def test_compiled_is_step_by_step() -> None:
-    """As a GPU runs it: blocks of fewer tokens than there are, ignored labels, 16 bits in and out."""
+    """A GPU runs it so: blocks of fewer tokens than there are, ignored labels, 16 bits in and out."""
     config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=9)
     found = []
     for compiled in (False, True):

@@ -144,7 +144,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_tokenizer_is_one_error(tmp_path, what, capsys):
-    """Where the tokenizers library raises Exception itself, or its Rust code panics, or has no limit."""
+    """The tokenizers library raises Exception itself, or its Rust code panics, or has no limit."""
     model = write_model(tmp_path / "model")
     path = model / "tokenizer.json"
     content = json.loads(path.read_text())
