@@ -31,8 +31,8 @@ from benchmarks.curvature_estimates import ESTIMATES, Estimate, Exact, OneRank, 
 from benchmarks.curvature_quality import Diagonal, Judge, factored, rank_correlation, shrunk
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.data.packing import encode
-from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
+from sparseforge_ds.evaluate.scored_text import read_documents
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 
 EMA_DECAY = 0.9

@@ -38,7 +38,7 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from sparseforge_ds.mask.anneal import Schedule
     from sparseforge_ds.planning.machine import GIB, Machine
     from sparseforge_ds.planning.plan import Plan
-    from sparseforge_ds.train.dry_run import find_config, plan_of
+    from sparseforge_ds.train.dry_run import find_config_only, plan_run
     from sparseforge_ds.train.spec import Hardware, make_spec
 
 OF_PROCESS = int(0.5 * GIB)
@@ -164,7 +164,7 @@ def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool |
     device = arguments.gpu_memory or int(arguments.memory * GIB / arguments.ranks) - OF_PROCESS
     fused = bool(arguments.gpu_memory) if on_gpus is None else on_gpus  # a CPU steps in a plain loop
     try:
-        return plan_of(make_spec(flags, ranks, find_config, Hardware(fused=fused)), Machine(device, reserve=0))
+        return plan_run(make_spec(flags, ranks, find_config_only, Hardware(fused=fused)), Machine(device, reserve=0))
     finally:
         shutil.rmtree(folder)
 

@@ -30,7 +30,7 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.phases import PHASES, STATE_KEYS, Messages, Phases, held_bytes
 from benchmarks.variants import PHASE_WINDOWS, Batch, StepText, Variant, build, forge_config, memory
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.train.ranks import unlink_shared_buffers
+from sparseforge_ds.train.launcher import unlink_shared_buffers
 
 GOAL_RATIO = 1.04
 GOAL_BYTES = 6.5

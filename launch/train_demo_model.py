@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from launch.demo_tokenizer import BOS, EOS, copy_tokenizer, encode, train_tokenizer
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.scored_text import read_documents
 
 # Shapes: N tokens of a split, B sequences of a batch, T tokens of a sequence, V vocabulary, O x I a weight, G groups of
 # M neighbours.

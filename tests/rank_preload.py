@@ -33,7 +33,7 @@ from transformers import (  # noqa: F401
     Qwen3ForCausalLM,
 )
 
-import sparseforge_ds.train.run  # noqa: F401
+import sparseforge_ds.train.trainer  # noqa: F401
 import tests.zero.case  # noqa: F401
 
 torch.set_num_threads(1)

@@ -134,10 +134,10 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate import perplexity, zero_shot
+        from sparseforge_ds.evaluate.finished_model import adapter_of, load_model, load_tokenizer, prune_by_magnitude
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
-        from sparseforge_ds.evaluate.pretrained import adapter_of, load_model, load_tokenizer, prune_by_magnitude
-        from sparseforge_ds.evaluate.text import as_one, read_text
+        from sparseforge_ds.evaluate.scored_text import as_one, read_text
         from sparseforge_ds.mask.pattern import parse_pattern
         from sparseforge_ds.model.any_family import any_family
 

@@ -105,7 +105,7 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
 
     with large_imports():
         from sparseforge_ds.evaluate.calibration import calibration
-        from sparseforge_ds.evaluate.pretrained import load_model
+        from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.permutation.activations import find_by_activations
 
     assert config.permute is not None

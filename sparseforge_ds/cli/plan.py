@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.config.arguments import RunArguments
         from sparseforge_ds.planning.machine import GIB, GPUS, Gpu, Machine
         from sparseforge_ds.train.banner import spec_rows, table
-        from sparseforge_ds.train.dry_run import find_config, plan_of
+        from sparseforge_ds.train.dry_run import find_config_only, plan_run
         from sparseforge_ds.train.spec import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--reserve {args.reserve} is not valid: use less than --gpu_memory {room:g}")
     of_a_run = {field.name for field in dataclasses.fields(RunArguments)} - {"deepspeed"}
     given = {name: value for name, value in vars(args).items() if name in of_a_run and value is not None}
-    text = find_config(args.model, "--model").config.get_text_config()
+    text = find_config_only(args.model, "--model").config.get_text_config()
     given.setdefault("seq_length", min(4096, getattr(text, "max_position_embeddings", None) or 4096))
     given["output_dir"] = "/sparseforge_plan"  # nothing is written or read there; it lies in no model's folder
     found = {}
@@ -107,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
         if args.tokens is not None:
             steps = math.ceil(args.tokens / (_global_batch(arguments, args.gpus) * arguments.seq_length))
             arguments = dataclasses.replace(arguments, max_steps=steps)
-        spec = make_spec(arguments, args.gpus, find_config, Hardware(bf16=gpu is not GPUS["v100"]))
+        spec = make_spec(arguments, args.gpus, find_config_only, Hardware(bf16=gpu is not GPUS["v100"]))
         machine = Machine(int(room * GIB), int(args.reserve * GIB), gpu.peak(spec.dtype), args.mfu)
-        found[path] = spec, plan_of(spec, machine)
+        found[path] = spec, plan_run(spec, machine)
     if args.json:
         print(json.dumps([_to_dict(*each) for each in found.values()], indent=2))
     else:
@@ -136,7 +136,9 @@ def _to_dict(spec: RunSpec, found: Plan) -> dict[str, Any]:
     """A plan as plain JSON types."""
     model = {"name": spec.model.name, "model_type": spec.model.config.model_type, "linear": spec.coverage.linear}
     model |= {"parameters": spec.sizes.total, "active": spec.sizes.active, "masked": spec.sizes.masked}
-    settings: dict[str, Any] = {name: value for name, value in vars(spec.layout).items() if isinstance(value, int)}
+    settings: dict[str, Any] = {
+        name: value for name, value in vars(spec.memory_settings).items() if isinstance(value, int)
+    }
     settings["dtype"] = str(spec.dtype).removeprefix("torch.")
     return {"deepspeed": spec.arguments.deepspeed, "model": model, "settings": settings, **found.to_dict()}
 

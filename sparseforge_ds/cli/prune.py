@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from sparseforge_ds.config import SparseForgeConfig, StartConfig
-        from sparseforge_ds.evaluate.pretrained import load_tokenizer
+        from sparseforge_ds.evaluate.finished_model import load_tokenizer
         from sparseforge_ds.export.writer import parse_size, require_free
         from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.prune.run import PruneSettings, prune

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.checkpoint.disk import write_json
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate.calibration import calibration
-        from sparseforge_ds.evaluate.pretrained import load_model
+        from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.permuted_folder import DenseFolder
         from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder

@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # while that is imported, both end us without a traceback
     with large_imports():
-        from sparseforge_ds.train.run import main
+        from sparseforge_ds.train.trainer import main
 
     return main(args.flags)

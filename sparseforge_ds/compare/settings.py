@@ -13,7 +13,7 @@ from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 from sparseforge_ds.config.block import method_name
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.strict import build, merge
-from sparseforge_ds.evaluate.text import as_one
+from sparseforge_ds.evaluate.scored_text import as_one
 
 Protocol = Literal["documents", "windows"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")

@@ -22,7 +22,7 @@ import torch
 
 from sparseforge_ds.checkpoint.disk import open_own_file
 
-_PRELOADED = ["sparseforge_ds.train.run"]
+_PRELOADED = ["sparseforge_ds.train.trainer"]
 """What the fork server has imported before it starts a rank, which spares every run some seconds."""
 _GRACE = 120.0
 """Seconds that ranks get to save and end after SIGTERM."""
@@ -137,7 +137,7 @@ def train_rank(
         os.dup2(output, stream)
     os.environ.update(environment)
     torch.set_num_threads(threads)
-    from sparseforge_ds.train.run import main
+    from sparseforge_ds.train.trainer import main
 
     sys.exit(main(arguments))
 

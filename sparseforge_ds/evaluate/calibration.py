@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from sparseforge_ds.evaluate.finished_model import load_tokenizer
 from sparseforge_ds.evaluate.perplexity import cut, positions_of, tokenize
-from sparseforge_ds.evaluate.pretrained import load_tokenizer
-from sparseforge_ds.evaluate.text import texts_of
+from sparseforge_ds.evaluate.scored_text import texts_of
 from sparseforge_ds.model.tokenizer import check_tokens
 
 _LENGTH = 512

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.documents import tokenizable
-from sparseforge_ds.evaluate.pretrained import check_known
+from sparseforge_ds.evaluate.finished_model import check_known
 from sparseforge_ds.evaluate.token_scores import score_tokens
 from sparseforge_ds.model.tokenizer import run_tokenizer
 from sparseforge_ds.ranks import Ranks

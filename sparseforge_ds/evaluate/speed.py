@@ -19,8 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, adapter_of, load_model
 from sparseforge_ds.evaluate.perplexity import positions_of
-from sparseforge_ds.evaluate.pretrained import NO_ADAPTER, adapter_of, load_model
 from sparseforge_ds.runtime.packed_experts import is_packed
 from sparseforge_ds.transformers_internals import CACHE
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.evaluate.finished_model import check_known
 from sparseforge_ds.evaluate.harness import LoadedTasks
 from sparseforge_ds.evaluate.perplexity import positions_of
-from sparseforge_ds.evaluate.pretrained import check_known
 from sparseforge_ds.evaluate.published import SAME
 
 

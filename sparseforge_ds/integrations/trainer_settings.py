@@ -18,7 +18,7 @@ from sparseforge_ds.model.distill import same_vocabulary
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, is_classification, require_task_head, same_classes, task_head
-from sparseforge_ds.train.pretrained import in_one_basis
+from sparseforge_ds.train.pretrained import share_basis
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
@@ -130,7 +130,7 @@ def way_back(output: str | Path) -> str:
     return f"{where}, with a lower learning rate"
 
 
-def laid_out_over(checkpoint: str | Path | bool | None, steps: int) -> int:
+def scheduled_steps(checkpoint: str | Path | bool | None, steps: int) -> int:
     """Return the steps of which a trainer's masks are scheduled in fractions.
 
     Args:
@@ -196,7 +196,7 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
     if config.distillation is not None and config.distillation.hidden is not None:
         same_states(model.config, of_teacher)
         mine, other = (Path(each.name_or_path) for each in (model.config, of_teacher))
-        if not in_one_basis(mine, other):
+        if not share_basis(mine, other):
             raise ValueError(
                 f"teacher {other} has its channels in another order or basis than the model of {mine}, and "
                 'distillation.hidden compares them one by one; give another teacher, or set "hidden" to null'

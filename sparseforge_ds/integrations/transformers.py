@@ -31,10 +31,10 @@ from sparseforge_ds.integrations.trainer_settings import (
     WITHOUT_BRANCHES,
     block_of,
     check_teacher,
-    laid_out_over,
     refuse_arguments,
     refuse_length,
     refuse_settings,
+    scheduled_steps,
     share_sequences,
     way_back,
     whole_checkpoint,
@@ -145,7 +145,7 @@ class SparseForgeMixin(_Trainer):
         """The trainer's optimizer, over our param groups. The number of steps is known by now."""
         if self.optimizer is not None and not isinstance(self.optimizer, DummyOptim):
             return self.optimizer
-        steps = laid_out_over(self._resumed, self.state.max_steps)
+        steps = scheduled_steps(self._resumed, self.state.max_steps)
         if steps < self.state.max_steps:
             _LOG.info("a run of %d steps, whose masks are frozen, goes on to %d", steps, self.state.max_steps)
         self._config = dataclasses.replace(self._config, max_steps=steps)
@@ -186,7 +186,7 @@ class SparseForgeMixin(_Trainer):
         if self.forge.needs_probe:
             require_task_head(self.model, '"curvature": {"source": "probe"}')
             self._task = Objective(engine, None, config)
-            self._task.decide(few, **more)
+            self._task.why_whole_logits(few, **more)
         self._parts = self._parts.to(self.args.device)
         if self._teacher is None or config.distillation is None:
             return
@@ -200,7 +200,7 @@ class SparseForgeMixin(_Trainer):
         if self.get_sp_size() > 1:
             share_sequences(teacher.model, self.model)
         self._objective = Objective(engine, teacher, config)
-        if whole := self._objective.decide(few, **more):
+        if whole := self._objective.why_whole_logits(few, **more):
             _LOG.info("whole logits of both models, which take more memory than blocks of them: %s", whole)
 
     # -- a step -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.data.packing import encode
 from sparseforge_ds.evaluate.perplexity import positions_of
-from sparseforge_ds.evaluate.text import texts_of
+from sparseforge_ds.evaluate.scored_text import texts_of
 from sparseforge_ds.model.tokenizer import check_tokens
 
 LENGTH = 512

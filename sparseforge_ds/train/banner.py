@@ -124,7 +124,7 @@ def memory_per_rank(spec: RunSpec) -> dict[str, int]:
 
     What an offload option moves to the host is counted all the same: it is the host's memory of that rank then.
     """
-    return lasting(spec.sizes, spec.layout, spec.teacher_sizes)
+    return lasting(spec.sizes, spec.memory_settings, spec.teacher_sizes)
 
 
 def readable_bytes(size: float) -> str:

@@ -145,13 +145,13 @@ class Checkpoints:
         self._point("best", best.name)
         return best
 
-    def before(self, step: int) -> tuple[Path | None, list[Path]]:
+    def newest_before(self, step: int) -> tuple[Path | None, list[Path]]:
         """Return the newest whole checkpoint of a step below this one, if any, and those that are newer than it."""
         saved = list_checkpoints(self.folder)
         good = next((folder for folder in reversed(saved) if step_of(folder) < step and self._whole(folder)), None)
         return good, [folder for folder in saved if good is None or step_of(folder) > step_of(good)]
 
-    def find(self) -> Manifest:
+    def newest(self) -> Manifest:
         """The newest checkpoint, to go on from.
 
         Does not communicate, and looks at names and sizes only; `check` reads.

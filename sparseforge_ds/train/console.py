@@ -11,7 +11,7 @@ import deepspeed
 import transformers
 from tqdm import tqdm
 
-from sparseforge_ds.train.ranks import rank_from_launcher
+from sparseforge_ds.train.launcher import rank_from_launcher
 
 
 def set_up_console() -> None:

@@ -1,8 +1,8 @@
-"""Attention that stays inside the documents of a sequence: models are told them by positions that begin anew with each.
+"""Block-diagonal attention for packed documents: position ids that restart at 0 tell the model where documents begin.
 
-Most models of transformers make a mask of such positions. Flash attention goes by them where it gets one sequence at a
-time, and ranks that share sequences exchange no masks: `by_document` makes up for both. Whether a model does it at all
-is tried, on the model that is there.
+Most models of transformers derive a mask from such positions. Flash attention does so for one sequence at a time only,
+and ranks that share sequences exchange no masks: `within_documents` covers these two cases. Whether a model keeps its
+documents apart is tried on the model itself.
 
 Shape suffixes: B sequences, S positions, H heads, D width of a head, V entries of the vocabulary.
 """
@@ -31,7 +31,7 @@ _TOLERANCE = {torch.float32: 1e-5}
 """Relative distance of the logits; in 16 bits an expert may round otherwise when it gets other tokens besides."""
 _IN_16_BITS = 1e-2
 _JOINING: list[Attention] = []
-"""What `join_sequences` has put among transformers' attentions."""
+"""What `separate_documents_in_flash` has put among transformers' attentions."""
 
 
 def check_document_attention(model: PreTrainedModel, who: str, config: SparseForgeConfig) -> None:
@@ -57,7 +57,7 @@ def check_document_attention(model: PreTrainedModel, who: str, config: SparseFor
         )
 
 
-def by_document(attention: Attention, flash: bool) -> Attention:
+def within_documents(attention: Attention, flash: bool) -> Attention:
     """The same attention, of whole sequences, that keeps documents apart by `position_ids` alone.
 
     Args:
@@ -87,16 +87,16 @@ def _mask(position_BS: Tensor) -> Tensor:
     return (document_BS[:, :, None] == document_BS[:, None]).tril()[:, None]
 
 
-def join_sequences(model: PreTrainedModel) -> None:
+def separate_documents_in_flash(model: PreTrainedModel) -> None:
     """Let flash attention, of every model in this process that has the same, see documents in several sequences."""
     name = model.config._attn_implementation
     if "flash" in name and ALL_ATTENTION_FUNCTIONS[name] not in _JOINING:  # a teacher may have the same
-        ALL_ATTENTION_FUNCTIONS[name] = joining = by_document(ALL_ATTENTION_FUNCTIONS[name], flash=True)
+        ALL_ATTENTION_FUNCTIONS[name] = joining = within_documents(ALL_ATTENTION_FUNCTIONS[name], flash=True)
         _JOINING.append(joining)
 
 
 @torch.no_grad()
-def prove(model: PreTrainedModel, who: str, rank: int = 0, parts: int = 1) -> None:
+def check_documents_apart(model: PreTrainedModel, who: str, rank: int = 0, parts: int = 1) -> None:
     """Change one document of a sequence, and see whether what the model says of the next one changes. Collective.
 
     Args:

@@ -23,10 +23,10 @@ from sparseforge_ds.planning.sequence_parallel import default_attention
 from sparseforge_ds.planning.settings import check_estimable
 from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
-from sparseforge_ds.train.length import laid_out_over, lengthened
+from sparseforge_ds.train.launcher import world_size_from_launcher
+from sparseforge_ds.train.length import scheduled_steps_of_saved_run, with_more_steps
 from sparseforge_ds.train.pretrained import Pretrained, find_model
-from sparseforge_ds.train.ranks import world_size_from_launcher
-from sparseforge_ds.train.run_folder import begins_anew, check_beginning, check_room, room_for_checkpoints
+from sparseforge_ds.train.run_folder import check_beginning, check_room, room_for_checkpoints, why_nothing_to_resume
 from sparseforge_ds.train.spec import Hardware, RunSpec, make_spec
 
 _RESERVE = 4 * GIB
@@ -50,8 +50,8 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
         lambda name, flag: _find(name, flag, arguments.document_frame, unchecked),
         Hardware() if elsewhere else Hardware.here(),
     )
-    if (laid_out := laid_out_over(spec)) is not None:
-        spec = lengthened(spec, laid_out)
+    if (laid_out := scheduled_steps_of_saved_run(spec)) is not None:
+        spec = with_more_steps(spec, laid_out)
     yield f"dry run for {spec.world_size} GPUs: nothing is loaded, allocated or written"
     yield table(row for row in spec_rows(spec) if row[0] != "memory")
     yield "text\n" + table(_text(arguments, spec, unchecked))
@@ -70,10 +70,10 @@ def _find(name: str, flag: str, frame: DocumentFrame, unchecked: list[str]) -> P
             frame_tokens(found.tokenizer, frame)
         return found
     unchecked.append(f"{flag} {name}: its weights and tokenizer are on the hub")
-    return find_config(name, flag)
+    return find_config_only(name, flag)
 
 
-def find_config(name: str, flag: str) -> Pretrained:
+def find_config_only(name: str, flag: str) -> Pretrained:
     """A model of which only the config is read."""
     return Pretrained(name, Path(name), read_model_config(name, flag))
 
@@ -91,7 +91,7 @@ def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Itera
 
 
 def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Row]:
-    anew = begins_anew(spec)
+    anew = why_nothing_to_resume(spec)
     if anew is not None:
         yield "resume", anew
         spec = replace(spec, arguments=replace(spec.arguments, resume=False))
@@ -99,7 +99,7 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
     parent = next(p for p in (spec.folder.absolute(), *spec.folder.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {spec.folder}: {parent} is no folder that can be written; give another one")
-    one, needed = checkpoint_bytes(spec.sizes, spec.layout), room_for_checkpoints(spec)
+    one, needed = checkpoint_bytes(spec.sizes, spec.memory_settings), room_for_checkpoints(spec)
     yield "a checkpoint", f"{readable_bytes(one)}; at once on disk {readable_bytes(needed)}"
     if elsewhere:
         unchecked.append(f"--output_dir: whether the disk of those machines has room for {readable_bytes(needed)}")
@@ -110,7 +110,7 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
 def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
     """The memory of a GPU; and an error when it is too small."""
     try:
-        found = plan_of(spec, Machine(int(spec.arguments.gpu_memory * GIB), reserve=_RESERVE))
+        found = plan_run(spec, Machine(int(spec.arguments.gpu_memory * GIB), reserve=_RESERVE))
     except ValueError as error:
         unchecked.append(f"memory: {error}")
         return
@@ -128,7 +128,7 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
 
 def _beside_a_fused_kernel(spec: RunSpec) -> Iterator[str]:
     """What attention holds that the plan does not know, as it knows fused attention in causal order alone."""
-    layout, config = spec.layout, spec.model.config
+    layout, config = spec.memory_settings, spec.model.config
     attention = spec.arguments.attn_implementation or default_attention(config)
     pairs = layout.micro_batch * layout.seq_length**2
     heads = getattr(config.get_text_config(), "num_attention_heads", 0)
@@ -139,7 +139,7 @@ def _beside_a_fused_kernel(spec: RunSpec) -> Iterator[str]:
         yield f"memory: the mask of --document_attention, {readable_bytes(pairs)} with sdpa; flash attention needs none"
 
 
-def plan_of(spec: RunSpec, machine: Machine) -> Plan:
+def plan_run(spec: RunSpec, machine: Machine) -> Plan:
     """What a run needs on a machine.
 
     Raises:
@@ -149,4 +149,4 @@ def plan_of(spec: RunSpec, machine: Machine) -> Plan:
     teacher = None
     if spec.teacher is not None and spec.teacher_sizes is not None:
         teacher = spec.teacher.config, spec.teacher_sizes
-    return make_plan(spec.model.config, spec.sizes, spec.layout, machine, teacher=teacher)
+    return make_plan(spec.model.config, spec.sizes, spec.memory_settings, machine, teacher=teacher)

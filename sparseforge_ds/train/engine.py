@@ -15,13 +15,13 @@ import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.permutation.apply import permute_model
 from sparseforge_ds.ranks import Ranks
-from sparseforge_ds.train.document_attention import join_sequences, prove
+from sparseforge_ds.train.document_attention import check_documents_apart, separate_documents_in_flash
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.pretrained import load_model
-from sparseforge_ds.train.sequence_parallel import SequenceParallel
 from sparseforge_ds.train.spec import RunSpec
 from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
+from sparseforge_ds.train.ulysses import SequenceParallel
 from sparseforge_ds.transformers_internals import checkpoint_activations
 
 
@@ -57,7 +57,7 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     model.train()
     documents, parts = spec.arguments.document_attention, spec.sequence_parallel
     sequence = SequenceParallel(parts, documents) if parts > 1 else None
-    _connect(model, sequence, documents)
+    _limit_attention(model, sequence, documents)
     weight_decay = spec.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -67,7 +67,7 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if isinstance(scaler, DynamicLossScaler):
         scaler.raise_error_at_min_scale = False  # a bare Exception; the loop says what overflows and stops by itself
-    _prove(model, f"--model {spec.model.name}", sequence, documents)
+    _check_attention_scope(model, f"--model {spec.model.name}", sequence, documents)
     forge = sf.SparseForge(engine, spec.config)
     teacher, distillation = None, spec.config.distillation
     if spec.teacher is not None and distillation is not None:
@@ -75,10 +75,10 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention)
         if permutation is not None and distillation.hidden is not None:  # their states are compared channel by channel
             permute_model(loaded, permutation)
-        _connect(loaded, sequence, documents)
+        _limit_attention(loaded, sequence, documents)
         teacher = Teacher(loaded, distillation, spec.deepspeed)
         if spec.teacher is not spec.model:
-            _prove(loaded, f"--teacher {spec.teacher.name}", sequence, documents)
+            _check_attention_scope(loaded, f"--teacher {spec.teacher.name}", sequence, documents)
     return TrainContext(
         spec=spec,
         ranks=ranks,
@@ -90,17 +90,19 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     )
 
 
-def _connect(model: PreTrainedModel, sequence: SequenceParallel | None, documents: bool) -> None:
+def _limit_attention(model: PreTrainedModel, sequence: SequenceParallel | None, documents: bool) -> None:
     """Let attention connect the tokens that the run lets see each other, and no others."""
     if sequence is not None:
         sequence.divide(model)
     elif documents:
-        join_sequences(model)
+        separate_documents_in_flash(model)
 
 
-def _prove(model: PreTrainedModel, who: str, sequence: SequenceParallel | None, documents: bool) -> None:
-    """Try whether that is so; errors as `SequenceParallel.prove` and `document_attention.prove`."""
+def _check_attention_scope(
+    model: PreTrainedModel, who: str, sequence: SequenceParallel | None, documents: bool
+) -> None:
+    """Try on a loaded model that attention connects those tokens only, see `_limit_attention`. Collective."""
     if sequence is not None:
-        sequence.prove(model, who)
+        sequence.check_division(model, who)
     if documents:
-        prove(model, who, *((sequence.rank, sequence.size) if sequence is not None else ()))
+        check_documents_apart(model, who, *((sequence.rank, sequence.size) if sequence is not None else ()))

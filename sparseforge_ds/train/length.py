@@ -34,7 +34,7 @@ def steps_of_epochs(spec: RunSpec) -> int:
     return max(1, math.ceil(epochs * windows / int(spec.deepspeed["train_batch_size"])))
 
 
-def laid_out_over(spec: RunSpec) -> int | None:
+def scheduled_steps_of_saved_run(spec: RunSpec) -> int | None:
     """The `max_steps` over which the run to be resumed was laid out, where `spec` makes it longer; else None.
 
     Only a run with a frozen mask can become longer: the schedule of the mask, in fractions of `max_steps`, is over.
@@ -65,7 +65,7 @@ def laid_out_over(spec: RunSpec) -> int | None:
     return before.max_steps
 
 
-def lengthened(spec: RunSpec, laid_out: int) -> RunSpec:
+def with_more_steps(spec: RunSpec, laid_out: int) -> RunSpec:
     """The run of `spec`'s steps whose schedules stay those of one of `laid_out` steps."""
     config = dataclasses.replace(spec.config, max_steps=laid_out)
     deepspeed = {**spec.deepspeed, "sparseforge": config.to_dict()}

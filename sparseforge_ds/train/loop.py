@@ -79,14 +79,14 @@ def train(
             lost_at = first_step if step == first_step + 1 else None
             raise _diverged(checkpoints, what, step, rate(max(step - 1, 0)), lost_at) from error
 
-    whole = context.objective.decide(batches.at(batches.position)[:1, :1].to(context.device))
+    whole = context.objective.why_whole_logits(batches.at(batches.position)[:1, :1].to(context.device))
     if whole:
         _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {whole}")
     saved, failures, skipped = first_step if spec.arguments.resume else None, 0, 0
     lost_at: int | None = None  # the first of the latest steps in a row whose weights have a loss that is not finite
     if first_step == 0:
         started = forge.ready
-        forge.start(probe=ProbeText(context, 0, 1, _sequences_of_start(context)))
+        forge.start(probe=ProbeBatches(context, 0, 1, _sequences_of_start(context)))
         if not started and spec.config.start is not None and spec.arguments.save_every and max_steps:
             save(context, checkpoints, monitor, evaluation, 0)  # a run that is resumed does not repeat the start
             saved = 0
@@ -121,7 +121,7 @@ def train(
                 engine.step()
                 losses += parts
                 try:
-                    updated = forge.step(probe=ProbeText(context, batches.position, -1))
+                    updated = forge.step(probe=ProbeBatches(context, batches.position, -1))
                 except RuntimeError as error:
                     finite = bool(torch.isfinite(losses).all())
                     if finite and not isinstance(error, DivergedError):
@@ -189,10 +189,10 @@ def train(
         if saved != max_steps:
             save(context, checkpoints, monitor, evaluation, max_steps)
     checkpoints.remove_old()
-    return came_to(context, evaluation, first_step, round(time.perf_counter() - began, 1), scalars)
+    return run_result(context, evaluation, first_step, round(time.perf_counter() - began, 1), scalars)
 
 
-def came_to(
+def run_result(
     context: TrainContext,
     evaluation: Evaluation,
     first_step: int,
@@ -220,7 +220,7 @@ def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, eval
         "data": context.batches.state_dict(),
         "evaluations": evaluation.state_dict(),
     }
-    with monitor.away():
+    with monitor.paused_clock():
         done = checkpoints.save(context.engine, step, {"train": state}, evaluation.ranking())
     monitor.write(step, {"checkpoint/seconds": done.seconds, "checkpoint/gib": done.bytes / 2**30})
     _LOG.info(
@@ -231,12 +231,12 @@ def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, eval
 
 def _evaluate_if_due(evaluation: Evaluation, monitor: Monitor, step: int) -> None:
     if evaluation.due(step):
-        with monitor.away():
+        with monitor.paused_clock():
             scalars = evaluation.run(step)
         monitor.write(step, scalars)
 
 
-class ProbeText:
+class ProbeBatches:
     """What probes of the curvature read: the task loss on the run's own sequences, which are not consumed.
 
     Args:
@@ -314,7 +314,7 @@ def _diverged(
         lost_at: the first step whose weights have a loss that is not finite; None where every saved one is good.
         cure: what to change.
     """
-    good, newer = checkpoints.before(sys.maxsize if lost_at is None else lost_at)
+    good, newer = checkpoints.newest_before(sys.maxsize if lost_at is None else lost_at)
     away = f"move {', '.join(folder.name for folder in newer)} elsewhere, and " if newer else ""
     back = "start again: there is no earlier checkpoint" if good is None else f"continue from {good} with --resume"
     return RunDivergedError(f"{what}, at step {step} with learning rate {rate:.3g}; {cure}, and {away}{back}", good)

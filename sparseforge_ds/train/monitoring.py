@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.train.banner import readable_bytes
-from sparseforge_ds.train.figures import can_draw, masks_over_time
+from sparseforge_ds.train.mask_picture import can_draw, masks_over_time
 from sparseforge_ds.train.tracking import Trackers
 
 _LOG = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Monitor:
             self._trackers.image(step, "masks_over_time", masks_over_time(self._mask_values, self._flips))
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def paused_clock(self) -> Iterator[None]:
         """What is done inside is no part of the steps: it does not count for their speed."""
         began = time.perf_counter()
         yield

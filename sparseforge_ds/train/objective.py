@@ -22,7 +22,7 @@ LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
 """What the log says of a loss, as `loss/...`."""
 
 
-def by_places(logits: Tensor) -> Tensor:
+def with_position_axis(logits: Tensor) -> Tensor:
     """(B, S, V) as they are; (B, classes) of whole sequences -> (B, 1, classes)."""
     return logits[:, None] if logits.dim() == 2 else logits
 
@@ -49,7 +49,7 @@ class Objective:
         )
         """Whether `targets` takes one micro-batch: hidden states of all would be as large as activations of all."""
 
-    def decide(self, token_BS: Tensor, **more: Tensor) -> str | None:
+    def why_whole_logits(self, token_BS: Tensor, **more: Tensor) -> str | None:
         """Run both models over a few tokens, to see whether logits are made by their heads alone; collective.
 
         Args:
@@ -104,7 +104,7 @@ class Objective:
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
         """The task loss alone, which probes of the curvature take."""
         if self.whole or self.draws_labels:
-            logits_BSV = by_places(self._run(batch).logits)
+            logits_BSV = with_position_axis(self._run(batch).logits)
             return task_loss(logits_BSV, batch.label_BS, trained=batch.trained, shifted=batch.shifted)
         return self._in_head(batch)[0].total
 
@@ -118,7 +118,7 @@ class Objective:
         label_BS, trained, shifted = batch.label_BS, batch.trained, batch.shifted
         if self.teacher is None or config is None:
             output = self._run(batch)
-            total = task_loss(by_places(output.logits), label_BS, trained=trained, shifted=shifted)
+            total = task_loss(with_position_axis(output.logits), label_BS, trained=trained, shifted=shifted)
             nothing = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), nothing, nothing), output
         with self.teacher.captured() as states:
@@ -126,7 +126,7 @@ class Objective:
         next_T, of_logits = next_labels(label_BS, shifted), replace(config, hidden=None)
         with compared(self.engine.module, states, next_T, config, trained) as distance:
             output = self._run(batch)
-        logits = by_places(output.logits), by_places(teacher_BSV)
+        logits = with_position_axis(output.logits), with_position_axis(teacher_BSV)
         losses = distillation_loss(*logits, label_BS, of_logits, trained, shifted)
         return distance.added_to(losses), output
 

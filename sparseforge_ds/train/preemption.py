@@ -27,7 +27,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from sparseforge_ds.started_by import GRANDPARENT, PARENT, Ancestor
-from sparseforge_ds.train.ranks import rank_from_launcher
+from sparseforge_ds.train.launcher import rank_from_launcher
 
 _ECHO = 2.0
 """Seconds in which another SIGINT is the first one, passed on by a launcher."""

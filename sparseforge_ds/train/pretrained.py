@@ -118,7 +118,7 @@ def find_model(name: str, flag: str) -> Pretrained:
     return Pretrained(name, folder, config)
 
 
-def in_one_basis(folder: Path, other: Path) -> bool:
+def share_basis(folder: Path, other: Path) -> bool:
     """Whether two models have their channels in one order and basis, so that hidden states can be compared."""
     orders = [(order := Permutation.load(each)) and order.sha256 for each in (folder, other)]
     return orders[0] == orders[1] and rotation_of(folder) == rotation_of(other)

@@ -45,7 +45,7 @@ def find_resumption(spec: RunSpec, ranks: Ranks, checkpoints: Checkpoints) -> Re
     """
     for line in ranks.on_first(lambda: changed_flags(spec)):
         _LOG.info(f"changed since the last start: {line}")
-    manifest = ranks.on_first(checkpoints.find)  # a shared file system may show others an older one
+    manifest = ranks.on_first(checkpoints.newest)  # a shared file system may show others an older one
     ranks.all_or_raise(lambda: checkpoints.check(manifest))
     return ranks.all_or_raise(lambda: Resumption(manifest, _open(spec, manifest)))
 

@@ -149,7 +149,7 @@ def check_beginning(spec: RunSpec) -> None:
         )
 
 
-def begins_anew(spec: RunSpec) -> str | None:
+def why_nothing_to_resume(spec: RunSpec) -> str | None:
     """Whether a run that is to be resumed has nothing to resume yet, as a line that says so.
 
     That is a run which ended before its first checkpoint, and with `--resume auto` also a folder without any run.
@@ -207,7 +207,7 @@ def room_for_checkpoints(spec: RunSpec) -> int:
     )
     if arguments.resume:
         at_once = 1  # the others are there already
-    return at_once * checkpoint_bytes(spec.sizes, spec.layout)
+    return at_once * checkpoint_bytes(spec.sizes, spec.memory_settings)
 
 
 def write_folder(spec: RunSpec) -> None:

@@ -37,7 +37,7 @@ from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.find_text import find_texts
-from sparseforge_ds.train.output_place import check_output_place
+from sparseforge_ds.train.output_location import check_output_location
 from sparseforge_ds.train.pretrained import (
     Pretrained,
     check_attention,
@@ -46,7 +46,7 @@ from sparseforge_ds.train.pretrained import (
     check_teacher_vocabulary,
     empty_model,
     find_model,
-    in_one_basis,
+    share_basis,
 )
 from sparseforge_ds.train.schedule import LearningRate
 from sparseforge_ds.train.tracking import check_trackers
@@ -117,7 +117,7 @@ class RunSpec:
         return int(self.deepspeed.get(SEQUENCE, 1))
 
     @property
-    def layout(self) -> Settings:
+    def memory_settings(self) -> Settings:
         """How it is laid out over the ranks, for the planner."""
         return settings(
             self.deepspeed,
@@ -160,7 +160,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
         )
     batch_arithmetic(content, world_size, sequence_ranks(content, arguments, world_size))
     check_trackers(arguments.report_to)
-    check_output_place(arguments)
+    check_output_location(arguments)
     if arguments.gpus is None:  # else the run is one of other machines
         check_machine(content)
     return content, config
@@ -282,7 +282,7 @@ def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrain
             f"--teacher {teacher.name}: permute puts the channels of --model {model.name} into another order, and "
             "distillation.hidden compares them one by one; leave --teacher out, or set one of the two to null"
         )
-    if not in_one_basis(model.folder, teacher.folder):
+    if not share_basis(model.folder, teacher.folder):
         raise ValueError(
             f"--teacher {teacher.name} has its channels in another order or basis than --model {model.name}, and "
             'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'

@@ -28,7 +28,7 @@ from tests.tiny_models import tiny_llama
 
 def _main(command_line: list[str], largest_file: int | None = None) -> tuple[int, str]:
     """Exit code and stderr of the trainer's main function."""
-    from sparseforge_ds.train.run import main
+    from sparseforge_ds.train.trainer import main
 
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))

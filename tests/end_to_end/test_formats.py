@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate.pretrained import adapter_of, load_model
+from sparseforge_ds.evaluate.finished_model import adapter_of, load_model
 from sparseforge_ds.export import formats
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.train.pretrained import find_model

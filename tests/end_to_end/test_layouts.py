@@ -94,7 +94,7 @@ def test_any_layout_and_resumed_across(tmp_path: Path, name: str) -> None:
 def divisors(command_line: list[str]) -> list[float | None]:
     """By what the losses of each sample of the curvature were divided."""
     from sparseforge_ds.curvature import FisherSums
-    from sparseforge_ds.train.run import main
+    from sparseforge_ds.train.trainer import main
 
     found: list[float | None] = []
     finish = FisherSums.finish

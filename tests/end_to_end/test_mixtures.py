@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.evaluate.pretrained import load_model
+from sparseforge_ds.evaluate.finished_model import load_model
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from tests.end_to_end.test_train import differences, flags_of, states, train
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.train.run import main as launch
+from sparseforge_ds.train.trainer import main as launch
 from tests.end_to_end.test_permute import ONE_SHOT, dense_model, logits, same
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import deepspeed_json

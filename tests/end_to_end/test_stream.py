@@ -27,7 +27,7 @@ def main_on_small_chunks(command_line, dies_at):
     """The launcher's body with chunks of some windows; the process that tokenises dies before it makes a chunk."""
     from sparseforge_ds.data import producer
     from sparseforge_ds.train import text
-    from sparseforge_ds.train.run import main
+    from sparseforge_ds.train.trainer import main
 
     wait = producer.Producer.wait
 

@@ -37,7 +37,7 @@ def launch(*flags: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
 
 
 def _main(command_line: list[str]) -> int:
-    from sparseforge_ds.train.run import main
+    from sparseforge_ds.train.trainer import main
 
     return main(command_line)
 

@@ -16,7 +16,7 @@ import torch
 
 from sparseforge_ds.cli.main import main as sparseforge
 from sparseforge_ds.config.parts import DistillationConfig
-from sparseforge_ds.evaluate.pretrained import load_model
+from sparseforge_ds.evaluate.finished_model import load_model
 from sparseforge_ds.model.tokenizer import load_tokenizer
 from sparseforge_ds.train.pretrained import find_model
 from sparseforge_ds.train.teacher import Teacher

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.ranks import AgreedError
-from sparseforge_ds.train.document_attention import by_document, check_document_attention, prove
-from sparseforge_ds.train.sequence_parallel import SequenceParallel
+from sparseforge_ds.train.document_attention import check_document_attention, check_documents_apart, within_documents
+from sparseforge_ds.train.ulysses import SequenceParallel
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, VOCABULARY
 from tests.unit.planning.test_sequence_parallel import DIVIDED
@@ -29,7 +29,7 @@ def every_family() -> dict[str, str]:
     refused: dict[str, str] = {}
     for family, build in BUILDERS.items():
         try:
-            prove(build(), f"--model {family}")
+            check_documents_apart(build(), f"--model {family}")
         except AgreedError as error:
             refused[family] = str(error)
     return refused
@@ -51,9 +51,9 @@ def shared() -> dict[str, str]:
         for family in DIVIDED if document_attention else DIVIDED[:1]:
             model = BUILDERS[family]()
             with _own(model, sequence):
-                sequence.prove(model, family)
+                sequence.check_division(model, family)
                 try:
-                    prove(model, f"--model {family}", sequence.rank, sequence.size)
+                    check_documents_apart(model, f"--model {family}", sequence.rank, sequence.size)
                 except AgreedError as error:
                     refused[f"{family}, {document_attention}"] = str(error)
     return refused
@@ -98,12 +98,12 @@ def one_sequence(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 def flash() -> list[str]:
     """Without and with the sequences of a micro-batch behind one another."""
     said = []
-    for attention in (one_sequence, by_document(one_sequence, flash=True)):
+    for attention in (one_sequence, within_documents(one_sequence, flash=True)):
         ALL_ATTENTION_FUNCTIONS["flash_of_a_test"] = attention
         model = BUILDERS["llama"](num_key_value_heads=2)
         model.config._attn_implementation = "flash_of_a_test"
         try:
-            prove(model, "--model a")
+            check_documents_apart(model, "--model a")
         except AgreedError as error:
             said.append(str(error))
     token_BS = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(0))

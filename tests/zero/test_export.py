@@ -19,7 +19,7 @@ from benchmarks.sharded_checkpoint import write_run
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate.pretrained import load_model
+from sparseforge_ds.evaluate.finished_model import load_model
 from sparseforge_ds.export import verify
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source

@@ -96,7 +96,7 @@ def newest(folder: Path) -> tuple[int, str]:
     """What a start finds after a kill: recovered, whole to the last byte, loadable; its step and its content."""
     found = Checkpoints(folder / "checkpoints", OneRank(), 0, 0)  # type: ignore[arg-type]
     found.recover()
-    manifest = found.find()
+    manifest = found.newest()
     found.check(manifest)
     assert not list(found.folder.glob("*.tmp"))
     return manifest.step, content_of(manifest.folder)
@@ -229,7 +229,7 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
             ranks.barrier()
             left = sorted(path.name for path in saves.folder.iterdir() if path.suffix != ".py")  # DeepSpeed's scripts
             ranks.barrier()
-    return said, left, saves.find().step
+    return said, left, saves.newest().step
 
 
 def test_a_file_that_cannot_be_read_back_never_counts(tmp_path):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import sparseforge_ds as sf
 from sparseforge_ds.ranks import AgreedError
-from sparseforge_ds.train.sequence_parallel import SequenceParallel
+from sparseforge_ds.train.ulysses import SequenceParallel
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, tiny_llama, token_batch
 from tests.unit.planning.test_sequence_parallel import DIVIDED
@@ -31,15 +31,15 @@ def body() -> dict[str, Any]:
     for family in DIVIDED:
         model = BUILDERS[family]()
         sequence.divide(model)
-        sequence.prove(model, family)
+        sequence.check_division(model, family)
     one_group = tiny_llama(num_key_value_heads=1)
     sequence.divide(one_group)
-    sequence.prove(one_group, "keys and values of one head")
+    sequence.check_division(one_group, "keys and values of one head")
     mean = tiny_llama()
     mean.get_input_embeddings().register_forward_hook(counts_tokens)
     sequence.divide(mean)
     with pytest.raises(AgreedError) as differs:
-        sequence.prove(mean, "--model mean")
+        sequence.check_division(mean, "--model mean")
 
     case = Case(stage=1, config={"importance": "magnitude"})
     model = sf.prepare(BUILDERS["llama"](), case.sparseforge)

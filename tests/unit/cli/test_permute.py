@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate.pretrained import prune_by_magnitude
+from sparseforge_ds.evaluate.finished_model import prune_by_magnitude
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.permutation.channel_table import CHANNELS
 from sparseforge_ds.permutation.record import Permutation

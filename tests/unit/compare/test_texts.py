@@ -9,7 +9,7 @@ import pytest
 
 from sparseforge_ds.compare.settings import CompareConfig, read_config
 from sparseforge_ds.compare.texts import _also_in_training, read_texts
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.scored_text import read_documents
 from tests.unit.compare.test_settings import write
 
 

@@ -17,8 +17,8 @@ from sparseforge_ds.data.producer import Job, Maker
 from sparseforge_ds.data.text_files import TextOptions
 from sparseforge_ds.data.windows import PackedWindows, first_of, ids_of, trained_of
 from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.spec import make_spec
-from sparseforge_ds.train.text import open_text
 from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model
 from tests.tiny_streams import SIZES
 
@@ -107,7 +107,7 @@ def test_a_run_is_not_continued_with_the_other_attention(tmp_path):
             output_dir=str(tmp_path / "run"),
             document_attention=document_attention,
         )
-        batches = open_text(make_spec(arguments, 1), Ranks())
+        batches = open_batches(make_spec(arguments, 1), Ranks())
         states[document_attention] = batches.state_dict()
     with pytest.raises(ValueError, match="other data .*--document_attention was true, is false"):
         batches.load_state_dict(states[True])

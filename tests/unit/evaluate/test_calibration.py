@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import calibration as module
 from sparseforge_ds.evaluate.calibration import calibration
+from sparseforge_ds.evaluate.finished_model import load_tokenizer
 from sparseforge_ds.evaluate.perplexity import windows
-from sparseforge_ds.evaluate.pretrained import load_tokenizer
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.scored_text import read_documents
 
 CONFIG = LlamaConfig(max_position_embeddings=512)
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, Llama
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import token_scores
+from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.perplexity import LONGEST_DEFAULT, Perplexity, measure, positions_of
-from sparseforge_ds.evaluate.pretrained import load_model, load_tokenizer, prune_by_magnitude
-from sparseforge_ds.evaluate.text import read_documents
+from sparseforge_ds.evaluate.scored_text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
 from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed

@@ -15,7 +15,7 @@ import pytest
 
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.planning.activations import Activations
-from sparseforge_ds.train.run import main
+from sparseforge_ds.train.trainer import main
 from tests.distributed import PATIENCE, ROOT
 
 LAUNCH = ROOT / "launch"

@@ -17,7 +17,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.data.documents import PromptAndCompletion
 from sparseforge_ds.data.packing import encode, encode_trained, token_dtype
 from sparseforge_ds.evaluate import perplexity
-from sparseforge_ds.evaluate.pretrained import load_tokenizer as load_for_evaluation
+from sparseforge_ds.evaluate.finished_model import load_tokenizer as load_for_evaluation
 from sparseforge_ds.export.model_folder import copy_model_files
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from tests.tiny_folders import byte_tokenizer, write_model

@@ -51,7 +51,7 @@ def tags(checkpoints):
 
 
 def test_the_newest_complete_checkpoint_is_found(checkpoints):
-    found = checkpoints.find()
+    found = checkpoints.newest()
     assert (found.folder, found.step) == (checkpoints.folder / "step_000200", 200)
     checkpoints.check(found)
 
@@ -59,14 +59,14 @@ def test_the_newest_complete_checkpoint_is_found(checkpoints):
 def test_a_user_goes_back_by_moving_the_newer_ones_away(checkpoints):
     (checkpoints.folder / "latest").write_text("step_000200")  # for DeepSpeed's own tools
     shutil.rmtree(checkpoints.folder / "step_000200")
-    assert checkpoints.find().step == 100
+    assert checkpoints.newest().step == 100
 
 
 def test_steps_are_numbers(checkpoints):
     for name in ("step_1000000", "step_x00300", "step_000300.tmp", "global_step400"):
         write_checkpoint(checkpoints.folder, 1000000, name=name)
     (checkpoints.folder / "step_2000000").touch()
-    assert checkpoints.find().step == 1000000
+    assert checkpoints.newest().step == 1000000
 
 
 def edit(checkpoints, **changes):
@@ -115,7 +115,7 @@ def damage(name, change):
 def test_a_checkpoint_that_cannot_be_resumed_says_why(checkpoints, damage, message):
     damage(checkpoints)
     with pytest.raises(ValueError, match=f"--resume: .*{message}"):
-        checkpoints.find()
+        checkpoints.newest()
 
 
 def flip(position):
@@ -162,7 +162,7 @@ def replace_by_the_other_step(checkpoints):
 )
 def test_damage_inside_a_file_is_named_before_anything_is_loaded(checkpoints, damage, message):
     damage(checkpoints)
-    found = checkpoints.find()
+    found = checkpoints.newest()
     with pytest.raises(ValueError, match=f"--resume: .*{message}.*complete: step_000100"):
         for rank in range(2):
             checkpoints.ranks.rank = rank
@@ -197,8 +197,8 @@ def test_none_is_removed_before_the_newest_is_known_to_be_good(checkpoints):
     checkpoints.keep = 1
     checkpoints.remove_old()
     assert tags(checkpoints) == ["step_000100", "step_000200"], "nothing was saved"
-    assert checkpoints.before(200) == (checkpoints.folder / "step_000100", [checkpoints.folder / "step_000200"])
-    assert checkpoints.before(100) == (None, [checkpoints.folder / f"step_000{step}00" for step in (1, 2)])
+    assert checkpoints.newest_before(200) == (checkpoints.folder / "step_000100", [checkpoints.folder / "step_000200"])
+    assert checkpoints.newest_before(100) == (None, [checkpoints.folder / f"step_000{step}00" for step in (1, 2)])
 
 
 @pytest.mark.parametrize("gone", ["removed", "damaged"])

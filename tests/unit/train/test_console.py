@@ -32,8 +32,8 @@ def test_a_line_and_its_newline_are_one_write(monkeypatch: pytest.MonkeyPatch) -
     level = ours.level
     try:
         set_up_console()
-        logging.getLogger("sparseforge_ds.train.run").info("stopped")
-        logging.getLogger("sparseforge_ds.train.run").error("broken")
+        logging.getLogger("sparseforge_ds.train.trainer").info("stopped")
+        logging.getLogger("sparseforge_ds.train.trainer").error("broken")
     finally:
         ours.setLevel(level)
     assert isinstance(sys.stdout, Pipe) and sys.stdout.writes == ["stopped\n"]

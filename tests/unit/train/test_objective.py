@@ -55,7 +55,7 @@ def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, who
     student = tiny_llama()
     assert CONFIG.distillation is not None
     objective = Objective(Engine(student), Teacher(_gemma(cap), CONFIG.distillation, {}), CONFIG)
-    found = objective.decide(_micro_batches()[0][:1, :1])
+    found = objective.why_whole_logits(_micro_batches()[0][:1, :1])
     assert found is None if whole is None else found is not None and found.startswith(whole)
     assert student.training
     batches = [MicroBatch(token_BS, token_BS) for token_BS in _micro_batches()]
@@ -71,7 +71,7 @@ def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, who
 def test_a_student_that_caps_its_logits() -> None:
     student = _gemma(2.0)
     objective = Objective(Engine(student), None, CONFIG)
-    assert "Gemma2ForCausalLM scales or caps" in str(objective.decide(_micro_batches()[0][:1, :1]))
+    assert "Gemma2ForCausalLM scales or caps" in str(objective.why_whole_logits(_micro_batches()[0][:1, :1]))
     token_BS = _micro_batches()[0]
     found = objective.cross_entropy(MicroBatch(token_BS, token_BS))
     assert torch.equal(found, task_loss(student(input_ids=token_BS).logits, token_BS))
@@ -82,7 +82,7 @@ def test_the_task_loss_of_probes(importance: str) -> None:
     """Labels of Gauss-Newton are drawn from what the head returns."""
     student, token_BS = tiny_llama(), _micro_batches()[0]
     objective = Objective(Engine(student), None, SparseForgeConfig.from_dict({"importance": importance}))
-    assert objective.decide(token_BS[:1, :1]) is None
+    assert objective.why_whole_logits(token_BS[:1, :1]) is None
     outputs: list[Tensor] = []
     student.lm_head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     found = objective.cross_entropy(MicroBatch(token_BS, token_BS))
@@ -97,7 +97,7 @@ def test_padding_reaches_the_task_loss_of_probes(importance: str) -> None:
     mask_BS[:, :4] = 0
     label_BS = token_BS.masked_fill(mask_BS == 0, -100)
     objective = Objective(Engine(student), None, SparseForgeConfig.from_dict({"importance": importance}))
-    objective.decide(token_BS[:1, :1])
+    objective.why_whole_logits(token_BS[:1, :1])
     found = objective.cross_entropy(MicroBatch(token_BS, label_BS, more={"attention_mask": mask_BS}))
     expected = task_loss(student(input_ids=token_BS, attention_mask=mask_BS).logits, label_BS)
     torch.testing.assert_close(found, expected)
@@ -120,7 +120,7 @@ def test_the_weight_of_hidden_states_falls_with_the_progress(cap: float | None) 
     teacher = Teacher(_gemma(cap, seed=1), distillation, {})
     objective = Objective(Engine(_gemma(cap)), teacher, replace(CONFIG, distillation=distillation))
     token_BS = _micro_batches()[0]
-    objective.decide(token_BS[:1, :1])
+    objective.why_whole_logits(token_BS[:1, :1])
 
     def parts_at(progress: float) -> list[float]:
         batch = MicroBatch(token_BS, token_BS)
@@ -156,7 +156,7 @@ def test_hidden_states_in_the_head_and_with_whole_logits(cap: float | None) -> N
     config = replace(CONFIG, distillation=distillation)
     student, teacher = _gemma(cap), Teacher(_gemma(cap, seed=1), distillation, {})
     objective = Objective(Engine(student), teacher, config)
-    assert (objective.decide(_micro_batches()[0][:1, :1]) is None) == (cap is None)
+    assert (objective.why_whole_logits(_micro_batches()[0][:1, :1]) is None) == (cap is None)
     assert objective.one_at_a_time
     token_BS = _micro_batches()[0]
     batch = MicroBatch(token_BS, token_BS)

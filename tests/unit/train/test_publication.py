@@ -76,7 +76,7 @@ def newest(folder: Path) -> int | None:
     checkpoints.recover()
     assert not list(folder.glob("*.tmp"))
     try:
-        found = checkpoints.find()
+        found = checkpoints.newest()
     except ValueError as error:
         assert "start the run without --resume" in str(error)
         return None

@@ -24,11 +24,11 @@ from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
-    begins_anew,
     check_folder,
     check_weights,
     lock_folder,
     room_for_checkpoints,
+    why_nothing_to_resume,
     write_folder,
 )
 from sparseforge_ds.train.spec import make_spec
@@ -148,24 +148,24 @@ def test_all_that_differs_is_named(spec, tmp_path):
 
 
 def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mistake(spec, tmp_path):
-    assert begins_anew(spec()) is None
-    assert begins_anew(spec(resume=True)) is None
+    assert why_nothing_to_resume(spec()) is None
+    assert why_nothing_to_resume(spec(resume=True)) is None
     with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
         check_folder(spec(resume=True))  # a mistyped folder
     with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
         steps_of_epochs(spec(resume=True, epochs=1.0))
     assert not (tmp_path / "run").exists(), "and it is not made"
-    assert "there is no run in" in str(begins_anew(spec(resume="auto")))
+    assert "there is no run in" in str(why_nothing_to_resume(spec(resume="auto")))
     check_folder(spec())
     write_folder(spec())
     for resume in (True, "auto"):
-        assert "ended before its first checkpoint" in str(begins_anew(spec(resume=resume)))
+        assert "ended before its first checkpoint" in str(why_nothing_to_resume(spec(resume=resume)))
         with pytest.raises(ValueError, match="is laid out over 8 steps, here 99"):
-            begins_anew(spec(resume=resume, max_steps=99))
+            why_nothing_to_resume(spec(resume=resume, max_steps=99))
     (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
-    assert begins_anew(spec(resume=True)) is None and begins_anew(spec(resume="auto")) is None
+    assert why_nothing_to_resume(spec(resume=True)) is None and why_nothing_to_resume(spec(resume="auto")) is None
     (tmp_path / "run" / "sparseforge.json").unlink()
-    assert begins_anew(spec(resume="auto")) is None
+    assert why_nothing_to_resume(spec(resume="auto")) is None
     with pytest.raises(ValueError, match="has checkpoints, but no sparseforge.json.*start in a new --output_dir"):
         check_folder(spec(resume="auto"))  # checkpoints of something: never overwritten
 

@@ -12,7 +12,7 @@ from accelerate.tracking import GeneralTracker, get_available_trackers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from sparseforge_ds.train.figures import masks_over_time
+from sparseforge_ds.train.mask_picture import masks_over_time
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.tracking import Trackers, check_trackers, flat
 

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate.pretrained import adapter_of, load_model
+from sparseforge_ds.evaluate.finished_model import adapter_of, load_model
 from tests.pretend_hub import REVISION
 from tests.tiny_folders import write_json, write_model, write_text
 

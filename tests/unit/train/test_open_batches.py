@@ -37,7 +37,7 @@ def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monk
             document_frame=frame,
         )
         spec = make_spec(arguments, 1)
-        batches = text.open_text(spec, Ranks())
+        batches = text.open_batches(spec, Ranks())
         whole, stream = batches.sources
         stream.prepare(0, 64)
         found = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}

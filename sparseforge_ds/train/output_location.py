@@ -10,7 +10,7 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL, EMBEDDED_TEXT, HELD_
 from sparseforge_ds.data.mixture import STREAM
 
 
-def check_output_place(arguments: RunArguments) -> None:
+def check_output_location(arguments: RunArguments) -> None:
     """Refuse an `--output_dir` that is no folder, or that cannot be told from what the run reads; writes nothing.
 
     Raises:

@@ -14,7 +14,7 @@ from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.spec import RunSpec
 
 
-def open_text(spec: RunSpec, ranks: Ranks) -> Batches:
+def open_batches(spec: RunSpec, ranks: Ranks) -> Batches:
     """This rank's micro-batches, at the beginning of the text; tokenises on rank 0 what is no stream.
 
     Raises:

@@ -32,7 +32,7 @@ def unlink_shared_buffers() -> None:
             Path(place).unlink(missing_ok=True)
 
 
-def take_place() -> None:
+def set_default_environment() -> None:
     """Make this process rank 0 of 1 where no launcher has told it its place.
 
     Raises:

@@ -28,15 +28,26 @@ from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
-from sparseforge_ds.train.length import laid_out_over, lengthened, steps_of_epochs
-from sparseforge_ds.train.loop import RunDivergedError, came_to, train
+from sparseforge_ds.train.launcher import (
+    rank_from_launcher,
+    set_default_environment,
+    unlink_shared_buffers,
+    world_size_from_launcher,
+)
+from sparseforge_ds.train.length import scheduled_steps_of_saved_run, steps_of_epochs, with_more_steps
+from sparseforge_ds.train.loop import RunDivergedError, run_result, train
 from sparseforge_ds.train.monitoring import Monitor
+from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.preemption import Preemption, Stopped
-from sparseforge_ds.train.ranks import rank_from_launcher, take_place, unlink_shared_buffers, world_size_from_launcher
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
-from sparseforge_ds.train.run_folder import begins_anew, check_folder, check_weights, lock_folder, write_folder
+from sparseforge_ds.train.run_folder import (
+    check_folder,
+    check_weights,
+    lock_folder,
+    why_nothing_to_resume,
+    write_folder,
+)
 from sparseforge_ds.train.spec import RunSpec, make_spec, read_config
-from sparseforge_ds.train.text import open_text
 from sparseforge_ds.train.tracking import Trackers, flat
 
 _LOG = logging.getLogger(__name__)
@@ -61,10 +72,11 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
         _LOG.info(f"--epochs {arguments.epochs:g}: {steps} steps")
         arguments = dataclasses.replace(arguments, epochs=None, max_steps=steps)
         spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
-    laid_out = ranks.on_first(lambda: laid_out_over(spec))
+    laid_out = ranks.on_first(lambda: scheduled_steps_of_saved_run(spec))
     if laid_out is not None:
-        spec = lengthened(spec, laid_out)
-    anew = ranks.on_first(lambda: begins_anew(spec))  # the others may not see yet whether there is something to resume
+        spec = with_more_steps(spec, laid_out)
+    # The others may not see yet whether there is something to resume.
+    anew = ranks.on_first(lambda: why_nothing_to_resume(spec))
     if anew is not None:
         _LOG.info(anew)
         spec = dataclasses.replace(spec, arguments=dataclasses.replace(arguments, resume=False))
@@ -76,7 +88,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     ranks.on_first(lambda: lock_folder(spec.folder))
     ranks.on_first(checkpoints.recover)
     found = find_resumption(spec, ranks, checkpoints) if spec.arguments.resume else None
-    batches = open_text(spec, ranks)
+    batches = open_batches(spec, ranks)
     if found is not None:
         ranks.all_or_raise(lambda: load_position(found, batches))
     batches.prepare_step()
@@ -99,7 +111,7 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     result_file = spec.folder / "result.json"
     if found is not None and start >= max_steps:
         if ranks.first and not result_file.exists():  # a kill came between the last checkpoint and its result
-            write_json(result_file, came_to(context, evaluation, start))
+            write_json(result_file, run_result(context, evaluation, start))
         _LOG.info(f"the run in {spec.folder} is complete ({start} steps): nothing to do")
         ranks.leave()
         return
@@ -138,7 +150,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         arguments = parse_arguments(command_line)
         if not arguments.dry_run:
             read_config(arguments, world_size_from_launcher())
-            take_place()
+            set_default_environment()
     except (ValueError, OSError) as error:  # every rank has found it by itself, and each machine says it once
         return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0")
     try:

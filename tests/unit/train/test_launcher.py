@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from sparseforge_ds.train.ranks import take_place, unlink_shared_buffers, world_size_from_launcher
+from sparseforge_ds.train.launcher import set_default_environment, unlink_shared_buffers, world_size_from_launcher
 from tests.distributed import run_distributed
 
 
@@ -50,7 +50,7 @@ PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without a launcher; what `take_place` sets is taken back."""
+    """An environment without a launcher; what `set_default_environment` sets is taken back."""
     for name in (*PLACE, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -60,7 +60,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_without_a_launcher_a_process_is_alone(nowhere: pytest.MonkeyPatch) -> None:
     nowhere.setenv("MASTER_ADDR", "somewhere.else")  # as clusters set it for whole jobs
     nowhere.setenv("SLURM_STEP_NUM_TASKS", "1")
-    take_place()
+    set_default_environment()
     *place, port = (os.environ[name] for name in PLACE)
     assert place == ["0", "0", "1", "127.0.0.1"]
     assert 1024 <= int(port) < 65536
@@ -70,7 +70,7 @@ def test_a_place_is_kept(nowhere: pytest.MonkeyPatch) -> None:
     given = dict(zip(PLACE, ("3", "1", "4", "node0", "29500"), strict=True))
     for name, value in given.items():
         nowhere.setenv(name, value)
-    take_place()
+    set_default_environment()
     assert {name: os.environ[name] for name in PLACE} == given
 
 
@@ -78,7 +78,7 @@ def test_half_a_place_is_refused(nowhere: pytest.MonkeyPatch) -> None:
     nowhere.setenv("RANK", "1")
     nowhere.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="RANK=1, WORLD_SIZE=2 but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT: set all"):
-        take_place()
+        set_default_environment()
     assert "LOCAL_RANK" not in os.environ
 
 
@@ -87,7 +87,7 @@ def test_half_a_place_is_refused(nowhere: pytest.MonkeyPatch) -> None:
 def test_processes_of_mpirun_do_not_each_train_alone(nowhere: pytest.MonkeyPatch, name: str) -> None:
     nowhere.setenv(name, "2")
     with pytest.raises(ValueError, match=f"{name}=2: .* pip install mpi4py, or start with deepspeed"):
-        take_place()
+        set_default_environment()
 
 
 def test_what_mpirun_and_srun_announce_counts(nowhere: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from sparseforge_ds.train.run import _farewell
+from sparseforge_ds.train.trainer import _farewell
 
 
 def test_suggested_commands_can_be_pasted() -> None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparseforge_ds.ranks import AgreedError
-from sparseforge_ds.train.document_attention import by_document
+from sparseforge_ds.train.document_attention import within_documents
 
 _TRIED = 8
 """Tokens of a rank on which a divided model is held against the whole one."""
@@ -62,7 +62,7 @@ class SequenceParallel:
         name = model.config._attn_implementation
         core = ALL_ATTENTION_FUNCTIONS[name]
         if not getattr(core, "divided", False):
-            core = by_document(core, "flash" in name) if self.document_attention else core
+            core = within_documents(core, "flash" in name) if self.document_attention else core
             ALL_ATTENTION_FUNCTIONS[name] = self._attention(name, core)
         model.register_forward_pre_hook(self._place, with_kwargs=True)
 
@@ -94,7 +94,7 @@ class SequenceParallel:
                     seq_length_is_variable=True,
                 )
             # The mask is of this rank's tokens; over the whole sequence, the kernel's own causal order is all there is,
-            # or what `by_document` makes of the positions, which DeepSpeed puts together.
+            # or what `within_documents` makes of the positions, which DeepSpeed puts together.
             output, weights = exchange(module, query, key, value, None, **kwargs)
             return output.view(B, S, H, D), weights  # DeepSpeed joins the heads, and some models count dimensions
 
@@ -110,7 +110,7 @@ class SequenceParallel:
             self._whole = False
 
     @torch.no_grad()
-    def prove(self, model: PreTrainedModel, who: str) -> None:
+    def check_division(self, model: PreTrainedModel, who: str) -> None:
         """Hold a divided model against the same model on whole sequences of a few tokens. Collective.
 
         Raises:
